@@ -1,0 +1,155 @@
+"""Drivetrain: one PyTorch training loop, any distributed backend.
+
+Importing this package imports no torch; each public name brings what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator
+    from drivetrain.config import load_config
+    from drivetrain.distributed_type import DistributedType
+    from drivetrain.kwargs import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+    )
+    from drivetrain.launch.notebook import debug_launcher, notebook_launcher
+    from drivetrain.logging import get_logger
+    from drivetrain.progress import tqdm
+    from drivetrain.runtime.loading import already_sharded, skip_first_batches
+    from drivetrain.runtime.local_sgd import LocalSGD
+    from drivetrain.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from drivetrain.runtime.nested import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+    )
+    from drivetrain.runtime.partial_state import PartialState
+    from drivetrain.runtime.rng import set_seed, synchronize_rng_state, synchronize_rng_states
+    from drivetrain.runtime.train_step import TrainStepOutput
+    from drivetrain.runtime.trees import (
+        concatenate,
+        find_batch_size,
+        honor_type,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
+    )
+    from drivetrain.tracking import GeneralTracker, register_tracker_class
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Accelerator": "accelerator",
+    "AutocastKwargs": "kwargs",
+    "DDPCommunicationHookType": "kwargs",
+    "DataLoaderConfiguration": "kwargs",
+    "DistributedDataParallelKwargs": "kwargs",
+    "DistributedType": "distributed_type",
+    "GeneralTracker": "tracking",
+    "GradScalerKwargs": "kwargs",
+    "GradientAccumulationPlugin": "kwargs",
+    "InitProcessGroupKwargs": "kwargs",
+    "LocalSGD": "runtime.local_sgd",
+    "PartialState": "runtime.partial_state",
+    "ProfileKwargs": "kwargs",
+    "ProjectConfiguration": "kwargs",
+    "TrainStepOutput": "runtime.train_step",
+    "already_sharded": "runtime.loading",
+    "broadcast": "runtime.nested",
+    "broadcast_object_list": "runtime.nested",
+    "clear_device_cache": "runtime.memory",
+    "concatenate": "runtime.trees",
+    "debug_launcher": "launch.notebook",
+    "find_batch_size": "runtime.trees",
+    "find_executable_batch_size": "runtime.memory",
+    "gather": "runtime.nested",
+    "gather_object": "runtime.nested",
+    "get_logger": "logging",
+    "honor_type": "runtime.trees",
+    "load_config": "config",
+    "notebook_launcher": "launch.notebook",
+    "pad_across_processes": "runtime.nested",
+    "recursively_apply": "runtime.trees",
+    "reduce": "runtime.nested",
+    "register_tracker_class": "tracking",
+    "release_memory": "runtime.memory",
+    "send_to_device": "runtime.trees",
+    "set_seed": "runtime.rng",
+    "skip_first_batches": "runtime.loading",
+    "slice_tensors": "runtime.trees",
+    "synchronize_rng_state": "runtime.rng",
+    "synchronize_rng_states": "runtime.rng",
+    "tqdm": "progress",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+    value = getattr(import_module(f"drivetrain.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GeneralTracker",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LocalSGD",
+    "PartialState",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TrainStepOutput",
+    "__version__",
+    "already_sharded",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "concatenate",
+    "debug_launcher",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "get_logger",
+    "honor_type",
+    "load_config",
+    "notebook_launcher",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "register_tracker_class",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "skip_first_batches",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "tqdm",
+]

@@ -1,0 +1,163 @@
+"""Ranks, worlds and mesh axes: frozen data and pure arithmetic, no torch.
+
+A job is a grid. Its axes, outermost first, are ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; the last varies
+fastest with the global rank, so that ``tp`` stays inside a machine. Ranks that differ only along ``cp`` or ``tp`` or
+``pp`` see the same samples; the *data-parallel coordinate* numbers the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from drivetrain.errors import UsageError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Every mesh axis, outermost first."""
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes along which ranks read different samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a launcher put this process.
+
+    Args:
+        rank: global rank, 0 to ``world_size - 1``.
+        world_size: number of processes in the job.
+        local_rank: rank among the processes of this machine.
+        local_world_size: number of processes on this machine.
+        node_rank: index of this machine.
+        num_nodes: number of machines.
+        launcher: who set it: ``"none"`` for a plain ``python script.py``, else the launcher's name.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise UsageError(
+                f"rank {self.rank} of {self.world_size}, local {self.local_rank} of {self.local_world_size}, cannot be",
+                cure="Ranks count from 0 to the size minus one.",
+            )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes; an axis that is not named has size 1.
+
+    ``Mesh({"dp_replicate": 2, "tp": 2})`` is a world of 4. An unknown axis or a size < 1 raises :class:`UsageError`.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.sizes) - set(AXES))
+        if unknown:
+            raise UsageError(f"unknown mesh axis {', '.join(unknown)}", cure=f"The axes are {', '.join(AXES)}.")
+        if any(size < 1 for size in self.sizes.values()):
+            raise UsageError(f"mesh sizes must be at least 1, not {dict(self.sizes)}")
+        object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in AXES})
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.sizes.items()))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel coordinates."""
+        return math.prod(self.sizes[axis] for axis in DATA_AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along each axis."""
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"rank {rank} is not in a mesh of {self.world_size}")
+        position: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, self.sizes[axis])
+        return {axis: position[axis] for axis in AXES}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """Global rank at these coordinates; an axis that is not named counts as 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.sizes[axis] + coordinates.get(axis, 0)
+        return rank
+
+    def dp_rank(self, rank: int) -> int:
+        """Data-parallel coordinate of a global rank."""
+        position = self.coordinates(rank)
+        index = 0
+        for axis in DATA_AXES:
+            index = index * self.sizes[axis] + position[axis]
+        return index
+
+    def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Global ranks, ascending, that agree with ``rank`` on every axis but ``axes``."""
+        mine = self.coordinates(rank)
+        return tuple(
+            other
+            for other in range(self.world_size)
+            if all(place == mine[axis] for axis, place in self.coordinates(other).items() if axis not in axes)
+        )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What :meth:`drivetrain.api.Backend.start` reports: this process's place in the running job.
+
+    Args:
+        place: ranks, as the launcher gave them.
+        mesh: sizes of the axes; its product is the world size.
+        device: this process's device, e.g. ``"cpu"`` or ``"cuda:1"``.
+        communication_backend: gloo, nccl, ... or ``None`` when one process runs alone.
+    """
+
+    place: Place
+    mesh: Mesh
+    device: str
+    communication_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh.world_size != self.place.world_size:
+            raise UsageError(
+                f"a mesh of {self.mesh.world_size} ({self._sizes()}) does not fit {self.place.world_size} processes",
+                cure="The product of the axis sizes must be the number of processes.",
+            )
+
+    def _sizes(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1) or "1"
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's data-parallel coordinate."""
+        return self.mesh.dp_rank(self.place.rank)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel coordinates."""
+        return self.mesh.dp_size
+
+    @property
+    def dp_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the data-parallel group this process is in, by coordinate."""
+        return self.mesh.peers(self.place.rank, DATA_AXES)

@@ -1,0 +1,8 @@
+"""The public names again, for scripts that import them from ``accelerate.utils``; nothing is defined here.
+
+``from drivetrain.utils import set_seed`` and ``from drivetrain import set_seed`` are the same function.
+"""
+
+from drivetrain import __dir__, __getattr__
+
+__all__ = ["__dir__", "__getattr__"]
