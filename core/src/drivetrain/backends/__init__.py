@@ -1,0 +1,1 @@
+"""The reference backend; the others are distributions of their own."""

@@ -1,0 +1,257 @@
+"""From a configuration and the script's own arguments to a started backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+
+from drivetrain.backend import Backend, BackendInfo, Place, ProcessGroupSettings, RunSettings
+from drivetrain.config import ResolvedConfig, load_config, worker_config
+from drivetrain.errors import BackendBlockedError, UsageError
+from drivetrain.kwargs import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from drivetrain.launch.environment import read_place
+from drivetrain.logging import set_rank
+from drivetrain.registry import get_registry
+from drivetrain.runtime.precision import policy_for
+from drivetrain.tracking import Trackers
+
+logger = logging.getLogger(__name__)
+
+_READ_BY_CORE = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The user's keyword handlers, sorted by who reads them.
+
+    Args:
+        by_name: all of them, by class name.
+    """
+
+    by_name: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, handlers: Sequence[Any] | None) -> Handlers:
+        """Sort a list. Raises :class:`UsageError` for two of one class or something that is no handler."""
+        by_name: dict[str, Any] = {}
+        for handler in handlers or ():
+            name = type(handler).__name__
+            if not isinstance(handler, KwargsHandler):
+                raise UsageError(f"{handler!r} is not a keyword handler", cure="Pass instances of the *Kwargs classes.")
+            if name in by_name:
+                raise UsageError(f"two {name} were given", cure="Pass one of each class.")
+            by_name[name] = handler
+        return cls(by_name)
+
+    def of_type(self, kind: type[Any]) -> Any:
+        """The handler of this class, or a fresh one with the defaults."""
+        return self.by_name.get(kind.__name__) or kind()
+
+    def for_backend(self, info: BackendInfo) -> dict[str, Any]:
+        """Those that the backend reads; says once which ones nobody does."""
+        core = {kind.__name__ for kind in _READ_BY_CORE}
+        unread = sorted(set(self.by_name) - core - info.capabilities.handlers)
+        if unread:
+            logger.warning("%s has no meaning under the backend %r and is not used.", ", ".join(unread), info.name)
+        return {name: handler for name, handler in self.by_name.items() if name in info.capabilities.handlers}
+
+
+def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig:
+    """What the script passed, else what the launcher handed over, else defaults and environment."""
+    if isinstance(config, ResolvedConfig):
+        return config
+    return worker_config(os.environ) if config is None else load_config(config)
+
+
+def start_backend(
+    resolved: ResolvedConfig,
+    handlers: Handlers,
+    *,
+    distributed_type: str | None,
+    mixed_precision: str | None,
+    cpu: bool,
+    place_on_device: bool,
+) -> tuple[BackendInfo, Backend]:
+    """Choose, check and start the backend. Collective over all ranks.
+
+    Script arguments that are given win over the configuration.
+
+    Raises:
+        BackendNotFoundError, BackendBlockedError, ...: see :class:`drivetrain.registry.Registry`.
+        ConfigError: the backend's section is wrong.
+    """
+    config, registry = resolved.config, get_registry()
+    place = read_place(os.environ)
+    asked = distributed_type or config.distributed_type
+    info = registry.info(asked) if asked else registry.default(place.world_size)
+    precision = mixed_precision or config.mixed_precision
+    device_type = "cpu" if cpu or config.use_cpu else None
+    mesh = config.mesh.sizes()
+    _check(info, place, str(precision), mesh, registry.owner(info.name))
+    backend_type = registry.load_backend(info)
+    section_type = registry.load_section(info)
+    scaler, autocast = handlers.of_type(GradScalerKwargs), handlers.of_type(AutocastKwargs)
+    policy = policy_for(
+        str(precision),
+        output=config.output_dtype,
+        scaler=scaler.to_dict(),
+        autocast_cache=autocast.cache_enabled,
+    )
+    settings = RunSettings(
+        place=place,
+        mesh=mesh,
+        section=None if section_type is None else resolved.validated_section(section_type, info.name),
+        precision=policy,
+        device_type=device_type,
+        process_group=_process_group(resolved, handlers),
+        handlers=handlers.for_backend(info),
+        place_on_device=place_on_device,
+    )
+    backend = backend_type(settings)
+    backend.start()
+    return info, backend
+
+
+def _check(info: BackendInfo, place: Place, precision: str, mesh: Mapping[str, int], owner: str) -> None:
+    """Hold what was asked against what the backend declares, before anything of it is imported."""
+    capabilities = info.capabilities
+    if place.world_size > 1 and not capabilities.multi_process:
+        raise BackendBlockedError(
+            f"the backend {info.name!r} runs in one process, but {place.launcher} started {place.world_size}",
+            whose=owner,
+            cure="Start one process, or choose a backend for several (`drivetrain backends` lists them).",
+        )
+    if precision not in capabilities.precisions:
+        raise BackendBlockedError(
+            f"the backend {info.name!r} has no mixed_precision={precision!r}",
+            whose=owner,
+            cure=f"Choose one of {', '.join(sorted(capabilities.precisions))}.",
+        )
+    unknown = [axis for axis, size in mesh.items() if size > 1 and axis not in capabilities.mesh_axes]
+    if unknown:
+        able = ", ".join(sorted(capabilities.mesh_axes)) or "none"
+        raise BackendBlockedError(
+            f"the backend {info.name!r} has no mesh axis {', '.join(unknown)} (it has: {able})",
+            whose=owner,
+            cure="Remove it from `mesh:`, or choose another backend.",
+        )
+
+
+def _process_group(resolved: ResolvedConfig, handlers: Handlers) -> ProcessGroupSettings:
+    """The configuration's process group, overridden by what the script's handler says."""
+    given, config = handlers.of_type(InitProcessGroupKwargs), resolved.config.process_group
+    timeout = config.timeout_seconds if given.timeout is None else given.timeout.total_seconds()
+    return ProcessGroupSettings(
+        communication_backend=given.backend or config.communication_backend,
+        init_method=given.init_method or config.init_method,
+        timeout_seconds=timeout,
+    )
+
+
+def refuse_engine_arguments(given: Mapping[str, Any]) -> None:
+    """Arguments of Accelerate that belong to one engine: here they are that backend's config section.
+
+    Raises:
+        UsageError: any that is not ``None``, with what to write instead.
+        TypeError: a word that is no argument anywhere.
+    """
+    for name, value in given.items():
+        engine = name.removesuffix("s").removesuffix("_plugin")
+        if engine == name.removesuffix("s") and name != "parallelism_config":
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            place = "mesh:" if name == "parallelism_config" else f"{engine.removesuffix('_lm')}:"
+            raise UsageError(
+                f"Accelerator takes no {name}; what an engine needs stands in the configuration",
+                cure=f"Write it in the section `{place}` of the config file (`drivetrain config` makes one).",
+            )
+
+
+def loader_configuration(
+    resolved: ResolvedConfig, given: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    """The script's own loader configuration, else the file's; ``split_batches`` may be said beside either."""
+    config = given if given is not None else DataLoaderConfiguration(**resolved.config.dataloader.model_dump())
+    if split_batches is None or split_batches == config.split_batches:
+        return config
+    if given is not None and config.split_batches:
+        raise UsageError("split_batches=False contradicts DataLoaderConfiguration(split_batches=True)")
+    return replace(config, split_batches=split_batches)
+
+
+def project_configuration(
+    resolved: ResolvedConfig, given: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """The script's own, with a folder from wherever one is named."""
+    project = given or ProjectConfiguration()
+    folder = project.project_dir or project_dir or resolved.config.project_dir
+    if folder is not None and project.project_dir is None:
+        project.set_directories(folder)
+    return project
+
+
+def accumulation(
+    resolved: ResolvedConfig, steps: int, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    """How long a window is: the script's word, else the configuration's.
+
+    Raises:
+        UsageError: the script says it twice.
+    """
+    configured = resolved.config.gradient_accumulation_steps
+    if plugin is not None and steps != 1:
+        raise UsageError(
+            "both gradient_accumulation_steps and gradient_accumulation_plugin were given",
+            cure="Put the number into GradientAccumulationPlugin(num_steps=...).",
+        )
+    said = plugin.num_steps if plugin is not None else steps
+    if configured not in (1, said) and said != 1:
+        logger.warning(
+            "The script's gradient_accumulation_steps=%d is used; the configuration says %d (%s).",
+            said,
+            configured,
+            resolved.origin("gradient_accumulation_steps"),
+        )
+    if plugin is not None:
+        return plugin
+    return GradientAccumulationPlugin(num_steps=configured if steps == 1 else steps)
+
+
+def data_seed(config: DataLoaderConfiguration, backend: Backend) -> int:
+    """Seed of the data order, the same on every rank: as configured, else the main process's. Collective."""
+    seed = config.data_seed if config.data_seed is not None else torch.initial_seed()
+    return int(backend.broadcast_object(seed))
+
+
+def name_this_process(backend: Backend) -> None:
+    """Tell the logging which rank this is; it must not keep a finished backend alive."""
+    weak = ref(backend)
+
+    def barrier() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.barrier()
+
+    set_rank(backend.topology.rank, backend.topology.world_size, barrier)
+
+
+def trackers(resolved: ResolvedConfig, log_with: Any, project: ProjectConfiguration, backend: Backend) -> Trackers:
+    """The trackers that the script names, else the configuration."""
+    named = log_with if log_with is not None else (resolved.config.log_with or None)
+    return Trackers(named, logging_dir=project.logging_dir, is_main_process=backend.topology.rank == 0)

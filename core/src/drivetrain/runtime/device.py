@@ -1,0 +1,46 @@
+"""Choosing this process's device, by ``torch.accelerator``: cuda, xpu, hpu, npu, mps, tpu and cpu alike."""
+
+from __future__ import annotations
+
+import torch
+
+from drivetrain.backend import Place
+from drivetrain.errors import BackendBlockedError
+
+
+def available_device_type() -> str:
+    """The accelerator that torch finds on this machine, else ``"cpu"``."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if current is None else current.type
+
+
+def pick_device(device_type: str | None, place: Place) -> str:
+    """Device of this process, e.g. ``"cuda:1"``, made the current one; ``"cpu"`` needs no index.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...; ``None`` = what this machine has.
+        place: its ``local_rank`` numbers the devices of this machine.
+
+    Raises:
+        BackendBlockedError: the machine has no such device, or fewer than processes.
+    """
+    kind = device_type or available_device_type()
+    if kind == "cpu":
+        return "cpu"
+    found = available_device_type()
+    if found != kind:
+        raise BackendBlockedError(
+            f"this machine has no {kind} device that torch {torch.__version__} can use (it finds: {found})",
+            cure="Run with --cpu, or install a torch built for this accelerator.",
+        )
+    count = torch.accelerator.device_count()
+    if kind == "mps":
+        return "mps"
+    if place.local_rank >= count:
+        raise BackendBlockedError(
+            f"{place.local_world_size} processes on this machine need as many {kind} devices, it has {count}",
+            whose=f"local rank {place.local_rank}",
+            cure=f"Start at most {count} here (--num_processes {count}), or run with --cpu.",
+        )
+    torch.accelerator.set_device_index(place.local_rank)
+    return f"{kind}:{place.local_rank}"

@@ -1,0 +1,145 @@
+"""What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step.
+
+A backend holds one :class:`TorchEngine` and calls it; nobody derives from it. It knows nothing of ranks: that
+gradients agree on all ranks when it looks at them is the backend's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.backend import PrecisionPolicy, StepResult
+from drivetrain.errors import UnsupportedError
+from drivetrain.runtime import clipping, precision
+
+_APPLIED = StepResult()
+
+
+@final
+class TorchEngine:
+    """Precision, loss scaling and the optimizer step for all trainables of one backend.
+
+    The loss scaler is shared by all of them, since one loss may reach several models.
+
+    Args:
+        policy: the run's precision policy.
+        device: this process's device.
+        agree: makes a verdict the same on every rank (logical or); identity when gradients are replicated.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, device: str, agree: Callable[[bool], bool] | None = None) -> None:
+        self.policy, self.device = policy, device
+        self._agree = agree
+        self.scaler = (
+            torch.amp.GradScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
+        )
+        self._unscaled: set[int] = set()
+        self._norms: dict[int, tuple[Tensor, bool]] = {}
+
+    def forward(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module under the policy."""
+        if self.policy.compute is None:
+            return module(*args, **kwargs)
+        return precision.run(module, self.policy, self.device, args, kwargs)
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
+        if isinstance(factor, Tensor) or factor != 1.0:
+            loss = loss * factor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of this optimizer's gradients, once per step."""
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        # The scaler refuses an optimizer without a single gradient.
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def clip_grad_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Iterable[Optimizer]
+    ) -> Tensor:
+        """Clip and return the norm before clipping; ``optimizers`` are those whose step a non-finite norm stops."""
+        optimizers = _owners(parameters, list(optimizers))
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        grads = clipping.gradients(parameters)
+        norm = clipping.total_norm(grads, norm_type)
+        # Reading the value here costs one device synchronisation a step, the price of never applying a NaN.
+        value = norm.item()
+        finite = math.isfinite(value)
+        if finite and value > max_norm:
+            clipping.multiply(grads, max_norm / (value + 1e-6))
+        for optimizer in optimizers:
+            self._norms[id(optimizer)] = (norm, finite)
+        return norm
+
+    def clip_grad_value(
+        self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Clamp gradient elements, loss scale taken out first."""
+        for optimizer in _owners(parameters, list(optimizers)):
+            self.unscale(optimizer)
+        clipping.clip_values(clipping.gradients(parameters), clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """One update, or none when gradients are not finite."""
+        if self.scaler is None and not self._norms:
+            optimizer.step(closure)
+            return _APPLIED
+        norm, finite = self._norms.pop(id(optimizer), (None, True))
+        if self.scaler is None:
+            if finite:
+                optimizer.step(closure)
+            return StepResult(skipped=not finite, grad_norm=norm)
+        if closure is not None:
+            raise UnsupportedError(
+                "an optimizer closure cannot be combined with loss scaling",
+                cure="Use mixed_precision='bf16' or 'no' with this optimizer.",
+            )
+        self.unscale(optimizer)
+        if id(optimizer) not in self._unscaled:
+            optimizer.step()
+            return StepResult(grad_norm=norm)
+        self._unscaled.discard(id(optimizer))
+        # torch has no public way to ask, and guessing from the scale misses a user's backoff_factor.
+        flags = list(self.scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
+        overflow = not finite or any(flag.item() > 0 for flag in flags)
+        if self._agree is not None:
+            overflow = self._agree(overflow)
+        if overflow:
+            for flag in flags:
+                flag.fill_(1.0)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return StepResult(skipped=overflow, grad_norm=norm)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for the portable checkpoint."""
+        return {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over :meth:`state`; a checkpoint without loss scaling leaves the scaler as it is."""
+        if self.scaler is not None and state.get("loss_scaler"):
+            self.scaler.load_state_dict(state["loss_scaler"])
+
+
+def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Those of the optimizers that hold at least one of the parameters."""
+    if len(optimizers) <= 1:
+        return optimizers
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
+    ]

@@ -1,0 +1,146 @@
+"""What ``prepare(optimizer)`` returns: an optimizer that steps once per accumulation window, by its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch.optim import Optimizer
+
+from drivetrain.errors import UsageError
+from drivetrain.runtime.records import Record
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.training import Trainer
+
+
+@final
+class PreparedOptimizer(Optimizer):
+    """A prepared optimizer. It is a ``torch.optim.Optimizer`` for schedulers and type checks, and holds nothing itself.
+
+    Inside ``with accelerator.accumulate(model)`` :meth:`step` and :meth:`zero_grad` act only where a window ends.
+
+    Args:
+        source: the user's optimizer.
+        trainer: told of each step.
+    """
+
+    def __init__(self, source: Optimizer, trainer: Trainer) -> None:
+        # Not super().__init__(): that would register parameter groups of its own.
+        self.source = self.optimizer = source
+        """The user's optimizer, and what really steps (the engine's; the same object in most)."""
+        self._records: list[Record] = []
+        self._trainer = trainer
+        self._skipped = False
+        self.applied = 0
+        """Number of updates really applied, for schedulers."""
+
+    def bind(self, record: Record, optimizer: Optimizer) -> None:
+        """Tell which model's parameters it holds, and what steps them."""
+        self.optimizer = optimizer
+        self._records.append(record)
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """The models whose parameters it holds."""
+        return self._records
+
+    @property
+    def param_groups(self) -> Any:
+        """The engine optimizer's own list."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The engine optimizer's own mapping."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> Any:
+        """The engine optimizer's own mapping."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a :meth:`step` now ends a window."""
+        # A loop, since a generator costs more than the rest of a step that waits.
+        for record in self._records:  # noqa: SIM110
+            if not record.ready:
+                return False
+        return True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """The last step that was due left the parameters untouched, because gradients were not finite."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply one update where a window ends, else wait. Collective where the engine's step is."""
+        if not self._records:
+            raise UsageError(
+                "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
+                cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
+            )
+        if not self.is_ready:
+            return
+        result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
+        self._skipped = result.skipped
+        self.applied += not result.skipped
+        self._trainer.stepped(self._records, result)
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the gradients now, where a window ends."""
+        if self._records and self.is_ready:
+            self._records[0].trainable.unscale_gradients(self.optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, unless they belong to a window that is still open."""
+        if not self._records:
+            self.optimizer.zero_grad(set_to_none)
+        elif self._trainer.may_drop_gradients(self._records):
+            self._records[0].trainable.zero_grad(self.optimizer, set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Passed on."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine optimizer's own, as this rank holds it."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Passed on."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """For schedule-free optimizers, which have modes; passed on where the optimizer has one."""
+        self._mode("train")
+
+    def eval(self) -> None:
+        """As :meth:`train`."""
+        self._mode("eval")
+
+    def _mode(self, name: str) -> None:
+        switch = getattr(self.optimizer, name, None)
+        if callable(switch):
+            switch()

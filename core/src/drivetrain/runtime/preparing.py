@@ -1,0 +1,162 @@
+"""``prepare``: which object is what, which optimizer belongs to which model, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from drivetrain.backend import Backend
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.runtime.model import PreparedModel
+from drivetrain.runtime.optimizer import PreparedOptimizer
+from drivetrain.runtime.records import Record
+from drivetrain.runtime.scheduler import PreparedScheduler
+from drivetrain.runtime.training import Trainer
+
+
+@final
+class Preparer:
+    """Prepares models, optimizers and schedulers for one backend and remembers them in order.
+
+    Args:
+        backend: the started backend.
+        trainer: gets a record for each model.
+        step_with_optimizer: schedulers follow their optimizer's updates.
+        moves_per_step: see :class:`PreparedScheduler`.
+        compile_options: arguments of ``nn.Module.compile`` for every model, or ``None``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        trainer: Trainer,
+        *,
+        step_with_optimizer: bool = True,
+        moves_per_step: int = 1,
+        compile_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._backend, self._trainer = backend, trainer
+        self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+
+    def prepare(self, objects: Sequence[Any], prepare_loader: Callable[[Any], Any] | None) -> list[Any]:
+        """Prepare what can be prepared, in the same order; other objects come back as they are. Collective.
+
+        Args:
+            objects: models, optimizers, loaders, schedulers, anything.
+            prepare_loader: turns a data loader into a prepared one and returns anything else as it is.
+        """
+        # Optimizers first get their wrapper, so that each model finds those that hold its parameters.
+        results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
+        results = [self.model(each) if is_model(each) else each for each in results]
+        results = [self.scheduler(each) if is_scheduler(each) else each for each in results]
+        return [prepare_loader(each) if prepare_loader else each for each in results]
+
+    def model(self, model: nn.Module, *, training: bool = True) -> PreparedModel:
+        """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
+        if isinstance(model, PreparedModel):
+            return model
+        capabilities = self._backend.capabilities
+        if self.models and not capabilities.multiple_models:
+            raise UnsupportedError(
+                f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
+                cure="Make one nn.Module of both.",
+            )
+        mine = [optimizer for optimizer in self.optimizers if _shares_parameters(optimizer.source, model)]
+        for optimizer in mine:
+            if optimizer.records and not capabilities.optimizer_spans_models:
+                raise UnsupportedError(
+                    f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
+                    cure="Make one optimizer for each model.",
+                )
+        if self._compile is not None:
+            model.compile(**self._compile)
+        trainable = self._backend.prepare(model, [optimizer.optimizer for optimizer in mine], training=training)
+        record = Record(trainable, model, index=len(self._trainer.records))
+        self._trainer.records.append(record)
+        for optimizer, engine_optimizer in zip(mine, trainable.optimizers, strict=True):
+            optimizer.bind(record, engine_optimizer)
+        prepared = PreparedModel(record)
+        self.models.append(prepared)
+        return prepared
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        prepared = PreparedOptimizer(optimizer, self._trainer)
+        self.optimizers.append(prepared)
+        for record in self._trainer.records:
+            if _shares_parameters(optimizer, record.trainable.module):
+                record.trainable.add_optimizer(optimizer)
+                prepared.bind(record, record.trainable.optimizers[-1])
+        return prepared
+
+    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Wrap one scheduler; it follows the prepared optimizer whose learning rate it sets."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        its = getattr(scheduler, "optimizer", None)
+        followed = [each for each in self.optimizers if its is each or its is each.source]
+        if followed and followed[0].optimizer is not followed[0].source:
+            scheduler.optimizer = followed[0].optimizer
+        prepared = PreparedScheduler(
+            scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    def record_of(self, model: Any) -> Record:
+        """The record of a prepared model, given the prepared or the user's own object."""
+        if isinstance(model, PreparedModel) and model.record in self._trainer.records:
+            return model.record
+        for record in self._trainer.records:
+            if model is record.source or model is record.trainable.module:
+                return record
+        raise UsageError(
+            f"{type(model).__name__} was not prepared by this accelerator",
+            cure="Pass what accelerator.prepare(model) returned.",
+        )
+
+    def optimizers_of(self, record: Record) -> list[PreparedOptimizer]:
+        """The prepared optimizers that hold parameters of this model."""
+        return [optimizer for optimizer in self.optimizers if record in optimizer.records]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for kept in (self.models, self.optimizers, self.schedulers, self._trainer.records):
+            kept.clear()
+
+
+def is_model(value: Any) -> bool:
+    """A module not prepared yet; one without parameters and buffers (a loss function) has nothing to prepare."""
+    if not isinstance(value, nn.Module) or isinstance(value, PreparedModel):
+        return False
+    return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
+
+
+def is_optimizer(value: Any) -> bool:
+    """An optimizer that is not prepared yet."""
+    return isinstance(value, Optimizer) and not isinstance(value, PreparedOptimizer)
+
+
+def is_scheduler(value: Any) -> bool:
+    """A scheduler of torch, or of another library that follows its shape."""
+    if isinstance(value, PreparedScheduler | nn.Module | Optimizer):
+        return False
+    return isinstance(value, LRScheduler) or (
+        isinstance(getattr(value, "optimizer", None), Optimizer)
+        and callable(getattr(value, "step", None))
+        and callable(getattr(value, "state_dict", None))
+    )
+
+
+def _shares_parameters(optimizer: Optimizer, module: nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in module.parameters())

@@ -1,0 +1,165 @@
+"""``save_state`` and ``load_state``: what of a run goes into its checkpoint, and under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+from drivetrain.backend import Backend
+from drivetrain.checkpoint import Manifest, Naming, Rng, TrainingState, load, save
+from drivetrain.errors import UsageError
+from drivetrain.kwargs import ProjectConfiguration
+from drivetrain.runtime import rng
+from drivetrain.runtime.preparing import Preparer
+from drivetrain.runtime.training import Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RemovableHandle:
+    """Takes a hook back."""
+
+    hooks: dict[int, Callable[..., Any]]
+    key: int
+
+    def remove(self) -> None:
+        """Forget the hook; a second call does nothing."""
+        self.hooks.pop(self.key, None)
+
+
+@final
+class RunCheckpoints:
+    """The checkpoints of one accelerator.
+
+    Args:
+        backend: the started backend.
+        trainer: its step count goes along.
+        preparer: its models, optimizers and schedulers go along.
+        loaders: prepared loaders, whose position goes along.
+        project: folder, naming and limit.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        trainer: Trainer,
+        preparer: Preparer,
+        loaders: Sequence[Any],
+        project: ProjectConfiguration,
+    ) -> None:
+        self._backend, self._trainer, self._preparer, self._loaders = backend, trainer, preparer, loaders
+        self._project = project
+        self.custom: list[Any] = []
+        self.save_hooks: dict[int, Callable[..., Any]] = {}
+        self.load_hooks: dict[int, Callable[..., Any]] = {}
+        self._keys = count()
+
+    def hook(self, hooks: dict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
+        """Register a function in one of the two tables."""
+        key = next(self._keys)
+        hooks[key] = function
+        return RemovableHandle(hooks, key)
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Add objects of the user's; all of them must be able to say and take their state."""
+        wrong = [
+            type(each).__name__
+            for each in objects
+            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)))
+        ]
+        if wrong:
+            raise UsageError(
+                f"{', '.join(wrong)} cannot be saved: it has no state_dict() and load_state_dict()",
+                cure="Give it both methods, or save it yourself with accelerator.save.",
+            )
+        self.custom.extend(objects)
+
+    def save(self, output_dir: str | Path | None) -> Path:
+        """Write one checkpoint. Collective over all ranks. Returns its folder."""
+        naming = self._naming() if self._project.automatic_checkpoint_naming else None
+        path = self._on_main(naming.next_path) if naming else Path(self._given(output_dir, "save_state"))
+        models = list(self._preparer.models)
+        skipped: set[int] = set()
+        if self.save_hooks:
+            weights = [model.state_dict() for model in models]
+            kept = list(weights)
+            path.mkdir(parents=True, exist_ok=True)
+            for hook in list(self.save_hooks.values()):
+                hook(models, kept, str(path))
+            skipped = {index for index, one in enumerate(weights) if not any(one is other for other in kept)}
+        save(path, self._state(), self._backend, skip_models=skipped, info=self._info(naming))
+        if naming:
+            self._project.iteration = self._on_main(lambda: _after(naming, naming.saved))
+        return path
+
+    def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
+        """Read one checkpoint, the newest when none is named. Collective over all ranks."""
+        automatic = self._project.automatic_checkpoint_naming
+        if input_dir is None and not automatic:
+            self._given(input_dir, "load_state")
+        naming = self._naming() if automatic else None
+        path = self._on_main(naming.latest) if input_dir is None and naming else Path(str(input_dir))
+        models = list(self._preparer.models)
+        kept = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(kept, str(path))
+        skipped = {index for index, one in enumerate(models) if not any(one is other for other in kept)}
+        state = self._state()
+        manifest = load(path, state, self._backend, strict=strict, skip_models=skipped)
+        self._trainer.step = int(state.counters["step"])
+        if naming:
+            self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
+        return path, manifest
+
+    def _state(self) -> TrainingState:
+        objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
+        objects |= {f"loader.{index}": each for index, each in enumerate(self._loaders)}
+        objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
+        device = self._backend.topology.device
+        return TrainingState(
+            trainables=[record.trainable for record in self._trainer.records],
+            objects=objects,
+            counters={"step": self._trainer.step},
+            rng=Rng(lambda: rng.capture_rng(device), lambda saved: rng.restore_rng(saved, device), rng.set_seed),
+        )
+
+    def _naming(self) -> Naming:
+        folder = Path(self._given(self._project.project_dir, "automatic checkpoint naming")) / "checkpoints"
+        return Naming(folder, self._project.total_limit, self._project.iteration)
+
+    @staticmethod
+    def _info(naming: Naming | None) -> dict[str, Any]:
+        return {"iteration": naming.iteration} if naming else {}
+
+    @staticmethod
+    def _given(folder: Any, what: str) -> Any:
+        if folder is None:
+            raise UsageError(
+                f"{what} needs a folder",
+                cure="Pass one, or set project_dir with ProjectConfiguration(automatic_checkpoint_naming=True).",
+            )
+        return folder
+
+    def _on_main(self, ask: Callable[[], T]) -> T:
+        """The main process's answer on every rank, or its error: file systems show a new folder at different times."""
+        answer: tuple[T | None, Exception | None] = (None, None)
+        if self._backend.topology.rank == 0:
+            try:
+                answer = (ask(), None)
+            except Exception as error:  # noqa: BLE001 (raised on every rank below)
+                answer = (None, error)
+        value, failure = self._backend.broadcast_object(answer)
+        if failure is not None:
+            raise failure
+        result: T = value
+        return result
+
+
+def _after(naming: Naming, change: Callable[..., Any], *arguments: Any) -> int:
+    """The number of the next checkpoint after a change to the names."""
+    change(*arguments)
+    return naming.iteration

@@ -1,0 +1,254 @@
+"""What an accelerator does beside the training step: communication, checkpoints, trackers, profiling, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.errors import UsageError
+from drivetrain.kwargs import ProfileKwargs
+from drivetrain.registry import get_registry
+from drivetrain.runtime import loading, memory, nested
+from drivetrain.runtime.current import forget_backend
+from drivetrain.runtime.facts import RunFacts
+from drivetrain.runtime.model import PreparedModel
+from drivetrain.runtime.placing import original_module
+from drivetrain.runtime.profile import profile
+from drivetrain.runtime.run_state import RemovableHandle, RunCheckpoints
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.assembly import Handlers
+    from drivetrain.runtime.preparing import Preparer
+    from drivetrain.tracking import GeneralTracker, Trackers
+
+
+class RunServices(RunFacts):
+    """Services of one run. Methods marked collective must be called by every rank."""
+
+    _preparer: Preparer
+    _checkpoints: RunCheckpoints
+    _trackers: Trackers
+    _handlers: Handlers
+    _dataloaders: list[Any]
+    _debug: bool
+    _flag: bool
+    _closed: bool
+
+    def _context(self) -> loading.LoadingContext:
+        raise AssertionError
+
+    # ---- communication --------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate each tensor of a tree along dim 0 over data-parallel ranks; 0-d becomes 1-d. Collective."""
+        return nested.gather(tensor, self.backend, debug=self._debug)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Every sample of the current global batch exactly once, in order: padding and repeats cut. Collective.
+
+        Args:
+            input_data: a tree of tensors whose dim 0 is this rank's batch, or objects.
+            use_gather_object: gather pickled objects: lists are joined, anything else becomes one entry a rank.
+
+        Raises:
+            UsageError: rows that cannot be told from padding.
+        """
+        return loading.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"`` of each tensor of a tree over data-parallel ranks.
+
+        Collective. Raises :class:`UsageError` for any other word.
+        """
+        return nested.reduce(tensor, reduction, scale, self.backend, debug=self._debug)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Bring each tensor of a tree to the largest size along ``dim`` over data-parallel ranks. Collective."""
+        return nested.pad_across_processes(tensor, dim, pad_index, pad_first, self.backend)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that every rank sees at the next :meth:`check_trigger`."""
+        self._flag = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised its flag since the last call; lowers it. Collective."""
+        flag = torch.tensor([int(self._flag)], device=self.device)
+        seen = bool(self.backend.reduce(flag, "max").item())
+        self._flag = False if seen else self._flag
+        return seen
+
+    # ---- weights and state ------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's own module behind a prepared one; anything else comes back as it is.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: accepted either way: precision lives in the prepared model, never in the module.
+            keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
+        """
+        if not isinstance(model, PreparedModel):
+            return model if keep_torch_compile or not isinstance(model, nn.Module) else original_module(model)
+        return self._preparer.record_of(model).source if keep_torch_compile else model.module
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Full weights under original names. Collective where parameters are sharded.
+
+        Returns:
+            On every rank if the backend replicates parameters, else on the main process (CPU) and empty elsewhere.
+        """
+        if not isinstance(model, PreparedModel):
+            state: dict[str, Any] = model.state_dict()
+            return state
+        if self.backend.capabilities.replicated:
+            return dict(model.trainable.full_state_dict())
+        # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
+        named = model.trainable.full_state_dict()
+        return {name: tensor.cpu() for name, tensor in named if self.is_main_process}
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Save an object on the main process (on each machine's first with ``save_on_each_node``). Not collective."""
+        writes = self.is_local_main_process if self._project.save_on_each_node else self.is_main_process
+        if writes:
+            checkpoint.save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write weights as safetensors that Transformers loads: one file, or several with an index. Collective.
+
+        One tensor is gathered at a time. Raises :class:`CheckpointError` when the folder cannot be written.
+        """
+        named = model.trainable.full_state_dict() if isinstance(model, PreparedModel) else model.state_dict().items()
+        checkpoint.export_model(
+            iter(named),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            is_main=self.is_main_process,
+        )
+        self.wait_for_everyone()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects with the run; they have ``state_dict`` and ``load_state_dict``."""
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, weights, folder)`` before each save; a model whose weights it takes out is not saved."""
+        return self._checkpoints.hook(self._checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, folder)`` before each load; a model that it takes out is not loaded."""
+        return self._checkpoints.hook(self._checkpoints.load_hooks, hook)
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+        """Save the whole run: models, optimizers, schedulers, scaler, data position, RNG, registered objects.
+
+        Collective. The folder is complete or absent, whatever happens; it loads under any backend and world size.
+
+        Args:
+            output_dir: the folder; not needed with ``automatic_checkpoint_naming``.
+            safe_serialization: must stay ``True``: nothing in a checkpoint is a pickle.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        if not safe_serialization:
+            raise UsageError("a checkpoint holds no pickles", cure="Leave safe_serialization at True.")
+        path = self._checkpoints.save(output_dir)
+        self._tell("checkpoint_saved", path=path)
+        return str(path)
+
+    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> str:
+        """Take up a saved run after ``prepare``; loaders continue where they were. Collective.
+
+        Args:
+            input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
+            strict: raise when names or shapes of the model and the checkpoint differ.
+
+        Returns:
+            The folder that was loaded.
+
+        Raises:
+            CheckpointError: not found, damaged, or not of this model.
+        """
+        path, _ = self._checkpoints.load(input_dir, strict=strict)
+        self._tell("checkpoint_loaded", path=path)
+        return str(path)
+
+    # ---- trackers and profiling -------------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The experiment trackers in use."""
+        return list(self._trackers.running)
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers named in ``log_with``, on the main process."""
+        self._trackers.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> GeneralTracker | Any:
+        """One tracker; ``unwrap`` gives the library's own object."""
+        return self._trackers.get(name, unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Give values to every tracker, on the main process."""
+        self._trackers.log(values, step, log_kwargs)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Profile a block with ``torch.profiler``, one trace per rank."""
+        return profile(profile_handler or self._handlers.of_type(ProfileKwargs), self.backend.topology)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared so that it can be collected; returns one ``None`` for each object."""
+        self._trainer.release()
+        self._preparer.clear()
+        self._dataloaders.clear()
+        return memory.release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """As :meth:`free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish the trackers and leave the process group in order. Collective over all ranks; may be called twice."""
+        if not self._closed:
+            self._trackers.finish()
+            self._trainer.release()
+            self.backend.barrier()
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of the engines, then of the process group. Not collective: the script may have failed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tell("closed")
+        self._trainer.release()
+        forget_backend(self.backend)
+        self.backend.stop()
+
+    def _tell(self, event: str, **details: Any) -> None:
+        registry = get_registry()
+        if registry.listens(event):
+            registry.notify(event, accelerator=self, **details)
+
+    def _step_ended(self, step: int, skipped: bool) -> None:
+        get_registry().notify("step_ended", accelerator=self, step=step, skipped=skipped)
+
+    def _failed(self, error: BaseException) -> None:
+        get_registry().notify("failed", accelerator=self, error=error)

@@ -1,0 +1,247 @@
+"""The loop's centre: accumulation windows, backward, clipping and the count of steps, for all models of one run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from drivetrain.backend import Backend, StepResult
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.runtime.records import Record
+from drivetrain.runtime.windows import Items, Window
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class MicroBatch:
+    """Context of one micro-batch. A class of its own since a generator costs twice as much on each step."""
+
+    __slots__ = ("_before", "_quiet", "_records", "_trainer")
+
+    def __init__(self, trainer: Trainer, records: Sequence[Record]) -> None:
+        self._trainer, self._records = trainer, records
+
+    def __enter__(self) -> None:
+        trainer, records = self._trainer, self._records
+        window = trainer.window_of(records)
+        window.begin(*trainer.batch_state())
+        trainer.sync_gradients = closing = window.closing
+        self._quiet = not (closing or trainer.sync_each_batch)
+        for record in records:
+            record.ready = closing
+            if self._quiet:
+                record.trainable.synchronise_gradients(False)
+        self._before, trainer.open = trainer.open, (window, records)
+
+    def __exit__(self, *exc: object) -> None:
+        self._trainer.open = self._before
+        if self._quiet:
+            # `ready` keeps its value for a step that follows the block; communication must not stay off.
+            for record in self._records:
+                record.trainable.synchronise_gradients(not record.held)
+
+
+@final
+class Trainer:
+    """Owns the accumulation windows of one :class:`Accelerator` and drives its trainables through them.
+
+    Each set of models named in ``accumulate`` has a window of its own, so that a generator and a discriminator do not
+    count each other's micro-batches.
+
+    Args:
+        backend: the started backend.
+        steps: micro-batches in a full window.
+        batch_state: ``(serial, is_last)`` of the batch that the innermost loader yielded.
+        sync_with_dataloader: close the window at the loader's last batch.
+        sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
+        on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        steps: int,
+        batch_state: Callable[[], tuple[int, bool]],
+        *,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+        on_step: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.set_steps(steps)
+        self.steps: int
+        self.records: list[Record] = []
+        self.sync_gradients = True
+        self.step = 0
+        """Optimizer steps so far, skipped ones too."""
+        self.last_step_skipped = False
+        self.sync_each_batch = sync_each_batch
+        self.batch_state = batch_state if sync_with_dataloader else _endless
+        self.open: tuple[Window, Sequence[Record]] | None = None
+        """Window and models of the micro-batch that the script is in."""
+        self._on_step = on_step
+        self._windows: dict[tuple[int, ...], Window] = {}
+        self._dp_size = backend.topology.dp_size
+        self._manual = Window(1, self._dp_size)
+        self._manual.closing = False
+        self._warned_unused_steps = False
+
+    # ---- windows ----------------------------------------------------------------------------------------------
+
+    def accumulate(self, records: Sequence[Record]) -> MicroBatch:
+        """One micro-batch of these models' window. See :meth:`drivetrain.Accelerator.accumulate`."""
+        return MicroBatch(self, records or self.records)
+
+    def set_steps(self, steps: int) -> None:
+        """Change the length of windows that begin from now on."""
+        if steps < 1:
+            raise UsageError(f"gradient_accumulation_steps must be at least 1, not {steps}")
+        self.steps = steps
+
+    def window_of(self, records: Sequence[Record]) -> Window:
+        """The window that these models share; its length follows ``steps`` between two windows."""
+        if len(records) == 1:
+            window = records[0].window
+            if window is None:
+                window = records[0].window = Window(self.steps, self._dp_size)
+        else:
+            key = tuple(record.index for record in records)
+            window = self._windows.setdefault(key, Window(self.steps, self._dp_size))
+        if window.closing:
+            window.length = self.steps
+        return window
+
+    @contextmanager
+    def no_sync(self, record: Record) -> Iterator[None]:
+        """Gradients of backwards in here stay on this rank until a later backward outside of it."""
+        before, record.held = record.held, True
+        record.trainable.synchronise_gradients(False)
+        try:
+            yield
+        finally:
+            record.held = before
+            record.trainable.synchronise_gradients(not before)
+
+    def may_drop_gradients(self, records: Sequence[Record]) -> bool:
+        """Whether ``zero_grad`` on these models' optimizer acts now."""
+        if self.open is not None:
+            window, mine = self.open
+            if records[0] in mine:
+                return window.may_drop_gradients
+        return records[0].ready
+
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
+        """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
+        if not self.records:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            return
+        if kwargs:
+            raise UnsupportedError(
+                f"backward() does not take {', '.join(sorted(kwargs))} with a prepared model",
+                cure="Call torch.autograd.grad yourself for a gradient that is not a training step.",
+            )
+        window, records = self.open or (self._manual, self._participants())
+        if self.open is None:
+            for record in records:
+                record.ready = not record.held
+        scale = window.scale(num_items, self._total)
+        primary = records[0]
+        for record in records:
+            if record.active:
+                primary = record
+                break
+        primary.trainable.backward(loss, scale)
+        closes = window.closing if self.open else all(record.ready for record in records)
+        if closes:
+            factor = window.correction(self._total)
+            if isinstance(factor, Tensor) or factor != 1.0:
+                for record in records:
+                    record.trainable.scale_gradients(factor)
+        for record in self.records:
+            record.active = False
+
+    def _participants(self) -> list[Record]:
+        """Models that a loss outside of ``accumulate`` can depend on: those that ran forward, else all."""
+        if self.steps > 1 and not self._warned_unused_steps:
+            self._warned_unused_steps = True
+            logger.warning(
+                "gradient_accumulation_steps=%d has no effect on a backward outside of "
+                "`with accelerator.accumulate(model):`; every such batch is a step of its own.",
+                self.steps,
+            )
+        return [record for record in self.records if record.active] or self.records
+
+    def _total(self, items: Items) -> Tensor:
+        """Sum of an item count over the data-parallel ranks, 0-d on the device. Collective over them."""
+        count = torch.as_tensor(items, device=self.backend.topology.device).detach().reshape(())
+        return self.backend.reduce(count, "sum")
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def stepped(self, records: Sequence[Record], result: StepResult) -> None:
+        """Note an optimizer step of these models."""
+        self.step += 1
+        self.last_step_skipped = result.skipped
+        if self.open is None and self._manual.backwards:
+            self._manual.reset()
+        if self._on_step is not None:
+            self._on_step(self.step, result.skipped)
+
+    def owners(self, parameters: Sequence[Tensor]) -> list[Record]:
+        """Models that hold these parameters, in order of ``prepare``."""
+        if len(self.records) == 1:
+            return self.records
+        wanted = {id(parameter) for parameter in parameters}
+        found = [
+            record
+            for record in self.records
+            if any(id(parameter) in wanted for parameter in record.trainable.module.parameters())
+        ]
+        if not found:
+            raise UsageError(
+                "these parameters belong to no prepared model",
+                cure="Pass parameters of a model that went through accelerator.prepare.",
+            )
+        return found
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip by the norm over all these parameters together; the norm before clipping. Collective."""
+        owners = self.owners(parameters)
+        if norm_type != 2.0 and not self.backend.capabilities.other_norms:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} clips by the 2-norm only, not by norm_type={norm_type}",
+                cure="Leave norm_type at 2.",
+            )
+        if len(owners) > 1 and not self.backend.capabilities.optimizer_spans_models:
+            raise UnsupportedError(
+                "these parameters belong to several models, which this backend clips one by one",
+                cure="Call clip_grad_norm_ once for each model.",
+            )
+        return owners[0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Clamp gradient elements."""
+        if not self.backend.capabilities.clip_by_value:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} cannot clip by value",
+                cure="Use clip_grad_norm_.",
+            )
+        self.owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
+
+    def release(self) -> None:
+        """Let go of the engines; the modules stay usable."""
+        for record in self.records:
+            record.trainable.release()
+
+
+def _endless() -> tuple[int, bool]:
+    """A loader whose end closes no window."""
+    return 0, False

@@ -1,0 +1,150 @@
+"""The accumulation window: which micro-batches make one optimizer step, and what their loss is divided by.
+
+Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
+not known before the last batch, its number of items not before the last micro-batch); after the closing backward
+:meth:`Window.correction` gives the factor that turns the guess into the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from drivetrain.backend import Trainable
+
+Items = int | float | Tensor
+
+
+class Window:
+    """The micro-batches between two optimizer steps of one set of models. Pure bookkeeping, no communication.
+
+    Args:
+        length: micro-batches in a full window.
+        dp_size: number of data-parallel coordinates.
+    """
+
+    def __init__(self, length: int, dp_size: int) -> None:
+        self.length, self.dp_size = length, dp_size
+        self.position = 0
+        """Micro-batches begun in this window."""
+        self.closing = True
+        """The current micro-batch is the window's last."""
+        self.backwards = 0
+        """Backward calls in this window."""
+        self.backwards_here = 0
+        """Backward calls in the current micro-batch."""
+        self.denominator: float | Tensor = 1.0
+        self._items: Items | None = None
+        self._by_items: bool | None = None
+        self._previous_items: Tensor | None = None
+        self._batch: int | None = None
+        self._steps_in_batch = self._steps_in_previous_batch = 0
+
+    def begin(self, batch: int, is_last_batch: bool) -> None:
+        """Start a micro-batch; decides :attr:`closing`.
+
+        A script may take several micro-steps on one batch, so "the last batch" alone does not close a window: its last
+        micro-step does, which is known from how many the previous batch had.
+
+        Args:
+            batch: changes with every batch that the innermost loader yields.
+            is_last_batch: the loader has no further batch.
+        """
+        if self.closing:
+            self.reset()
+        if batch != self._batch:
+            self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
+        self._steps_in_batch += 1
+        self.position += 1
+        self.backwards_here = 0
+        self.closing = self.position >= self.length or (
+            is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
+        )
+
+    def reset(self) -> None:
+        """Forget the finished window."""
+        self.position = self.backwards = self.backwards_here = 0
+        self.closing = False
+        self._items = self._by_items = None
+
+    def scale(self, items: Items | None, total: Callable[[Items], Tensor]) -> float | Tensor:
+        """Note one backward and return the ``scale`` that its loss is multiplied with.
+
+        Args:
+            items: what this loss is a sum over, or ``None`` for a mean.
+            total: sum of ``items`` over the data-parallel ranks (collective); called once, in a run's first window.
+
+        Raises:
+            UsageError: one window mixes losses with and without ``num_items``.
+        """
+        self.backwards += 1
+        self.backwards_here += 1
+        if items is None and self._by_items is False:
+            return 1.0 / self.denominator
+        by_items = items is not None
+        if self._by_items is None:
+            self._by_items = by_items
+            if not by_items:
+                self.denominator = float(self.dp_size * self.length)
+            else:
+                if self._previous_items is None:
+                    self._previous_items = total(items if items is not None else 0)
+                # A power of two changes no digit of the result, whatever it is.
+                self.denominator = 2.0 ** round(math.log2(max(float(self._previous_items), 1.0)))
+        elif self._by_items != by_items:
+            raise UsageError(
+                "backward was called with num_items and without it in one accumulation window",
+                cure="Pass num_items with every loss of a window (0 for a loss that counts no items), or with none.",
+            )
+        if items is not None:
+            self._items = items if self._items is None else self._items + items
+        return 1.0 / self.denominator
+
+    def correction(self, total: Callable[[Items], Tensor]) -> float | Tensor:
+        """Factor for all gradients after a closing backward; 1.0 when the denominator was right.
+
+        Args:
+            total: as in :meth:`scale`; called once per closing backward of a window with items.
+        """
+        if self._items is None and self.position == self.length:
+            return 1.0
+        if self._items is not None:
+            items = total(self._items).clamp(min=1.0)
+            self._previous_items = items
+            factor: float | Tensor = self.denominator / items
+            self.denominator = items
+            return factor
+        truth = float(self.dp_size * max(self.position, 1)) if self.position else float(self.denominator)
+        factor = self.denominator / truth
+        self.denominator = truth
+        return factor
+
+    @property
+    def may_drop_gradients(self) -> bool:
+        """Whether ``zero_grad`` now clears what is finished, rather than what this window has gathered."""
+        return self.backwards == 0 or (self.closing and self.backwards_here > 0)
+
+
+def loop_forward_backward(
+    trainable: Trainable,
+    micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    scale: float | Tensor,
+) -> Tensor:
+    """:meth:`Trainable.forward_backward` for engines that run forward at once: one micro-batch after the other."""
+    total: Tensor | None = None
+    for index, (args, kwargs, batch) in enumerate(micro_batches):
+        trainable.synchronise_gradients(index == len(micro_batches) - 1)
+        loss = loss_fn(trainable.forward(*args, **kwargs), batch)
+        trainable.backward(loss, scale)
+        detached = loss.detach()
+        total = detached if total is None else total + detached
+    if total is None:
+        raise UsageError("a training step needs at least one micro-batch")
+    return total

@@ -1,0 +1,25 @@
+"""What the backend ``ddp`` is, as data. Imports neither torch nor the backend."""
+
+from __future__ import annotations
+
+from drivetrain.api import BackendInfo, Capabilities, hookimpl
+
+DDP = BackendInfo(
+    name="ddp",
+    aliases=("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_hpu", "multi_mlu", "distributed_data_parallel"),
+    summary="torch DistributedDataParallel: a whole replica in every process, gradients averaged while backward runs.",
+    backend="drivetrain_ddp.backend:DDPBackend",
+    config="drivetrain_ddp.config:DDPConfig",
+    capabilities=Capabilities(
+        mesh_axes=frozenset({"dp_replicate"}),
+        join_uneven_inputs=True,
+        handlers=frozenset({"DistributedDataParallelKwargs"}),
+    ),
+    preference=50,
+)
+
+
+@hookimpl
+def drivetrain_backends() -> list[BackendInfo]:
+    """One backend: ``ddp``."""
+    return [DDP]

@@ -1,0 +1,1 @@
+"""Drivetrain's backend for ``torch.nn.DataParallel``."""

@@ -1,0 +1,148 @@
+"""``dp``: one process, each batch split over several devices by ``torch.nn.DataParallel``.
+
+The replicas' gradients are summed into the one set of parameters and the loss is taken on the joined output, so to the
+core this is one data-parallel coordinate: nothing is averaged and no factor is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    BackendBlockedError,
+    Mesh,
+    PortableState,
+    StepResult,
+    TensorSpec,
+    Topology,
+    TorchEngine,
+    Trainable,
+    clipping,
+    pick_device,
+    place_model,
+)
+from drivetrain_dp import state
+from drivetrain_dp.config import DPConfig
+from drivetrain_dp.plugin import DP
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class DPTrainable(Trainable):
+    """A module behind DataParallel, or the module itself where there is one device."""
+
+    def __init__(
+        self, replicated: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine
+    ) -> None:
+        self._replicated, self.module, self.optimizers, self._engine = replicated, module, list(optimizers), engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine.forward(self._replicated, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self._engine.backward(loss, scale)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        """Replicas live for one forward and their gradients are summed by its backward; there is nothing to delay."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._engine.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self._engine.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    def portable_state(self) -> PortableState:
+        return state.portable_state(self.module, self.optimizers, self._engine)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return state.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        state.load_portable_state(self.module, self.optimizers, self._engine, portable)
+
+    def release(self) -> None:
+        """Drop the wrapper."""
+        self._replicated = self.module
+
+
+@final
+class DPBackend(Backend):
+    """One process on all devices of a machine."""
+
+    capabilities = DP.capabilities
+
+    def start(self) -> Topology:
+        section = self.settings.section or DPConfig()
+        device = pick_device(self.settings.device_type, self.settings.place)
+        self._device_ids = _device_ids(section.device_ids, device)
+        if self._device_ids:
+            device = f"{device.partition(':')[0]}:{self._device_ids[0]}"
+        if len(self._device_ids) < 2:
+            logger.warning(
+                "dp has one device here (%s): it trains, but nothing runs in parallel. "
+                "Use distributed_type: ddp to train in several processes.",
+                device,
+            )
+        self.topology = Topology(self.settings.place, Mesh(), device)
+        self._engine = TorchEngine(self.settings.precision, device)
+        self.scaler = self._engine.scaler
+        return self.topology
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module = place_model(model, optimizers, self.settings, self.topology)
+        replicated = model
+        if len(self._device_ids) > 1:
+            section = self.settings.section or DPConfig()
+            replicated = nn.DataParallel(model, device_ids=self._device_ids, dim=section.dim)
+        return DPTrainable(replicated, module, optimizers, self._engine)
+
+    def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
+        """One process never waits for another."""
+        return nullcontext()
+
+    def stop(self) -> None:
+        """Nothing was formed."""
+
+
+def _device_ids(asked: list[int] | None, device: str) -> list[int]:
+    """The device indices to use; empty on the CPU.
+
+    Raises:
+        BackendBlockedError: an index that this machine does not have, or one asked for twice.
+    """
+    if device == "cpu":
+        if asked:
+            raise BackendBlockedError(
+                f"dp: device_ids {asked} were asked for, but this run is on the CPU",
+                cure="Remove device_ids, or run on a machine with accelerators.",
+            )
+        return []
+    count = torch.accelerator.device_count()
+    ids = list(range(count)) if asked is None else asked
+    if len(set(ids)) != len(ids) or any(not 0 <= index < count for index in ids):
+        raise BackendBlockedError(
+            f"dp: device_ids {ids} do not fit this machine, whose devices are {list(range(count))}",
+            cure="Name each device once.",
+        )
+    return ids
