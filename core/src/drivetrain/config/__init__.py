@@ -1,0 +1,51 @@
+"""The configuration: one typed schema, four layers, and the place where each value was written.
+
+Importing this package imports neither pydantic nor PyYAML; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain.config.explain import Row, rows
+    from drivetrain.config.load import load_config, worker_config
+    from drivetrain.config.origin import Origin
+    from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.config.schema import Config, Section
+    from drivetrain.config.template import default_file
+
+_HOME = {
+    "Config": "schema",
+    "Origin": "origin",
+    "ResolvedConfig": "resolved",
+    "Row": "explain",
+    "Section": "schema",
+    "default_file": "template",
+    "load_config": "load",
+    "rows": "explain",
+    "worker_config": "load",
+}
+
+__all__ = [
+    "Config",
+    "Origin",
+    "ResolvedConfig",
+    "Row",
+    "Section",
+    "default_file",
+    "load_config",
+    "rows",
+    "worker_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

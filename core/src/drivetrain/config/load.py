@@ -1,0 +1,277 @@
+"""Load a configuration: defaults < file < environment < flags; every mistake is found before one error is raised."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel, ValidationError
+
+from drivetrain.config.foreign import FOREIGN, complaint
+from drivetrain.config.locate import Path, Problem, locate
+from drivetrain.config.origin import DEFAULT, Origin
+from drivetrain.config.problems import model_problems, spell_out, suggest, unknown_key, wants_text
+from drivetrain.config.resolved import ResolvedConfig, all_origins, check_section, leaves, mistakes
+from drivetrain.config.schema import CORE_KEYS, Config
+from drivetrain.config.sources import Tree, environment_paths, flag_paths, lay, tree_of, unknown_variable
+from drivetrain.errors import BackendError, BackendNotFoundError, ConfigError
+
+if TYPE_CHECKING:
+    from drivetrain.backend import BackendInfo
+
+CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
+"""A whole resolved configuration as JSON: how the launcher speaks to its workers."""
+
+FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
+"""The file to read when none is named."""
+
+
+class Backends(Protocol):
+    """What loading asks of :class:`drivetrain.registry.Registry`."""
+
+    def resolve(self, name: str) -> str: ...
+    def info(self, name: str) -> BackendInfo: ...
+    def load_section(self, info: BackendInfo) -> type[BaseModel] | None: ...
+    def names(self) -> tuple[str, ...]: ...
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    registry: Backends | None = None,
+) -> ResolvedConfig:
+    """Read a file, then lay environment variables and flags over it.
+
+    Args:
+        path: a YAML file; ``None`` reads the one that ``DRIVETRAIN_CONFIG_FILE`` names, or none.
+        overrides: values of flags by dotted key (``{"mesh.tp": 2}`` or nested); text is read as YAML would read it,
+            ``None`` means that the flag was not given.
+        environ: the environment; ``None`` = this process's. ``DRIVETRAIN_MESH__TP=2`` sets ``mesh.tp``.
+        registry: who knows the backends; ``None`` = the process's registry.
+
+    Raises:
+        ConfigError: all mistakes at once, each with file, line and column (or variable, or flag).
+        BackendError: ``distributed_type`` names a backend that is not there, broken, or claimed twice.
+    """
+    environ = os.environ if environ is None else environ
+    path = path if path is not None else environ.get(FILE_VARIABLE) or None
+    tree = Tree() if path is None else tree_of(locate(_read(path), os.fspath(path)))
+    return _Loading(tree, registry).run(environ, overrides or {})
+
+
+def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backends | None = None) -> ResolvedConfig:
+    """The configuration of a process that trains: what the launcher handed over, else a file, else defaults.
+
+    Environment variables are laid over it, except where a flag of the launcher has spoken.
+
+    Args:
+        environ: the environment; ``None`` = this process's.
+        registry: as in :func:`load_config`.
+
+    Raises:
+        ConfigError, BackendError: as :func:`load_config`.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get(CONFIG_VARIABLE)
+    if not text:
+        return load_config(environ=environ, registry=registry)
+    handed = ResolvedConfig.from_json(text)
+    values: dict[str, Any] = {**handed.config.model_dump(exclude_unset=True), **handed.sections}
+    given = {path: origin for path, origin in handed.places().items() if origin != DEFAULT}
+    tree = Tree(values, dict(given), dict(given))
+    flags = {path for path, origin in given.items() if origin.kind == "flag"}
+    return _Loading(tree, registry).run(environ, {}, settled=flags)
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    try:
+        return FilePath(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no configuration file {os.fspath(path)!r}",
+            cure="Write one with `drivetrain config --default`, or correct the path.",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {os.fspath(path)!r} cannot be read: {error}") from error
+
+
+class _Loading:
+    """One run over all layers; collects mistakes on the way."""
+
+    def __init__(self, tree: Tree, registry: Backends | None) -> None:
+        self.tree = tree
+        self.problems = tree.problems
+        self._registry = registry
+        self._models: dict[str, type[BaseModel] | None] = {}
+
+    @property
+    def registry(self) -> Backends:
+        """Looked up when a backend is first mentioned: a file without sections needs no plugin."""
+        if self._registry is None:
+            from drivetrain.registry import get_registry
+
+            self._registry = get_registry()
+        return self._registry
+
+    def run(
+        self, environ: Mapping[str, str], overrides: Mapping[str, Any], settled: AbstractSet[Path] = frozenset()
+    ) -> ResolvedConfig:
+        """Lay the layers, validate, and raise or return. Paths in ``settled`` are out of the environment's reach."""
+        lay(self.tree, self._environment(environ, settled), self._is_text)
+        flags = ((path, value, Origin("flag", ".".join(map(str, path)))) for path, value in flag_paths(overrides))
+        lay(self.tree, flags, self._is_text)
+        core, sections = self._split()
+        config = self._core(core)
+        checked = {
+            name: self._spelled(name, values) for name, values in sections.items() if self._section(name, values)
+        }
+        try:
+            name = self._backend(core)
+        except BackendError as error:
+            for problem in sorted(self.problems, key=lambda each: each.origin):
+                error.add_note(str(problem))
+            raise
+        if self.problems or config is None:
+            raise mistakes(self.problems)
+        if name is not None:
+            config = config.model_copy(update={"distributed_type": name})
+        return ResolvedConfig(config, checked, self._origins(config, checked))
+
+    # ---- layers -------------------------------------------------------------------------------------------------
+
+    def _environment(self, environ: Mapping[str, str], settled: AbstractSet[Path]) -> list[tuple[Path, str, Origin]]:
+        entries: list[tuple[Path, str, Origin]] = []
+        for name, path in environment_paths(environ).items():
+            origin = Origin("environment", name)
+            if str(path[0]) not in CORE_KEYS and not (len(path) > 1 and self._knows(str(path[0]))):
+                self._unknown_variable(origin, str(path[0]))
+            elif path not in settled:
+                entries.append((path, environ[name], origin))
+        return entries
+
+    def _unknown_variable(self, origin: Origin, key: str) -> None:
+        """A near miss is a mistake; anything else may belong to somebody else and is only mentioned."""
+        known = {*CORE_KEYS, *self.registry.names()}
+        sentence = unknown_variable(key, known)
+        if suggest(key, known):
+            self.problems.append(Problem(origin, sentence))
+        else:
+            warnings.warn(f"{origin} is not read: {sentence}.", UserWarning, stacklevel=5)
+
+    def _knows(self, name: str) -> bool:
+        try:
+            return self.registry.resolve(name) == name
+        except BackendNotFoundError:
+            return False
+        except BackendError:
+            return True
+
+    def _is_text(self, path: Path, text: str) -> bool:
+        key = str(path[0])
+        if key in CORE_KEYS:
+            return wants_text(Config, path, text)
+        model = self._model(key) if len(path) > 1 and self._knows(key) else None
+        return model is not None and wants_text(model, path[1:], text)
+
+    # ---- validation ---------------------------------------------------------------------------------------------
+
+    def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The core's keys and the rest; Accelerate's own keys are judged here and go no further."""
+        core: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for key, value in self.tree.values.items():
+            if key in CORE_KEYS:
+                if value is not None:
+                    core[key] = _without_null(value)
+            elif key in FOREIGN:
+                sentence = complaint(key, value)
+                if sentence:
+                    self.problems.append(Problem(self._at((key,)), sentence))
+            else:
+                rest[key] = value
+        return core, rest
+
+    def _core(self, values: dict[str, Any]) -> Config | None:
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            self.problems += model_problems(error, Config, (), self.tree.origins, self.tree.keys)
+            return None
+
+    def _section(self, name: str, values: Any) -> bool:
+        """Validate one key that is not the core's; whether it is the section of an installed backend."""
+        try:
+            canonical = self.registry.resolve(name)
+            if canonical != name:
+                self._complain((name,), f"the section of this backend is called '{canonical}', not '{name}'")
+                return False
+            model = self._model(name)
+        except BackendNotFoundError as error:
+            self._complain((name,), self._stranger(name, error))
+            return False
+        except BackendError as error:
+            self._complain((name,), f"this section cannot be checked: {error}".rstrip("."))
+            return False
+        if values is None:
+            self.tree.values[name] = values = {}
+        if not isinstance(values, dict):
+            sentence = "expected keys and values, as this is the section of a backend"
+            self.problems.append(Problem(self._at((name,)), f"{name}: {sentence}"))
+        elif model is None and values:
+            self._complain((name, next(iter(values))), f"backend '{name}' has no settings of its own; remove its keys")
+        elif model is not None:
+            self.problems += check_section(model, name, values, self.tree.origins, self.tree.keys)[1]
+        return bool(values)
+
+    def _spelled(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        model = self._model(name)
+        return values if model is None or not isinstance(values, dict) else spell_out(model, values)
+
+    def _stranger(self, name: str, error: BackendNotFoundError) -> str:
+        """A key that is neither the core's nor an installed backend's: a backend to install, or a slip of the pen."""
+        if "pip install" in error.cure and "Did you mean" not in error.cure:
+            return f"{error}".rstrip(".")
+        return unknown_key(name, {*CORE_KEYS, *self.registry.names()})
+
+    def _backend(self, core: Mapping[str, Any]) -> str | None:
+        """The canonical name of the chosen backend. The registry's own error passes, with the place as a note."""
+        written = core.get("distributed_type")
+        name = "no" if written is False else written
+        if not isinstance(name, str):
+            return None
+        try:
+            return self.registry.resolve(name)
+        except BackendError as error:
+            error.add_note(f"distributed_type was set by {self._at(('distributed_type',))}")
+            raise
+
+    def _model(self, name: str) -> type[BaseModel] | None:
+        if name not in self._models:
+            self._models[name] = self.registry.load_section(self.registry.info(name))
+        return self._models[name]
+
+    # ---- places -------------------------------------------------------------------------------------------------
+
+    def _at(self, path: Path) -> Origin:
+        return self.tree.origin(path) or DEFAULT
+
+    def _complain(self, path: Path, sentence: str) -> None:
+        self.problems.append(Problem(self.tree.keys.get(path) or self._at(path), sentence))
+
+    def _origins(self, config: Config, sections: Mapping[str, dict[str, Any]]) -> dict[str, Origin]:
+        paths = [path for path, _ in leaves(config)] + [path for path, _ in leaves(sections) if len(path) > 1]
+        found = {".".join(path): self.tree.origins[path] for path in paths if path in self.tree.origins}
+        return all_origins(config, sections, found)
+
+
+def _without_null(value: Any) -> Any:
+    """In the core a null means the default, as in the files that Accelerate writes."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_null(each) for key, each in value.items() if each is not None}

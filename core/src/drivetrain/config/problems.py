@@ -1,0 +1,225 @@
+"""Turn what pydantic found into sentences, each at its place in the file, with a guess where one helps."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from drivetrain.config.locate import Path, Problem
+from drivetrain.config.origin import DEFAULT, Origin
+from drivetrain.suggest import closest
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "keys and values",
+    "model": "keys and values",
+    "none": "null",
+}
+"""What the first word of a pydantic error type expects."""
+
+_LIMITS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+    "multiple_of": ("a multiple of", "multiple_of"),
+}
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, or nothing when no known word is close."""
+    names = list(known)
+    guess = closest(word, names)
+    if guess is None and len(word) >= 4:
+        holding = [name for name in names if word.lower() in name.lower()]
+        guess = holding[0] if len(holding) == 1 else None
+    return f"; did you mean '{guess}'?" if guess is not None else ""
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The sentence about a key that nobody knows."""
+    names = sorted(known)
+    rest = suggest(key, names) or (f"; the keys here are {', '.join(names)}" if names else "; no key fits here")
+    return f"unknown key '{key}'{rest}"
+
+
+def show(value: Any) -> str:
+    """A value as a person would have written it, cut when long."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "keys and values"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def model_problems(
+    error: ValidationError,
+    model: type[BaseModel],
+    prefix: Path,
+    origins: Mapping[Path, Origin],
+    keys: Mapping[Path, Origin],
+) -> list[Problem]:
+    """One problem per place that pydantic complains about.
+
+    Args:
+        error: what validation raised.
+        model: the model that was validated.
+        prefix: where its values sit in the whole tree.
+        origins: where each value came from.
+        keys: where each key stands; used for unknown keys.
+    """
+    grouped: dict[Path, list[str]] = {}
+    at_key: set[Path] = set()
+    for details in error.errors(include_url=False):
+        path = (*prefix, *_known_part(details["loc"], prefix, origins))
+        if details["type"] == "extra_forbidden":
+            at_key.add(path)
+        sentence = _sentence(details, model)
+        so_far = grouped.setdefault(path, [])
+        if sentence not in so_far:
+            so_far.append(sentence)
+    problems = []
+    for path, sentences in grouped.items():
+        said = _joined(sentences)
+        if path in at_key:
+            problems.append(Problem(keys.get(path) or _nearest(path, origins), said))
+            continue
+        origin = _nearest(path, origins)
+        # A variable or a flag is its own name; a place in a file is not.
+        problems.append(Problem(origin, f"{'.'.join(map(str, path))}: {said}" if origin.kind == "file" else said))
+    return problems
+
+
+def _joined(sentences: list[str]) -> str:
+    """Alternatives of a union speak about the same value: ``expected a, or b, not c``."""
+    split = [each.removeprefix("expected ").split(", not ") for each in sentences]
+    if all(each.startswith("expected ") for each in sentences) and len({part[-1] for part in split}) == 1:
+        wanted = " or ".join(", not ".join(part[:-1]) for part in split)
+        return f"expected {wanted}, not {split[0][-1]}" if len(split[0]) > 1 else "; ".join(sentences)
+    return "; ".join(sentences)
+
+
+def _known_part(loc: tuple[int | str, ...], prefix: Path, origins: Mapping[Path, Origin]) -> Path:
+    """The longest beginning of ``loc`` that is a place in the tree; pydantic appends the names of union members."""
+    for length in range(len(loc), 0, -1):
+        if (*prefix, *loc[:length]) in origins:
+            return loc[:length]
+    return loc[:1]
+
+
+def _nearest(path: Path, origins: Mapping[Path, Origin]) -> Origin:
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return DEFAULT
+
+
+def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    name = str(details["loc"][-1]) if details["loc"] else ""
+    if kind == "extra_forbidden":
+        return unknown_key(name, known_keys(model, details["loc"][:-1]))
+    if kind == "missing":
+        return f"the key '{name}' is missing"
+    if kind == "finite_number":
+        return f"expected a finite number, not {show(value)}"
+    if kind == "literal_error":
+        wanted = context.get("expected", "another value")
+        return f"expected {wanted}, not {show(value)}" + _literal_guess(value, wanted)
+    if kind == "enum":
+        return f"expected {context.get('expected', 'another value')}, not {show(value)}"
+    if kind in _LIMITS:
+        word, key = _LIMITS[kind]
+        return f"expected {word} {context.get(key)}, not {show(value)}"
+    if kind in ("value_error", "assertion_error"):
+        return str(context.get("error", details["msg"])).rstrip(".")
+    family, _, rest = kind.partition("_")
+    if family in _EXPECTED and rest in ("type", "parsing", "from_float", "parsing_size", "attributes_type"):
+        quotes = "; put it in quotes" if family == "string" and isinstance(value, (int, float)) else ""
+        return f"expected {_EXPECTED[family]}, not {show(value)}{quotes}"
+    return details["msg"][:1].lower() + details["msg"][1:].rstrip(".")
+
+
+def _literal_guess(value: Any, wanted: str) -> str:
+    return suggest(value, wanted.replace("'", "").replace(" or ", ", ").split(", ")) if isinstance(value, str) else ""
+
+
+# ---- questions about models -----------------------------------------------------------------------------------------
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The plain types of an annotation: unions and ``Annotated`` are opened, ``None`` is left out."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [plain for each in get_args(annotation) for plain in _members(each)]
+    return [] if annotation is type(None) else [annotation]
+
+
+def _field(model: type[BaseModel], key: str) -> Any:
+    for name, info in model.model_fields.items():
+        if key in (name, info.alias):
+            return info
+    return None
+
+
+def submodels(model: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
+    """The models that describe the mapping at ``path`` below ``model``; none when it is free-form."""
+    found = [model]
+    for key in path:
+        info = [each for each in (_field(one, str(key)) for one in found) if each is not None]
+        members = [plain for each in info for plain in _members(each.annotation)]
+        found = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+    return found
+
+
+def known_keys(model: type[BaseModel], path: Iterable[int | str] = ()) -> list[str]:
+    """The keys that may stand at ``path`` below ``model``."""
+    return sorted({info.alias or name for one in submodels(model, path) for name, info in one.model_fields.items()})
+
+
+_WORDS = {False: ("no", "off", "false", "n"), True: ("yes", "on", "true", "y")}
+
+
+def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with ``no`` given back to the fields that know it as a word, where YAML 1.1 made a boolean of it."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        info = _field(model, key)
+        members = _members(info.annotation) if info is not None else []
+        inner = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+        if isinstance(value, Mapping) and inner:
+            result[key] = spell_out(inner[0], value)
+        elif isinstance(value, bool) and bool not in members:
+            choices = [choice for each in members if get_origin(each) is Literal for choice in get_args(each)]
+            result[key] = next((word for word in _WORDS[value] if word in choices), value)
+        else:
+            result[key] = value
+    return result
+
+
+def wants_text(model: type[BaseModel], path: Path, text: str) -> bool:
+    """Whether a value written in an environment variable or a flag is meant as text, whatever YAML would make of it."""
+    for one in submodels(model, path[:-1]):
+        info = _field(one, str(path[-1]))
+        for plain in _members(info.annotation) if info is not None else ():
+            if (isinstance(plain, type) and issubclass(plain, str)) or plain is str:
+                return True
+            if get_origin(plain) is Literal and text in get_args(plain):
+                return True
+    return False

@@ -1,0 +1,153 @@
+"""A configuration with nothing left open: typed values, the sections of backends, and where each value came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from drivetrain.config.locate import Path, Problem
+from drivetrain.config.origin import DEFAULT, Origin
+from drivetrain.config.problems import known_keys, model_problems, spell_out, unknown_key
+from drivetrain.config.schema import Config, Section
+from drivetrain.errors import ConfigError
+
+_FORMAT = 1
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What :func:`drivetrain.config.load_config` returns, and what the launcher hands to its workers.
+
+    Args:
+        config: the core's keys.
+        sections: the keys that were given for each backend, by its name, as they were written.
+        origins: where each value came from, by dotted key (``mesh.tp``, ``ddp.static_graph``); every key of the core is
+            there, of a section those that were given.
+    """
+
+    config: Config = field(default_factory=Config)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """Keys given for the backend that ``distributed_type`` names; empty when it names none."""
+        return self.section_for(self.config.distributed_type)
+
+    def section_for(self, name: str | None) -> dict[str, Any]:
+        """Keys given for a backend, by its canonical name; empty when there are none."""
+        return dict(self.sections.get(name, {})) if name is not None else {}
+
+    def validated_section(self, model_type: type[Model], name: str | None = None) -> Model:
+        """The section of a backend as its own model.
+
+        Args:
+            model_type: the plugin's model.
+            name: the backend; ``None`` = the one that ``distributed_type`` names.
+
+        Raises:
+            ConfigError: keys or values that the model refuses, all of them, each at its place.
+        """
+        name = name or self.config.distributed_type or ""
+        places = self.places()
+        model, problems = check_section(model_type, name, self.section_for(name), places, places)
+        if model is None:
+            raise mistakes(problems)
+        return model
+
+    def origin(self, key: str) -> Origin:
+        """Where the value of a dotted key came from."""
+        return self.origins.get(key, DEFAULT)
+
+    def places(self) -> dict[Path, Origin]:
+        """:attr:`origins` by path instead of by dotted key."""
+        return {tuple(key.split(".")): origin for key, origin in self.origins.items()}
+
+    def to_json(self) -> str:
+        """One line of text that :meth:`from_json` turns back into an equal object."""
+        given = {key: [o.kind, o.source, o.line, o.column] for key, o in self.origins.items() if o != DEFAULT}
+        values = self.config.model_dump(mode="json", exclude_unset=True)
+        return json.dumps({"format": _FORMAT, "values": values, "sections": self.sections, "origins": given})
+
+    @classmethod
+    def from_json(cls, text: str) -> ResolvedConfig:
+        """The object that :meth:`to_json` wrote. Raises :class:`ConfigError` for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ConfigError(
+                    f"the configuration handed over has format {data['format']}, this version reads {_FORMAT}",
+                    cure="Let the launcher and the workers use the same version of drivetrain.",
+                )
+            config = Config.model_validate(data["values"])
+            origins = {key: Origin(*fields) for key, fields in data["origins"].items()}
+            return cls(config, data["sections"], all_origins(config, data["sections"], origins))
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
+            raise ConfigError(
+                f"this is not a configuration that drivetrain wrote: {error}",
+                cure="Unset DRIVETRAIN_CONFIG; to name a file, use DRIVETRAIN_CONFIG_FILE.",
+            ) from error
+
+
+def leaves(
+    values: Mapping[str, Any] | BaseModel, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and value of everything that is not itself made of keys and values; the core's parts are opened."""
+    pairs = values.items() if isinstance(values, Mapping) else iter(values)
+    for key, value in pairs:
+        path = (*prefix, str(key))
+        if isinstance(value, (Section, Mapping)) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def all_origins(
+    config: Config, sections: Mapping[str, Mapping[str, Any]], given: Mapping[str, Origin]
+) -> dict[str, Origin]:
+    """``given``, completed by a default for every other key."""
+    paths = [path for path, _ in leaves(config)] + [path for path, _ in leaves(sections) if len(path) > 1]
+    return {key: given.get(key, DEFAULT) for key in map(".".join, paths)}
+
+
+def check_section(
+    model_type: type[Model],
+    name: str,
+    values: Mapping[str, Any],
+    origins: Mapping[Path, Origin],
+    keys: Mapping[Path, Origin],
+) -> tuple[Model | None, list[Problem]]:
+    """Validate the section of a backend.
+
+    A model that does not forbid unknown keys would drop them silently; unless it says ``extra="allow"``, they are
+    mistakes all the same.
+
+    Returns:
+        The model, or ``None`` with what is wrong.
+    """
+    problems: list[Problem] = []
+    extra = model_type.model_config.get("extra")
+    if extra not in ("forbid", "allow"):
+        known = known_keys(model_type)
+        names = {*known, *model_type.model_fields}
+        for key in [each for each in values if each not in names]:
+            at = keys.get((name, key)) or origins.get((name, key), DEFAULT)
+            problems.append(Problem(at, unknown_key(key, known)))
+    try:
+        model = model_type.model_validate(spell_out(model_type, values))
+    except ValidationError as error:
+        problems += model_problems(error, model_type, (name,), origins, keys)
+        return None, problems
+    return (None, problems) if problems else (model, [])
+
+
+def mistakes(problems: list[Problem]) -> ConfigError:
+    """One error for all problems, in the order of the file."""
+    ordered = sorted(dict.fromkeys(problems), key=lambda each: (each.origin, each.sentence))
+    count = "1 mistake" if len(ordered) == 1 else f"{len(ordered)} mistakes"
+    return ConfigError("\n".join([*map(str, ordered), f"{count} in the configuration"]))

@@ -1,0 +1,164 @@
+"""Every key that a configuration file may hold, with type, default and one sentence each.
+
+Names follow Accelerate's files wherever the two mean the same. A backend's own keys live in a section named after it,
+described by the plugin's model, which should derive from :class:`Section`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from drivetrain.topology import AXES
+
+
+class Section(BaseModel):
+    """Base of every part of the configuration: unknown keys are mistakes, values cannot be changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _not_bool(value: Any) -> Any:
+    """YAML reads ``yes`` and ``on`` as True, which would count as 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, not {'true' if value else 'false'}")  # noqa: TRY004 - pydantic wants it
+    return value
+
+
+def _precision(value: Any) -> Any:
+    """YAML reads a bare ``no`` as False."""
+    if value is False:
+        return "no"
+    if isinstance(value, str):
+        value = value.strip().lower()
+        if value == "fp8":
+            raise ValueError("'fp8' is not supported; write bf16 (or fp16, or 'no')")
+    return value
+
+
+def _backend_name(value: Any) -> Any:
+    """``NO`` and ``no`` are False in YAML and mean the backend that answers to ``no``."""
+    return "no" if value is False else value
+
+
+def _names(value: Any) -> Any:
+    """One name, or several with commas between them, stand for a list."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+Index = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+
+
+class MeshConfig(Section):
+    """Sizes of the mesh axes, outermost first; null leaves the choice to the backend."""
+
+    pp: Count | None = Field(None, description="Pipeline stages.")
+    dp_replicate: Count | None = Field(None, description="Data-parallel replicas that hold whole parameters.")
+    dp_shard: Count | None = Field(None, description="Data-parallel ranks that share the parameters in shards.")
+    cp: Count | None = Field(None, description="Context parallelism: ranks that share one sequence.")
+    tp: Count | None = Field(None, description="Tensor parallelism: ranks that share each matrix.")
+
+    def sizes(self) -> dict[str, int]:
+        """The axes that were asked for, by name; empty when none was."""
+        asked = {axis: getattr(self, axis) for axis in AXES}
+        return {axis: size for axis, size in asked.items() if size is not None}
+
+
+class ProcessGroupConfig(Section):
+    """How the default process group is formed."""
+
+    communication_backend: str | None = Field(
+        None, description="gloo, nccl, xccl, ...; null takes torch's choice for the device."
+    )
+    init_method: str | None = Field(None, description="As in torch.distributed; null means env://.")
+    timeout_seconds: Seconds | None = Field(
+        None, description="How long a collective may wait; null takes torch's default."
+    )
+
+
+class DataLoaderConfig(Section):
+    """How prepared data loaders share out their samples."""
+
+    split_batches: bool = Field(
+        False, description="The script's batch size is the global one, cut among the ranks, instead of each rank's own."
+    )
+    dispatch_batches: bool | None = Field(
+        None, description="The main process reads all batches and hands them out; null means no."
+    )
+    even_batches: bool = Field(
+        True, description="Repeat samples at the end of an epoch so that every rank gets the same number of batches."
+    )
+    use_seedable_sampler: bool = Field(
+        False, description="Accepted either way: the order is always a function of the seed and the epoch."
+    )
+    data_seed: Annotated[int, BeforeValidator(_not_bool)] | None = Field(
+        None, description="Seed of the data order; null derives it from the main process's random state."
+    )
+    non_blocking: bool = Field(False, description="Copy batches to the device without waiting (needs pinned memory).")
+    use_stateful_dataloader: bool = Field(
+        False, description="Accepted either way: prepared loaders always carry their position."
+    )
+
+
+class SchedulerConfig(Section):
+    """How prepared learning-rate schedulers move."""
+
+    step_per_process: bool = Field(
+        False,
+        description="Move the scheduler once per process at each optimizer step (Accelerate's way) instead of once.",
+    )
+
+
+class Config(Section):
+    """The core's keys. Sections of backends stand beside them in the file but are kept apart, as they are theirs."""
+
+    distributed_type: Annotated[str | None, BeforeValidator(_backend_name)] = Field(
+        None, description="The backend that trains; null takes the best installed one for the number of processes."
+    )
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_precision)] = Field(
+        "no", description="'no', bf16 or fp16."
+    )
+    gradient_accumulation_steps: Count = Field(1, description="Micro-batches between two optimizer steps.")
+    num_processes: Count | None = Field(
+        None, description="Processes over all machines; null takes one per accelerator, or one."
+    )
+    num_machines: Count = Field(1, description="Machines in the job.")
+    machine_rank: Index = Field(0, description="Index of this machine, from 0.")
+    main_process_ip: str | None = Field(None, description="Address of machine 0, where the others meet.")
+    main_process_port: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)] | None = Field(
+        None, description="Port on that machine; null or 0 takes a free one when there is a single machine."
+    )
+    rdzv_backend: Literal["c10d", "static"] = Field("c10d", description="How machines meet: c10d or static.")
+    max_restarts: Index = Field(0, description="How often failed workers are started again, all together.")
+    monitor_interval: Seconds = Field(0.1, description="Seconds between two looks at the workers.")
+    use_cpu: bool = Field(False, description="Stay on the CPU even where there is an accelerator.")
+    debug: bool = Field(False, description="Compare shapes and dtypes over the ranks before each collective.")
+    log_with: Annotated[list[str], BeforeValidator(_names)] = Field(
+        default_factory=list, description="Experiment trackers by name, e.g. [jsonl, tensorboard], or all."
+    )
+    project_dir: str | None = Field(None, description="Folder for checkpoints and logs.")
+    output_dtype: Literal["float32", "compute"] = Field(
+        "float32",
+        description="Dtype of a model's floating outputs under mixed precision: float32, or compute (left alone).",
+    )
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    process_group: ProcessGroupConfig = Field(default_factory=ProcessGroupConfig)
+    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+
+    @field_validator("machine_rank")
+    @classmethod
+    def _machine_exists(cls, value: int, info: ValidationInfo) -> int:
+        machines = info.data.get("num_machines")
+        if machines is not None and value >= machines:
+            raise ValueError(f"machine {value} does not exist among num_machines: {machines}; count from 0")
+        return value
+
+
+CORE_KEYS = frozenset(Config.model_fields)
+"""Every top-level key that is not the section of a backend."""

@@ -1,0 +1,1 @@
+"""Adapters of experiment trackers, one file each, imported when a script names them."""

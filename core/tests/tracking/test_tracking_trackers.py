@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+
+from drivetrain import tracking
+from drivetrain.errors import UsageError
+from drivetrain.logging import set_rank
+from drivetrain.tracking import GeneralTracker, Trackers, on_main_process, register_tracker_class
+
+
+class Memory(GeneralTracker):
+    """Remembers every call."""
+
+    name = "memory"
+    requires_logging_directory = False
+
+    def __init__(self, run_name, **kwargs):
+        super().__init__()
+        self.calls = [("init", run_name, kwargs)]
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append("start")
+
+    def store_init_configuration(self, values):
+        self.calls.append(("config", values))
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append((values, step, kwargs))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+class Everywhere(Memory):
+    name = "everywhere"
+    main_process_only = False
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_of_a_registered_class():
+    assert register_tracker_class(Memory) is Memory
+    trackers = Trackers("MEMORY")
+    trackers.init("run", {"lr": 1}, {"memory": {"color": "red"}})
+    trackers.log({"loss": 2}, step=3, log_kwargs={"memory": {"commit": True}})
+    calls = trackers.get("memory", unwrap=True)
+    trackers.finish()
+    trackers.finish()
+    assert calls == [
+        ("init", "run", {"color": "red"}),
+        "start",
+        ("config", {"lr": 1}),
+        ({"loss": 2}, 3, {"commit": True}),
+        "finish",
+    ]
+
+
+def test_instances_classes_and_lists():
+    instance = Memory("mine")
+    trackers = Trackers([instance, Everywhere])
+    assert trackers.names == ["memory", "everywhere"]
+    trackers.init("run")
+    assert trackers.get("memory") is instance
+    assert trackers.get("everywhere").calls == [("init", "run", {}), "start"]
+    trackers.finish()
+
+
+def test_other_processes_feed_only_what_wants_it():
+    set_rank(1, 2)
+    trackers = Trackers([Memory, Everywhere])
+    trackers.init("run")
+    trackers.log({"a": 1})
+    assert [tracker.name for tracker in trackers.running] == ["everywhere"]
+    assert trackers.get("everywhere").calls[-1] == ({"a": 1}, None, {})
+    blank = trackers.get("memory")
+    assert (blank.log({"a": 1}), blank.finish(), blank.start()) == (None, None, None)
+    trackers.finish()
+
+
+def test_a_second_init_ends_the_first_run():
+    trackers = Trackers(Memory)
+    trackers.init("one")
+    first = trackers.get("memory")
+    trackers.init("two")
+    assert first.calls[-1] == "finish"
+    assert [tracker.calls[0][1] for tracker in trackers.running] == ["two"]
+    trackers.finish()
+
+
+def test_one_that_fails_does_not_keep_the_others_from_finishing():
+    class Failing(Memory):
+        name = "failing"
+
+        def finish(self):
+            raise RuntimeError("disk full")
+
+    trackers = Trackers([Memory, Failing, Everywhere])
+    trackers.init("run")
+    memory, everywhere = trackers.get("memory"), trackers.get("everywhere")
+    with pytest.raises(RuntimeError, match="disk full"):
+        trackers.finish()
+    assert memory.calls[-1] == everywhere.calls[-1] == "finish"
+    assert trackers.running == []
+
+
+def test_nothing_asked_for_is_nothing_done(caplog):
+    trackers = Trackers()
+    trackers.init("run", {"a": 1})
+    trackers.log({"a": 1})
+    trackers.finish()
+    assert not caplog.records
+
+
+def test_words_about_what_goes_nowhere(caplog):
+    caplog.set_level(logging.WARNING)
+    trackers = Trackers(Memory)
+    trackers.log({"a": 1})
+    trackers.log({"a": 2})
+    trackers.init("run", init_kwargs={"wandb": {"mode": "offline"}})
+    trackers.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "log() was called while no tracker runs; call init_trackers(project_name) before.",
+        "init_kwargs names wandb, which this run does not feed.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda: Trackers("tensorbord", "x"),
+            r"no tracker is called 'tensorbord'; there are jsonl.*Did you mean 'tensorboard'",
+        ),
+        (lambda: Trackers("jsonl"), "writes files and was given no folder. Pass project_dir"),
+        (lambda: Trackers(Memory).get("memory"), "not running. Call init_trackers"),
+        (lambda: Trackers(Memory).get("jsonl"), "this run has no tracker 'jsonl'; it has memory"),
+        (lambda: register_tracker_class(dict), "is not a tracker"),
+        (
+            lambda: register_tracker_class(type("Jsonl", (Memory,), {"name": "JSONL"})),
+            "the tracker name 'JSONL' is taken",
+        ),
+        (type("Half", (GeneralTracker,), {"name": "half"}), "Half lacks requires_logging_directory, tracker"),
+    ],
+)
+def test_mistakes(ask, message):
+    with pytest.raises(UsageError, match=message):
+        ask()
+
+
+def test_a_package_that_is_missing_gives_the_line_to_type(monkeypatch):
+    monkeypatch.setattr(tracking, "_installed", lambda package: False)
+    with pytest.raises(UsageError, match=r"'wandb' needs wandb, which is not installed. Run: pip install wandb"):
+        Trackers("wandb")
+    register_tracker_class(Memory)
+    assert Trackers("all", "somewhere").names == ["jsonl", "memory"]
+
+
+def test_a_folder_called_like_a_package_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not tracking._installed("only_a_folder")
+    assert tracking._installed("json")
+
+
+def test_all_leaves_out_what_has_no_folder(caplog):
+    register_tracker_class(Memory)
+    assert "jsonl" not in Trackers("all").names
+    assert "memory" in Trackers("all").names
+    assert "leaves out jsonl" in caplog.text
+
+
+def test_a_plugins_tracker_that_cannot_be_imported(monkeypatch):
+    class Registry:
+        def trackers(self):
+            return {"ghost": "no_such_module:Ghost", "number": "json:loads"}
+
+    monkeypatch.setattr("drivetrain.registry.get_registry", Registry)
+    with pytest.raises(UsageError, match="'ghost' could not be imported"):
+        Trackers("ghost").init("run")
+    with pytest.raises(UsageError, match="'number' does not derive from GeneralTracker"):
+        Trackers("number").init("run")
+
+
+def test_methods_on_the_main_process():
+    class Decorated(Memory):
+        log = on_main_process(Memory.log)
+
+    tracker = Decorated("run")
+    set_rank(1, 2)
+    tracker.log({"a": 1})
+    assert len(tracker.calls) == 1
+    tracker.main_process_only = False
+    tracker.log({"a": 1})
+    assert len(tracker.calls) == 2
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl(tmp_path):
+    import torch
+
+    trackers = Trackers("jsonl", tmp_path)
+    trackers.init("run", {"lr": 0.1, "layers": (1, 2), "path": tmp_path})
+    trackers.log({"loss": torch.tensor(0.5), "rows": torch.ones(2, dtype=torch.int32), "bad": math.nan}, step=1)
+    trackers.finish()
+    again = Trackers("jsonl", tmp_path)
+    again.init("run")
+    again.log({"note": "resumed"}, log_kwargs={"jsonl": {"phase": "eval"}})
+    again.finish()
+    first, second = read(tmp_path / "run" / "metrics.jsonl")
+    assert first.pop("time") <= second.pop("time")
+    assert first == {"step": 1, "loss": 0.5, "rows": [1, 1], "bad": "nan"}
+    assert second == {"step": None, "note": "resumed", "phase": "eval"}
+    config = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))
+    assert config == {"lr": 0.1, "layers": [1, 2], "path": str(tmp_path)}
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers("tensorboard", tmp_path)
+    trackers.init("run", {"lr": 0.1, "betas": [0.9, 0.99]})
+    trackers.log({"loss": 0.5, "norm": torch.tensor([2.0]), "group": {"a": 1, "b": torch.tensor(3)}}, step=7)
+    trackers.log({"loss": math.inf, "note": "hello"}, step=8)
+    assert type(trackers.get("tensorboard", unwrap=True)).__name__ == "SummaryWriter"
+    trackers.finish()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.5), (8, math.inf)]
+    assert events.Scalars("norm")[0].value == 2.0
+    assert "note/text_summary" in events.Tags()["tensors"]
+    group = EventAccumulator(str(tmp_path / "run" / "group_b")).Reload()
+    assert group.Scalars("group")[0].value == 3.0
+    assert json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["betas"] == [0.9, 0.99]
+
+
+@pytest.mark.filterwarnings("default")  # wandb's own dependencies warn
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = Trackers("wandb")
+    trackers.init("project", {"lr": 0.1}, {"wandb": {"mode": "offline", "dir": str(tmp_path)}})
+    trackers.log({"loss": 0.5}, step=1)
+    trackers.log({"loss": 0.25}, step=2)  # a step is complete when the next one begins
+    run = trackers.get("wandb", unwrap=True)
+    assert run.config["lr"] == 0.1
+    assert run.summary["loss"] == 0.5
+    trackers.finish()
+    assert list(tmp_path.rglob("*.wandb"))
