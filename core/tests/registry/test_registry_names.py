@@ -1,0 +1,167 @@
+"""Names: found, aliased, contested, absent, misspelt, broken, and of another contract."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_a_sound_plugin_is_found_by_name_and_alias_in_any_case(toys):
+    toys.add("sound")
+    assert toys.ask("answer = [registry.resolve(n) for n in ('sound', 'SOUND', 'Sound_Alias')]") == ["sound"] * 3
+
+
+def test_loading_by_name_imports_that_plugin_alone(toys):
+    toys.add("sound")
+    toys.add("other")
+    seen = toys.ask("""
+        import sys
+        registry.info('sound')
+        answer = sorted(m for m in sys.modules if m.startswith('toy_') or m in {'torch', 'pydantic'})
+    """)
+    assert seen == ["toy_sound", "toy_sound.plugin"]
+
+
+def test_no_backend_of_the_core_or_of_a_plugin_imports_torch_when_listed(toys):
+    toys.add("sound")
+    code = "import sys; registry.reports(); answer = 'torch' in sys.modules"
+    assert toys.ask(code) is False
+
+
+def test_loading_the_class_and_only_that_imports_the_heavy_module(toys):
+    toys.add("sound")
+    assert toys.ask("""
+        import sys
+        info = registry.info('sound')
+        before = 'toy_sound.heavy' in sys.modules
+        answer = [before, registry.load_backend(info).__name__, registry.load_section(info)]
+    """) == [False, "Toy", None]
+
+
+def test_two_distributions_that_claim_one_name_are_both_named(toys):
+    toys.add("twin", distribution="toy-first", version="1.0")
+    toys.add("twin", distribution="toy-second", version="2.5")
+    assert toys.ask("answer = registry.resolve('twin')") == [
+        "BackendConflictError",
+        "the name 'twin' is claimed by toy-first 1.0 and toy-second 2.5. "
+        "Run: pip uninstall toy-first or pip uninstall toy-second",
+    ]
+
+
+def test_a_contested_name_is_reported_for_both_and_harms_nobody_else(toys):
+    toys.add("twin", distribution="toy-first")
+    toys.add("twin", distribution="toy-second")
+    toys.add("sound")
+    rows = toys.ask(
+        "answer = [[r.name, r.distribution, r.ready] for r in registry.reports() if 'toy' in r.distribution]"
+    )
+    assert rows == [["sound", "toy-sound", True], ["twin", "toy-first", False], ["twin", "toy-second", False]]
+
+
+def test_two_distributions_that_claim_one_alias_are_both_named(toys):
+    toys.add("one")
+    toys.add("two", plugin=_with_alias("two", "one_alias"))
+    kind, sentence = toys.ask("answer = registry.resolve('ONE_ALIAS')")
+    assert kind == "BackendConflictError"
+    assert "toy-one 1.0 and toy-two 1.0" in sentence
+
+
+def test_the_owner_of_the_entry_point_keeps_a_name_that_another_plugin_claims_too(toys):
+    toys.add("owner")
+    toys.add("thief", plugin=_with_alias("owner", "nothing"))
+    assert toys.ask("answer = registry.owner('owner')") == "toy-owner 1.0"
+    rows = toys.ask("answer = [[r.distribution, r.ready, r.why] for r in registry.reports() if r.name == 'owner']")
+    assert rows == [
+        ["toy-owner", True, ""],
+        ["toy-thief", False, "the name 'owner' belongs to toy-owner 1.0, whose entry point it is"],
+    ]
+
+
+def test_a_plugin_that_fails_to_import_is_raised_when_asked_for_and_harms_nobody_else(toys):
+    toys.add("broken", plugin="import a_module_that_is_not_there")
+    toys.add("sound")
+    assert toys.ask("answer = registry.resolve('sound_alias')") == "sound"
+    assert toys.ask("answer = registry.info('broken')") == [
+        "BackendBrokenError",
+        "plugin 'broken' could not be imported: ModuleNotFoundError: No module named 'a_module_that_is_not_there' "
+        "[toy-broken 1.0]. `drivetrain backends --verbose` shows the traceback.",
+    ]
+
+
+def test_the_original_error_is_the_cause_and_its_traceback_is_reported(toys):
+    toys.add("broken", plugin="def inner():\n    raise RuntimeError('deep inside')\ninner()\n")
+    report, cause = toys.ask("""
+        report = [r.traceback for r in registry.reports() if r.name == 'broken'][0]
+        try:
+            registry.resolve('broken')
+        except ImportError as error:
+            answer = [report, repr(error.__cause__)]
+    """)
+    assert "in inner" in report
+    assert cause == "RuntimeError('deep inside')"
+
+
+def test_even_a_plugin_that_exits_does_not_end_the_process(toys):
+    toys.add("broken", plugin="import sys; sys.exit(3)")
+    assert toys.ask("answer = [r.ready for r in registry.reports() if r.name == 'broken']") == [False]
+
+
+def test_a_plugin_made_for_another_core_says_so_when_it_breaks(toys):
+    toys.add("broken", plugin="raise ImportError('x')", requires=("drivetrain<0.0.2", "numpy"))
+    _, sentence = toys.ask("answer = registry.info('broken')")
+    assert "It wants drivetrain<0.0.2, installed is " in sentence
+
+
+@pytest.mark.parametrize(("api", "upgrade"), [(0, "toy-old"), (99, "drivetrain")])
+def test_another_contract_version_names_both_numbers_and_who_should_move(toys, api, upgrade):
+    toys.add("old", more=f", api={api}")
+    assert toys.ask("answer = registry.load_backend(registry.info('old'))") == [
+        "ContractMismatchError",
+        f"backend 'old' speaks version {api} of the backend contract, this core speaks version 1 [toy-old 1.0]. "
+        f"Run: pip install --upgrade {upgrade}",
+    ]
+
+
+def test_a_name_that_is_not_installed_and_that_core_knows_gives_the_pip_command(toys):
+    assert toys.ask("answer = registry.info('DEEPSPEED')[:0]")[1].endswith('Run: pip install "drivetrain[deepspeed]"')
+
+
+def test_a_typo_is_guessed_among_names_and_aliases(toys):
+    toys.add("sound")
+    kind, sentence = toys.ask("answer = registry.resolve('suond')")
+    assert kind == "BackendNotFoundError"
+    assert sentence.endswith("Did you mean 'sound'?")
+    assert "installed: " in sentence
+
+
+def test_a_typo_of_what_is_not_installed_is_guessed_with_the_pip_command(toys):
+    _, sentence = toys.ask("answer = registry.resolve('deepsped')")
+    assert sentence.endswith(
+        "Did you mean 'deepspeed'? It is not installed; run: pip install \"drivetrain[deepspeed]\""
+    )
+
+
+def test_a_name_like_no_other_points_to_the_list_and_to_broken_plugins(toys):
+    toys.add("broken", plugin="1 / 0")
+    _, sentence = toys.ask("answer = registry.resolve('zzzzzz')")
+    assert "`drivetrain backends` lists what can be used." in sentence
+    assert sentence.endswith("These plugins could not be loaded and may bring it: broken (toy-broken 1.0).")
+
+
+def test_distributed_type_resolves_aliases_and_lowers_what_nobody_brings(toys):
+    toys.add("sound")
+    assert toys.ask("""
+        from drivetrain.distributed_type import DistributedType
+        answer = [DistributedType.SOUND_ALIAS, DistributedType.NO, DistributedType.NEVER_HEARD_OF,
+                  DistributedType.NEVER_HEARD_OF, hasattr(DistributedType, 'no'), hasattr(DistributedType, '__len__')]
+    """) == ["sound", "single", "never_heard_of", "never_heard_of", False, False]
+
+
+def _with_alias(name: str, alias: str) -> str:
+    return f"""
+        from drivetrain.backend import BackendInfo
+        from drivetrain.hookspecs import hookimpl
+
+        @hookimpl
+        def drivetrain_backends():
+            return [BackendInfo(name="{name}", summary="", backend="a:b", aliases=("{alias}",))]
+    """
