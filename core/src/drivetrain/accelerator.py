@@ -247,11 +247,9 @@ class Accelerator(RunServices):
         """
         return self._trainer.accumulate([self._preparer.record_of(model) for model in models])
 
-    @contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Backwards in here stay on this rank until a later one outside. For windows of your own making."""
-        with self._trainer.no_sync(self._preparer.record_of(model)):
-            yield
+        return self._preparer.record_of(model).no_sync()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip gradients to a global norm, where a window ends. Collective where parameters are sharded.

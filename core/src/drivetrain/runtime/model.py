@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -58,6 +59,10 @@ class PreparedModel(nn.Module):
         return self._run(*args, **kwargs)
 
     forward = __call__
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As ``accelerator.no_sync(model)``."""
+        return self._record.no_sync()
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """On the user's module, which every forward runs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,3 +33,14 @@ class Record:
     held: bool = False
     active: bool = False
     window: Window | None = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards in here stay on this rank until a later backward outside of it."""
+        before, self.held = self.held, True
+        self.trainable.synchronise_gradients(False)
+        try:
+            yield
+        finally:
+            self.held = before
+            self.trainable.synchronise_gradients(not before)

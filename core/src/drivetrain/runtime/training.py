@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -74,7 +73,6 @@ class Trainer:
         on_step: Callable[[int, bool], None] | None = None,
     ) -> None:
         self.backend = backend
-        self.set_steps(steps)
         self.steps: int
         self.records: list[Record] = []
         self.sync_gradients = True
@@ -88,9 +86,10 @@ class Trainer:
         self._on_step = on_step
         self._windows: dict[tuple[int, ...], Window] = {}
         self._dp_size = backend.topology.dp_size
-        self._manual = Window(1, self._dp_size)
+        self._manual = Window(steps, self._dp_size)
+        self.set_steps(steps)
         self._manual.closing = False
-        self._warned_unused_steps = False
+        self._warned_length = False
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
@@ -102,7 +101,7 @@ class Trainer:
         """Change the length of windows that begin from now on."""
         if steps < 1:
             raise UsageError(f"gradient_accumulation_steps must be at least 1, not {steps}")
-        self.steps = steps
+        self.steps = self._manual.length = steps
 
     def window_of(self, records: Sequence[Record]) -> Window:
         """The window that these models share; its length follows ``steps`` between two windows."""
@@ -116,17 +115,6 @@ class Trainer:
         if window.closing:
             window.length = self.steps
         return window
-
-    @contextmanager
-    def no_sync(self, record: Record) -> Iterator[None]:
-        """Gradients of backwards in here stay on this rank until a later backward outside of it."""
-        before, record.held = record.held, True
-        record.trainable.synchronise_gradients(False)
-        try:
-            yield
-        finally:
-            record.held = before
-            record.trainable.synchronise_gradients(not before)
 
     def may_drop_gradients(self, records: Sequence[Record]) -> bool:
         """Whether ``zero_grad`` on these models' optimizer acts now."""
@@ -170,13 +158,6 @@ class Trainer:
 
     def _participants(self) -> list[Record]:
         """Models that a loss outside of ``accumulate`` can depend on: those that ran forward, else all."""
-        if self.steps > 1 and not self._warned_unused_steps:
-            self._warned_unused_steps = True
-            logger.warning(
-                "gradient_accumulation_steps=%d has no effect on a backward outside of "
-                "`with accelerator.accumulate(model):`; every such batch is a step of its own.",
-                self.steps,
-            )
         return [record for record in self.records if record.active] or self.records
 
     def _total(self, items: Items) -> Tensor:
@@ -191,9 +172,22 @@ class Trainer:
         self.step += 1
         self.last_step_skipped = result.skipped
         if self.open is None and self._manual.backwards:
-            self._manual.reset()
+            self._end_manual_window()
         if self._on_step is not None:
             self._on_step(self.step, result.skipped)
+
+    def _end_manual_window(self) -> None:
+        """Outside of ``accumulate`` the script ends a window by stepping; its losses were divided as in a full one."""
+        found = self._manual.backwards
+        if found != self.steps and not self._manual.counts_items and not self._warned_length:
+            self._warned_length = True
+            logger.warning(
+                "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, while "
+                "each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
+                found,
+                self.steps,
+            )
+        self._manual.reset()
 
     def owners(self, parameters: Sequence[Tensor]) -> list[Record]:
         """Models that hold these parameters, in order of ``prepare``."""

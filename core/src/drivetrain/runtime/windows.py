@@ -126,6 +126,11 @@ class Window:
         return factor
 
     @property
+    def counts_items(self) -> bool:
+        """The losses of this window are sums over items."""
+        return self._items is not None
+
+    @property
     def may_drop_gradients(self) -> bool:
         """Whether ``zero_grad`` now clears what is finished, rather than what this window has gathered."""
         return self.backwards == 0 or (self.closing and self.backwards_here > 0)

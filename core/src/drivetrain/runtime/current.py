@@ -1,0 +1,85 @@
+"""Which backend a function without an accelerator at hand (``drivetrain.gather(tensor)``) runs on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from weakref import ref
+
+import torch.distributed as dist
+
+from drivetrain.backend import Backend, RunSettings
+from drivetrain.errors import UsageError
+from drivetrain.launch.environment import read_place
+from drivetrain.runtime.world import World
+from drivetrain.topology import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A backend that is running.
+
+    Args:
+        backend: held weakly, so that forgetting an accelerator frees it.
+        name: its canonical name; empty when it has none (``PartialState``).
+    """
+
+    backend: ref[Backend]
+    name: str
+
+
+_started: list[Started] = []
+
+
+def set_current_backend(backend: Backend, name: str = "") -> None:
+    """Make a started backend the current one, until a newer is set or it is forgotten or garbage.
+
+    Args:
+        backend: the backend, started.
+        name: what ``distributed_type`` calls it; empty for a backend that trains nothing.
+    """
+    forget_backend(backend)
+    _started.append(Started(ref(backend), name))
+
+
+def forget_backend(backend: Backend) -> None:
+    """Take a backend that stops out of the running; the one set before it becomes current again."""
+    _started[:] = [one for one in _started if one.backend() not in (None, backend)]
+
+
+def forget_all() -> None:
+    """As if no Accelerator and no PartialState had ever been made."""
+    _started.clear()
+
+
+def started_backend() -> tuple[Backend, str] | None:
+    """The newest backend that is started and still alive with its name, if any."""
+    for one in reversed(_started):
+        backend = one.backend()
+        if backend is not None:
+            return backend, one.name
+    return None
+
+
+def current_backend() -> Backend:
+    """The newest started backend; without one, the script's own process group, or this process alone.
+
+    Raises:
+        UsageError: the launcher started several processes and nothing has connected them yet.
+    """
+    started = started_backend()
+    if started is not None:
+        return started[0]
+    place = read_place(os.environ)
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (place.rank, place.world_size) != (rank, size):
+            place = Place(rank, size, rank, size)
+    elif place.world_size > 1:
+        raise UsageError(
+            f"this is process {place.rank} of {place.world_size}, and they are not connected yet",
+            cure="Create Accelerator() or PartialState() first, and keep it.",
+        )
+    world = World(RunSettings(place=place))
+    world.attach()
+    return world

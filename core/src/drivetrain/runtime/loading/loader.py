@@ -1,0 +1,316 @@
+"""The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain.data.active import BatchInfo
+from drivetrain.data.position import Position, from_state, to_state
+from drivetrain.errors import UsageError
+from drivetrain.runtime import trees
+from drivetrain.runtime.loading.context import LoadingContext
+from drivetrain.runtime.loading.foreign import ForeignSource
+from drivetrain.runtime.loading.source import Item, Source, Start
+
+
+@dataclass
+class Cursor:
+    """Where a loader and the views of it stand.
+
+    Args:
+        seed: of the order.
+        position: what was shown.
+        fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
+            epoch.
+        restored: ``position`` comes from a checkpoint.
+        mark: a foreign loader's own state at ``position``.
+        owner: the pass that may move the position; a newer pass takes it over.
+        even_batches: as in ``DataLoaderConfiguration``.
+    """
+
+    seed: int
+    position: Position = field(default_factory=Position)
+    fresh: bool = True
+    restored: bool = False
+    mark: Any = None
+    owner: object = None
+    even_batches: bool = True
+
+
+@final
+class PreparedDataLoader(DataLoader[Any]):
+    """A data loader that shares its samples out among the data-parallel ranks and knows where it stands.
+
+    It is a ``DataLoader`` only so that ``isinstance`` says so; the work is done by a source. Attributes that are not
+    named here are those of the user's loader.
+
+    **Epochs.** A pass is one ``for`` loop. A pass that ends by itself moves on to the next epoch, so that shuffles
+    differ without ``set_epoch``. After a ``break`` the next pass begins the *next* epoch from its start, as a plain
+    ``DataLoader`` begins with a new shuffle. After :meth:`load_state_dict` the next pass is the rest of the epoch that
+    was saved, empty if its last batch had been shown; after :meth:`set_epoch` it is that epoch.
+
+    Iterating is not collective, except with dispatch or when ``rng_types`` asks for synchronisation.
+
+    Args:
+        loader: the user's.
+        source: where the batches come from.
+        context: the run.
+        cursor: where it stands; views of one loader share it.
+        put_on_device: move batches to the device.
+        skip: the first pass begins at this batch of the epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        source: Source,
+        context: LoadingContext,
+        cursor: Cursor,
+        *,
+        put_on_device: bool,
+        skip: int | None = None,
+    ) -> None:
+        # DataLoader.__init__ is not called: it would build samplers that nobody iterates.
+        self.base_dataloader = loader
+        self._source, self._context, self._cursor = source, context, cursor
+        self._shares_out = not source.identity().shares
+        self._share_rank = context.dp_rank if self._shares_out else 0
+        self._put_on_device, self._skip = put_on_device, skip
+        self.end_of_dataloader = False
+        """The batch shown last was the last one of its pass."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    # ---- iteration --------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        token, active, cursor = object(), self._context.active, self._cursor
+        start, skipped = self._begin(token)
+        self.end_of_dataloader = False
+        if start.position.finished:
+            self._finish(token)
+            return
+        self._synchronise_randomness()
+        place = self._placement()
+        dp_rank = self._share_rank
+        nominal = self._source.cut.batch_size
+        index = start.position.consumed // self._source.round_units if skipped is None else skipped
+        items = self._source.open(start)
+        try:
+            following = next(items, None)
+            while following is not None:
+                item: Item = following
+                following = next(items, None)
+                is_last = following is None
+                if cursor.owner is token:
+                    self._advance(item, is_last)
+                if item.hidden:
+                    continue
+                self.end_of_dataloader = is_last
+                rows = item.rows if self._shares_out else None
+                info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal)
+                active.show(token, info)
+                index += 1
+                yield item.batch if place is None else place(item.batch)
+            self._finish(token)
+        finally:
+            active.leave(token)
+            items.close()
+
+    def _begin(self, token: object) -> tuple[Start, int | None]:
+        """Settle where a new pass begins; ``(start, skip)``."""
+        cursor, source, skip = self._cursor, self._source, self._skip
+        self._skip = None
+        if not cursor.fresh and skip is None:
+            cursor.position, cursor.mark = cursor.position.next_epoch(), None
+        discard = 0
+        mark = None if cursor.mark is None else (cursor.position.consumed, cursor.mark)
+        if skip is not None:
+            identity, consumed = source.identity(), skip * source.round_units
+            if identity.length is not None:
+                consumed = min(consumed, identity.length)
+            if cursor.restored and cursor.fresh and cursor.position.consumed not in (0, consumed):
+                warnings.warn(
+                    f"the restored position is {identity.unit[:-1]} {cursor.position.consumed} of the epoch, but "
+                    f"skip_first_batches({skip}) begins at {consumed}; leave it out to go on where the checkpoint was "
+                    "saved",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            if source.num_streams > 1:
+                consumed, discard = 0, skip
+            cursor.position = Position(cursor.position.epoch, consumed)
+        cursor.fresh, cursor.restored, cursor.owner = False, False, token
+        return Start(cursor.seed, replace(cursor.position), self.even_batches, discard, mark), skip
+
+    def _advance(self, item: Item, is_last: bool) -> None:
+        cursor, source = self._cursor, self._source
+        position = cursor.position
+        position.consumed += item.rows.units
+        # Where ranks may end at different batches, the position alone says that the epoch is at its end.
+        position.finished = is_last and (cursor.even_batches or source.cut.drop_last)
+        if source.num_streams > 1:
+            counts = list(position.streams) or [0] * source.num_streams
+            counts[item.stream] += item.rows.units
+            position.streams, position.turn = tuple(counts), (item.stream + 1) % source.num_streams
+        cursor.mark = item.mark
+
+    def _finish(self, token: object) -> None:
+        if self._cursor.owner is token:
+            self._cursor.position = self._cursor.position.next_epoch()
+            self._cursor.fresh, self._cursor.mark = True, None
+
+    def _synchronise_randomness(self) -> None:
+        # The order of samples needs no synchronisation, so "generator" is always true already.
+        wanted = [each for each in self._context.rng_types if each != "generator"]
+        if wanted and self._context.dp_size > 1:
+            from drivetrain.runtime.rng import synchronize_rng_states
+
+            synchronize_rng_states(wanted, backend=self._context.backend)
+
+    def _placement(self) -> Callable[[Any], Any] | None:
+        if not self._put_on_device:
+            return None
+        device, non_blocking = self._context.backend.topology.device, self._context.config.non_blocking
+        if device == "cpu":
+            return _keep_on_cpu
+        return lambda batch: trees.send_to_device(batch, device, non_blocking)
+
+    @property
+    def even_batches(self) -> bool:
+        """As in ``DataLoaderConfiguration``; a change takes effect with the next pass."""
+        return self._cursor.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._cursor.even_batches = value
+
+    # ---- size -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches that this rank sees in a full epoch; of a view from ``skip_first_batches``, in its next pass."""
+        length = self._source.identity().length
+        if length is None:
+            raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
+        cut = self._source.cut
+        if self._source.round_units == 1:
+            batches = length
+        else:
+            batches = replace(cut, even_batches=self.even_batches).rounds(length, self._share_rank)
+        return max(batches - (self._skip or 0), 0)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Rows of a full global batch; ``None`` where batches are made by somebody else."""
+        return self._source.round_units if self._source.cut.batch_size else None
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in an epoch over all ranks. Raises ``TypeError`` where the data does not say."""
+        length = self._source.identity().length
+        return length if length is not None and self._source.cut.batch_size else len(self.base_dataloader.dataset)
+
+    @property
+    def remainder(self) -> int:
+        """Samples in an incomplete last global batch, 0 if there is none, -1 where it is not known."""
+        length, total = self._source.identity().length, self.total_batch_size
+        return -1 if length is None or total is None or self._source.cut.drop_last else length % total
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are put, ``None`` for nowhere."""
+        return torch.device(self._context.backend.topology.device) if self._put_on_device else None
+
+    @property  # type: ignore[misc]
+    def multiprocessing_context(self) -> Any:
+        """The user's; ``DataLoader`` has a property of this name that looks at the object itself."""
+        return self.base_dataloader.multiprocessing_context
+
+    # ---- position ---------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the current pass is in, or that the next pass will be in after a complete one."""
+        return self._cursor.position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass. The one that a restored position is in keeps the position."""
+        cursor = self._cursor
+        if epoch != cursor.position.epoch or not cursor.fresh:
+            cursor.position, cursor.fresh, cursor.mark, cursor.owner = Position(epoch), True, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The global position, JSON-able, the same on every rank and independent of their number.
+
+        Batches that workers have prefetched do not count. Not collective, except for a loader that is marked as
+        already sharded and keeps a state of its own: then over the data-parallel ranks.
+        """
+        cursor = self._cursor
+        state = to_state(cursor.position, cursor.seed, self._source.identity())
+        if isinstance(self._source, ForeignSource):
+            state["loader"] = cursor.mark if self._shares_out else self._context.backend.gather_object(cursor.mark)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a position; the next pass goes on from there.
+
+        Raises:
+            UsageError: the state is not a loader's, or is of data that is read in another way.
+        """
+        cursor = self._cursor
+        cursor.position, cursor.seed = from_state(state_dict, self._source.identity())
+        cursor.fresh, cursor.restored, cursor.owner = True, True, None
+        mark = state_dict.get("loader")
+        cursor.mark = mark if mark is None or self._shares_out else mark[self._context.dp_rank]
+
+    def skipping(self, num_batches: int) -> PreparedDataLoader:
+        """A view whose first pass begins at this batch of the current epoch. See ``skip_first_batches``."""
+        if num_batches < 0:
+            raise UsageError(f"cannot skip {num_batches} batches")
+        return PreparedDataLoader(
+            self.base_dataloader,
+            self._source,
+            self._context,
+            self._cursor,
+            put_on_device=self._put_on_device,
+            skip=num_batches,
+        )
+
+
+def _keep_on_cpu(batch: Any) -> Any:
+    """The common batches of a CPU run have nothing to move; looking is cheaper than rebuilding them."""
+    values = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
+    if all(type(value) is torch.Tensor and value.is_cpu for value in values):
+        return batch
+    return trees.send_to_device(batch, "cpu")
+
+
+@contextmanager
+def even_batches_as(loaders: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
+    """Passes that begin in here follow this setting instead of the loaders' own; ``None`` changes nothing.
+
+    Args:
+        loaders: prepared ones.
+        even_batches: the setting.
+    """
+    if even_batches is None:
+        yield
+        return
+    before = [(loader, loader.even_batches) for loader in loaders]
+    for loader, _ in before:
+        loader.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for loader, setting in before:
+            loader.even_batches = setting

@@ -1,0 +1,133 @@
+"""From the user's loader to a prepared one: what kind it is, how it is shared out, which seed it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain.data.order import derive_seed
+from drivetrain.data.plan import Cut, split_total
+from drivetrain.errors import UsageError
+from drivetrain.runtime.loading.context import LoadingContext, is_sharded
+from drivetrain.runtime.loading.dispatch import DispatchSource, SliceFunction
+from drivetrain.runtime.loading.foreign import ForeignSource
+from drivetrain.runtime.loading.iterable import IterableSource
+from drivetrain.runtime.loading.loader import Cursor, PreparedDataLoader
+from drivetrain.runtime.loading.randomness import generators
+from drivetrain.runtime.loading.reading import read_map_loader
+from drivetrain.runtime.loading.source import MapSource, Source
+
+
+def is_loader(value: Any) -> bool:
+    """Whether :func:`prepare_data_loader` takes this: a torch ``DataLoader``, or an iterable that has its own state."""
+    if isinstance(value, DataLoader):
+        return True
+    stateful = all(callable(getattr(value, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
+    return stateful and not isinstance(value, (type, torch.nn.Module))
+
+
+def prepare_data_loader(
+    loader: Any,
+    context: LoadingContext,
+    *,
+    put_on_device: bool | None = None,
+    slice_fn_for_dispatch: SliceFunction | None = None,
+) -> PreparedDataLoader:
+    """Share a loader's samples out among the data-parallel ranks. A prepared loader comes back as it is.
+
+    Collective over all ranks if the loader has a random generator of the user's (its seed is taken from rank 0), else
+    local. Every rank prepares its loaders in the same order.
+
+    Args:
+        loader: a ``DataLoader`` with any dataset, sampler, collate function and workers; or any object with
+            ``__iter__``, ``state_dict`` and ``load_state_dict``, whose batches the ranks take in turn.
+        context: the run.
+        put_on_device: move batches to the device; ``None`` = as the context says.
+        slice_fn_for_dispatch: ``fn(batch, slice, process_index=, num_processes=)``, one rank's part of a batch that the
+            main process has read.
+
+    Raises:
+        UsageError: this is no loader, or the settings do not fit it.
+    """
+    if isinstance(loader, PreparedDataLoader):
+        return loader
+    if not is_loader(loader):
+        raise UsageError(
+            f"{type(loader).__name__} is no data loader",
+            cure="Pass a torch DataLoader, or an object with __iter__, state_dict and load_state_dict.",
+        )
+    number = context.active.register()
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    shares = context.dp_size if is_sharded(data) or is_sharded(loader) else 0
+    dp_size = 1 if shares else context.dp_size
+    dispatched = bool(context.config.dispatch_batches) and dp_size > 1
+    if slice_fn_for_dispatch is not None and not context.config.dispatch_batches:
+        raise UsageError(
+            "slice_fn_for_dispatch is used with dispatch only",
+            cure="Set DataLoaderConfiguration(dispatch_batches=True), or leave it out.",
+        )
+    dp_rank = None if dispatched else 0 if shares else context.dp_rank
+    source, generator = _source(loader, context, dp_size, dp_rank, shares)
+    if dispatched:
+        if slice_fn_for_dispatch is not None and not source.cut.batch_size and source.round_units > 1:
+            raise UsageError(
+                "slice_fn_for_dispatch has nothing to cut: this loader's batches go to the ranks as they are",
+                cure="Leave it out, or set split_batches=True with your batch sampler.",
+            )
+        source = DispatchSource(source, context.backend, slice_fn_for_dispatch)
+    return PreparedDataLoader(
+        loader,
+        source,
+        context,
+        Cursor(_seed(context, generator, number), even_batches=context.config.even_batches),
+        put_on_device=context.put_on_device if put_on_device is None else put_on_device,
+    )
+
+
+def _source(
+    loader: Any, context: LoadingContext, dp_size: int, dp_rank: int | None, shares: int
+) -> tuple[Source, torch.Generator | None]:
+    config = context.config
+    if not isinstance(loader, DataLoader):
+        _refuse_split(config.split_batches and dp_size > 1, type(loader).__name__)
+        return ForeignSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares), None
+    if not loader.in_order and loader.num_workers:
+        raise UsageError(
+            "in_order=False lets workers return batches in any order, so nobody knows which samples were shown",
+            cure="Leave in_order at True.",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        size = loader.batch_size or 0
+        if config.split_batches and dp_size > 1:
+            _refuse_split(not size, "a dataset that yields whole batches")
+            size = split_total(size, dp_size)
+        cut = Cut(size, dp_size, config.even_batches, loader.drop_last)
+        held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
+        return IterableSource(loader, cut, dp_rank, shares=shares), held[0] if held else loader.generator
+    reading = read_map_loader(loader)
+    size, split = reading.batch_size, False
+    if config.split_batches and dp_size > 1:
+        split = not size
+        _refuse_split(split and loader.batch_sampler is None, "a loader with batch_size=None")
+        size = split_total(size, dp_size)
+    cut = Cut(size, dp_size, config.even_batches, reading.drop_last)
+    return MapSource(loader, reading, cut, dp_rank, split=split, shares=shares), reading.generator
+
+
+def _refuse_split(refuse: bool, whose: str) -> None:
+    if refuse:
+        raise UsageError(
+            f"split_batches cannot cut the batches of {whose}: only it knows what a row is",
+            cure="Use split_batches=False; the ranks then take its batches in turn.",
+        )
+
+
+def _seed(context: LoadingContext, generator: torch.Generator | None, number: int) -> int:
+    """The user's generator decides, then ``data_seed``, then the run with the loader's number."""
+    if generator is not None:
+        return derive_seed("generator", context.backend.broadcast_object(generator.initial_seed()))
+    if context.config.data_seed is not None:
+        return derive_seed("data", context.config.data_seed)
+    return derive_seed("loader", context.base_seed, number)

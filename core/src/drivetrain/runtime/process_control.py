@@ -1,0 +1,219 @@
+"""Who am I among the processes, and who does what when: the part that PartialState and Accelerator have in common."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from drivetrain.backend import Backend
+from drivetrain.errors import UsageError
+from drivetrain.runtime.splitting import split
+from drivetrain.topology import Topology
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ProcessControl:
+    """Properties and methods about processes, on top of a started backend.
+
+    Attributes:
+        backend: the started :class:`~drivetrain.api.Backend`. A subclass for which this word means something else
+            overrides :attr:`_job`.
+    """
+
+    backend: Any
+
+    @property
+    def _job(self) -> Backend:
+        job: Backend = self.backend
+        return job
+
+    @property
+    def _topology(self) -> Topology:
+        return self._job.topology
+
+    # ---- who am I -----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return torch.device(self._topology.device)
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes in the job."""
+        return self._topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Global rank."""
+        return self._topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank among the processes of this machine."""
+        return self._topology.place.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest global rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    # ---- waiting ------------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Collective over all ranks."""
+        self._job.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process runs the block alone, then all others do. Collective over all ranks."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of each machine runs the block, then all others do. Collective over all ranks."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            # Also when the block raised: the others wait for this process and must not wait for ever.
+            if mine:
+                self.wait_for_everyone()
+
+    # ---- who does what ------------------------------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first process of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)  # noqa: T201 (this is the method's purpose)
+
+    @overload
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the main process only; elsewhere it returns ``None``."""
+        return _only_where(lambda: self.is_main_process, function)
+
+    @overload
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the first process of each machine only; elsewhere it returns ``None``."""
+        return _only_where(lambda: self.is_local_main_process, function)
+
+    @overload
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_last_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_last_process(self, function: Any = None) -> Any:
+        """Decorate a function to run on the last process only; elsewhere it returns ``None``."""
+        return _only_where(lambda: self.is_last_process, function)
+
+    @overload
+    def on_process(self, function: Callable[P, R], process_index: int) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, *, process_index: int
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process only; elsewhere it returns ``None``. A lone process runs it.
+
+        Args:
+            function: what to run; leave it out to write ``@on_process(process_index=1)``.
+            process_index: global rank.
+
+        Raises:
+            UsageError: no such process.
+        """
+        chosen = self._existing("process_index", process_index, self.num_processes)
+        return _only_where(lambda: self.process_index == chosen or not self.use_distributed, function)
+
+    @overload
+    def on_local_process(self, function: Callable[P, R], local_process_index: int) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, *, local_process_index: int
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process of each machine only; elsewhere it returns ``None``.
+
+        A process that is alone runs it whatever the number.
+
+        Args:
+            function: what to run; leave it out to write ``@on_local_process(local_process_index=1)``.
+            local_process_index: rank on the machine.
+
+        Raises:
+            UsageError: no such process.
+        """
+        size = self._topology.place.local_world_size
+        chosen = self._existing("local_process_index", local_process_index, size)
+        return _only_where(lambda: self.local_process_index == chosen or not self.use_distributed, function)
+
+    def _existing(self, name: str, index: int | None, size: int) -> int:
+        if index is None or index < 0 or (index >= size and self.use_distributed):
+            raise UsageError(
+                f"{name}={index} names none of {size} processes; the function would run nowhere",
+                cure=f"Give {name} a value from 0 to {size - 1}.",
+            )
+        return index
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's share of some inputs, in order; when it does not come out even the first get one more.
+
+        Not collective; the inputs themselves are left as they were. A process for which none is left gets an empty
+        share, or with ``apply_padding`` a copy of the last input.
+
+        Args:
+            inputs: a list, tuple, tensor, array, dataset, or a dict of lists, tuples, tensors of one length.
+            apply_padding: repeat inputs so that all shares have the same length, as ``gather`` wants it.
+
+        Raises:
+            UsageError: dict values of different lengths, or something without items to share out.
+        """
+        yield split(inputs, self.process_index, self.num_processes, apply_padding)
+
+
+def _only_where(here: Callable[[], bool], function: Callable[P, R] | None) -> Any:
+    """A decorator, or the decorated function; the place is asked at each call."""
+
+    def decorate(inner: Callable[P, R]) -> Callable[P, R | None]:
+        @functools.wraps(inner)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return inner(*args, **kwargs) if here() else None
+
+        return run
+
+    return decorate if function is None else decorate(function)
