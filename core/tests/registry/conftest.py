@@ -17,7 +17,11 @@ GOOD = """
 
     @hookimpl
     def drivetrain_backends():
-        return [BackendInfo(name="{name}", summary="A toy.", backend="{package}.heavy:Toy", aliases=("{name}_alias",){more})]
+        return [
+            BackendInfo(
+                name="{name}", summary="A toy.", backend="{package}.heavy:Toy", aliases=("{name}_alias",){more}
+            )
+        ]
 """
 
 HEAVY = """

@@ -42,8 +42,10 @@ def test_two_distributions_that_claim_one_name_are_both_named(toys):
     toys.add("twin", distribution="toy-second", version="2.5")
     assert toys.ask("answer = registry.resolve('twin')") == [
         "BackendConflictError",
-        "the name 'twin' is claimed by toy-first 1.0 and toy-second 2.5. "
-        "Run: pip uninstall toy-first or pip uninstall toy-second",
+        (
+            "the name 'twin' is claimed by toy-first 1.0 and toy-second 2.5. "
+            "Run: pip uninstall toy-first or pip uninstall toy-second"
+        ),
     ]
 
 
@@ -82,8 +84,10 @@ def test_a_plugin_that_fails_to_import_is_raised_when_asked_for_and_harms_nobody
     assert toys.ask("answer = registry.resolve('sound_alias')") == "sound"
     assert toys.ask("answer = registry.info('broken')") == [
         "BackendBrokenError",
-        "plugin 'broken' could not be imported: ModuleNotFoundError: No module named 'a_module_that_is_not_there' "
-        "[toy-broken 1.0]. `drivetrain backends --verbose` shows the traceback.",
+        (
+            "plugin 'broken' could not be imported: ModuleNotFoundError: No module named 'a_module_that_is_not_there' "
+            "[toy-broken 1.0]. `drivetrain backends --verbose` shows the traceback."
+        ),
     ]
 
 
@@ -116,8 +120,10 @@ def test_another_contract_version_names_both_numbers_and_who_should_move(toys, a
     toys.add("old", more=f", api={api}")
     assert toys.ask("answer = registry.load_backend(registry.info('old'))") == [
         "ContractMismatchError",
-        f"backend 'old' speaks version {api} of the backend contract, this core speaks version 1 [toy-old 1.0]. "
-        f"Run: pip install --upgrade {upgrade}",
+        (
+            f"backend 'old' speaks version {api} of the backend contract, this core speaks version 1 [toy-old 1.0]. "
+            f"Run: pip install --upgrade {upgrade}"
+        ),
     ]
 
 

@@ -64,7 +64,7 @@ class SingleTrainable(Trainable):
 
     def portable_state(self) -> PortableState:
         state = portable.portable_state(self.module, self.optimizers)
-        state.extra = self._engine.state()
+        state.extra |= self._engine.state()
         return state
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:

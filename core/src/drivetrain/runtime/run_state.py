@@ -82,16 +82,8 @@ class RunCheckpoints:
         """Write one checkpoint. Collective over all ranks. Returns its folder."""
         naming = self._naming() if self._project.automatic_checkpoint_naming else None
         path = self._on_main(naming.next_path) if naming else Path(self._given(output_dir, "save_state"))
-        models = list(self._preparer.models)
-        skipped: set[int] = set()
-        if self.save_hooks:
-            weights = [model.state_dict() for model in models]
-            kept = list(weights)
-            path.mkdir(parents=True, exist_ok=True)
-            for hook in list(self.save_hooks.values()):
-                hook(models, kept, str(path))
-            skipped = {index for index, one in enumerate(weights) if not any(one is other for other in kept)}
-        save(path, self._state(), self._backend, skip_models=skipped, info=self._info(naming))
+        hooks = self._run_save_hooks if self.save_hooks else None
+        save(path, self._state(), self._backend, info=self._info(naming), hooks=hooks)
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.saved))
         return path
@@ -107,13 +99,22 @@ class RunCheckpoints:
         kept = list(models)
         for hook in list(self.load_hooks.values()):
             hook(kept, str(path))
-        skipped = {index for index, one in enumerate(models) if not any(one is other for other in kept)}
+        skipped = _taken_out(models, kept)
         state = self._state()
         manifest = load(path, state, self._backend, strict=strict, skip_models=skipped)
         self._trainer.step = int(state.counters["step"])
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
         return path, manifest
+
+    def _run_save_hooks(self, folder: Path) -> set[int]:
+        """Let the script's hooks write their own files; the models whose weights they took out of the list."""
+        models = list(self._preparer.models)
+        weights = [model.state_dict() for model in models]
+        kept = list(weights)
+        for hook in list(self.save_hooks.values()):
+            hook(models, kept, str(folder))
+        return _taken_out(weights, kept)
 
     def _state(self) -> TrainingState:
         objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
@@ -157,6 +158,12 @@ class RunCheckpoints:
             raise failure
         result: T = value
         return result
+
+
+def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:
+    """Indices of the objects that a hook removed from its list."""
+    left = {id(each) for each in after}
+    return {index for index, each in enumerate(before) if id(each) not in left}
 
 
 def _after(naming: Naming, change: Callable[..., Any], *arguments: Any) -> int:

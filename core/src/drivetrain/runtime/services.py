@@ -19,6 +19,7 @@ from drivetrain.runtime.current import forget_backend
 from drivetrain.runtime.facts import RunFacts
 from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.placing import original_module
+from drivetrain.runtime.portable import tied_names
 from drivetrain.runtime.profile import profile
 from drivetrain.runtime.run_state import RemovableHandle, RunCheckpoints
 
@@ -129,6 +130,7 @@ class RunServices(RunFacts):
 
         One tensor is gathered at a time. Raises :class:`CheckpointError` when the folder cannot be written.
         """
+        module = model.module if isinstance(model, PreparedModel) else model
         named = model.trainable.full_state_dict() if isinstance(model, PreparedModel) else model.state_dict().items()
         checkpoint.export_model(
             iter(named),
@@ -136,8 +138,9 @@ class RunServices(RunFacts):
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
             is_main=self.is_main_process,
+            tied=tied_names(module),
+            backend=self.backend,
         )
-        self.wait_for_everyone()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the run; they have ``state_dict`` and ``load_state_dict``."""

@@ -13,7 +13,7 @@ from drivetrain.api import PortableState, TensorSpec, TorchEngine, portable
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> PortableState:
     """The module's tensors themselves, no copy."""
     state = portable.portable_state(module, optimizers)
-    state.extra = engine.state()
+    state.extra |= engine.state()
     return state
 
 

@@ -139,7 +139,10 @@ class PreparedDataLoader(DataLoader[Any]):
             identity, consumed = source.identity(), skip * source.round_units
             if identity.length is not None:
                 consumed = min(consumed, identity.length)
-            if cursor.restored and cursor.fresh and cursor.position.consumed not in (0, consumed):
+            if cursor.position.finished and consumed < cursor.position.consumed:
+                # A script that counts batches is in the next epoch already.
+                cursor.position, cursor.mark, mark = cursor.position.next_epoch(), None, None
+            elif cursor.restored and cursor.fresh and cursor.position.consumed not in (0, consumed):
                 warnings.warn(
                     f"the restored position is {identity.unit[:-1]} {cursor.position.consumed} of the epoch, but "
                     f"skip_first_batches({skip}) begins at {consumed}; leave it out to go on where the checkpoint was "

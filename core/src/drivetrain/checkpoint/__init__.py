@@ -1,0 +1,55 @@
+"""Checkpoints that belong to the training run, not to the backend that wrote them.
+
+A checkpoint is a folder: ``manifest.json`` and tensors as safetensors under the names of the original module. Nothing
+in it is ever unpickled. The names below are imported when they are used: the manifest can be read without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.export import export_model, save_object
+    from drivetrain.checkpoint.inspection import Inspection, inspect
+    from drivetrain.checkpoint.loading import load
+    from drivetrain.checkpoint.manifest import Manifest, read_manifest
+    from drivetrain.checkpoint.naming import Naming
+    from drivetrain.checkpoint.saving import save
+    from drivetrain.checkpoint.state import Rng, TrainingState
+
+_HOMES = {
+    "Inspection": "inspection",
+    "Manifest": "manifest",
+    "Naming": "naming",
+    "Rng": "state",
+    "TrainingState": "state",
+    "export_model": "export",
+    "inspect": "inspection",
+    "load": "loading",
+    "read_manifest": "manifest",
+    "save": "saving",
+    "save_object": "export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+__all__ = [
+    "Inspection",
+    "Manifest",
+    "Naming",
+    "Rng",
+    "TrainingState",
+    "export_model",
+    "inspect",
+    "load",
+    "read_manifest",
+    "save",
+    "save_object",
+]

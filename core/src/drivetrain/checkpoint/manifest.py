@@ -1,0 +1,263 @@
+"""The format: what ``manifest.json`` says, written and read without torch.
+
+The manifest is the last file of a checkpoint to appear; a folder without one holds no checkpoint. It carries its own
+checksum, and the size and checksum of every file it names, so that a load knows what it reads before it reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from drivetrain.backend import TensorSpec
+from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+MANIFEST = "manifest.json"
+"""Name of the manifest inside a checkpoint's folder."""
+
+FORMAT = "drivetrain-checkpoint"
+"""What the manifest's ``format`` says, so that another program's ``manifest.json`` is not taken for ours."""
+
+VERSION = 1
+"""Version of the format. It grows when an older Drivetrain would misread a newer checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of a tensor and where its bytes are.
+
+    Args:
+        offsets: position of the box in the whole tensor, one number per dim.
+        shape: extent of the box.
+        file: path below the checkpoint's folder.
+        key: name inside that safetensors file.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One saved tensor: torch's dtype name, global shape, and the chunks that cover it without overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and CRC-32 of one file.
+
+    CRC-32 finds accidents and is no signature; it was measured at 6.7 GB/s where SHA-256 did 1.9.
+    """
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but the numbers.
+
+    Args:
+        backend: name of the class that wrote it, for people; loading does not look at it.
+        mesh: mesh axis sizes of the job that wrote it.
+        world_size: its number of processes.
+        created: seconds since 1970.
+        libraries: versions of what wrote it.
+        info: what the caller wanted to note, e.g. ``{"iteration": 3}``; plain JSON.
+        counters: encoded tree (see :mod:`drivetrain.checkpoint.tree`) of the run's counters.
+        trainables: for each trainable ``{"optimizers": tree, "extra": tree}``.
+        objects: encoded state of each registered object, by name.
+        tensors: index of all tensors.
+        files: every file, by path below the folder.
+        rng: file of each data-parallel coordinate's random state.
+    """
+
+    backend: str
+    mesh: Mapping[str, int]
+    world_size: int
+    created: float
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    counters: Any = None
+    trainables: tuple[Mapping[str, Any], ...] = ()
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    rng: Mapping[int, str] = field(default_factory=dict)
+
+    def specs(self, index: int) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of one trainable's tensors, under the names that the trainable itself speaks."""
+        specs = {}
+        for name, entry in self.tensors.items():
+            own = own_name(name, index)
+            if own is not None:
+                specs[own] = TensorSpec(entry.shape, entry.dtype)
+        return specs
+
+    def to_json(self) -> str:
+        """The manifest's text, its checksum first. Raises :class:`CheckpointError` for an ``info`` that is no JSON."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        fields["rng"] = {str(coordinate): file for coordinate, file in self.rng.items()}
+        try:
+            body = {key: json.loads(_dump(value)) for key, value in fields.items()}
+        except (TypeError, ValueError) as problem:
+            raise CheckpointError(f"the checkpoint's info must be plain JSON: {problem}") from problem
+        lines = [f'"checksum": {_checksum(body)}']
+        for key, value in body.items():
+            if isinstance(value, dict) and value:
+                rows = ",\n".join(f"  {_dump(name)}: {_dump(entry)}" for name, entry in value.items())
+                lines.append(f"{_dump(key)}: {{\n{rows}\n}}")
+            else:
+                lines.append(f"{_dump(key)}: {_dump(value)}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Manifest:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: the file's content.
+            where: the file's path, for messages.
+
+        Raises:
+            CheckpointCorruptError: truncated, altered, or inconsistent in itself.
+            CheckpointError: of another program, or of a newer format.
+        """
+        try:
+            body = json.loads(text)
+        except ValueError as problem:
+            raise CheckpointCorruptError(f"the manifest is not JSON: {problem}", whose=where, cure=_RESAVE) from problem
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise CheckpointError(
+                f"this {MANIFEST} was not written by Drivetrain",
+                whose=where,
+                cure="Give the folder that save_state wrote.",
+            )
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"the checkpoint has format version {body.get('version')}, this Drivetrain reads {VERSION}",
+                whose=where,
+                cure="Upgrade: pip install --upgrade drivetrain.",
+            )
+        if body.pop("checksum", None) != _checksum(body):
+            raise CheckpointCorruptError("the manifest does not match its own checksum", whose=where, cure=_RESAVE)
+        try:
+            return cls._from_body(body)
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            raise CheckpointCorruptError(
+                f"the manifest makes no sense: {type(problem).__name__}: {problem}", whose=where, cure=_RESAVE
+            ) from problem
+
+    @classmethod
+    def _from_body(cls, body: Mapping[str, Any]) -> Manifest:
+        files = {
+            _inside(name): FileEntry(int(entry["size"]), int(entry["crc32"])) for name, entry in body["files"].items()
+        }
+        tensors = {name: _tensor_entry(entry, files) for name, entry in body["tensors"].items()}
+        rng = {int(coordinate): str(file) for coordinate, file in body["rng"].items()}
+        if not set(rng.values()) <= set(files):
+            raise ValueError("a file of random state is not in the list of files")
+        return cls(
+            backend=str(body["backend"]),
+            mesh=dict(body["mesh"]),
+            world_size=int(body["world_size"]),
+            created=float(body["created"]),
+            libraries=dict(body["libraries"]),
+            info=dict(body["info"]),
+            counters=body["counters"],
+            trainables=tuple(dict(entry) for entry in body["trainables"]),
+            objects=dict(body["objects"]),
+            tensors=tensors,
+            files=files,
+            rng=rng,
+        )
+
+
+def own_name(stored: str, index: int) -> str | None:
+    """The trainable's own word for a stored tensor name, ``None`` when it is another trainable's."""
+    kind, dot, rest = stored.partition(".")
+    for own in ("model", "optim"):
+        if dot and kind == (own if index == 0 else f"{own}_{index}"):
+            return f"{own}.{rest}"
+    return None
+
+
+def stored_name(own: str, index: int) -> str:
+    """``model.x`` and ``optim.x.slot`` of the first trainable keep their names, the next one's are ``model_1.x``."""
+    kind, _, rest = own.partition(".")
+    if kind not in ("model", "optim") or not rest:
+        raise CheckpointError(f"a trainable names a tensor {own!r}", cure="Names begin with 'model.' or 'optim.'.")
+    return own if index == 0 else f"{kind}_{index}.{rest}"
+
+
+def read_text(folder: Path) -> str:
+    """Text of a checkpoint's manifest. Raises :class:`CheckpointNotFoundError` when there is none."""
+    path = folder / MANIFEST
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as problem:
+        what = f"{folder} holds no complete checkpoint" if folder.exists() else f"there is no checkpoint at {folder}"
+        raise CheckpointNotFoundError(
+            what, cure=f"A checkpoint is a folder with a {MANIFEST}; save_state writes it last."
+        ) from problem
+    except UnicodeDecodeError as problem:
+        raise CheckpointCorruptError("the manifest is not text", whose=str(path), cure=_RESAVE) from problem
+    except OSError as problem:
+        raise CheckpointError(f"the manifest cannot be read: {problem}", whose=str(path)) from problem
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read a checkpoint's manifest. Not collective, imports no torch. Raises as :func:`read_text` and ``from_json``."""
+    folder = Path(folder)
+    return Manifest.from_json(read_text(folder), str(folder / MANIFEST))
+
+
+_RESAVE = "Load an older checkpoint; this one cannot be trusted."
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(_dump(body).encode())
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+        raise ValueError(f"{name!r} is not a path below the checkpoint")
+    return name
+
+
+def _tensor_entry(entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
+    shape = tuple(int(size) for size in entry["shape"])
+    chunks = tuple(
+        Chunk(tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["shape"])), str(chunk["file"]), str(chunk["key"]))
+        for chunk in entry["chunks"]
+    )
+    volume = 0
+    for chunk in chunks:
+        if chunk.file not in files:
+            raise ValueError(f"{chunk.file!r} is not in the list of files")
+        if not len(chunk.offsets) == len(chunk.shape) == len(shape):
+            raise ValueError(f"chunk {chunk.key!r} has another number of dims than its tensor")
+        box = zip(chunk.offsets, chunk.shape, shape, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
+            raise ValueError(f"chunk {chunk.key!r} lies outside of its tensor")
+        volume += math.prod(chunk.shape)
+    if volume != math.prod(shape):
+        raise ValueError(f"the chunks of a tensor of shape {shape} hold {volume} elements")
+    return TensorEntry(str(entry["dtype"]), shape, chunks, bool(entry["sharded"]))

@@ -1,0 +1,229 @@
+"""How `torch.distributed.checkpoint` meets our files: its planners say which box goes where, we write and read them.
+
+Its own file storage keeps an index as a pickle, which is why it is not used (docs/decisions/0002). The reader is a
+complete :class:`torch.distributed.checkpoint.StorageReader`, so that any program can read our tensors with
+``torch.distributed.checkpoint.load(state_dict, storage_reader=DrivetrainReader(folder))``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest
+from drivetrain.checkpoint.tensorfile import Source, TensorFile, dtype_name, write_tensors
+from drivetrain.errors import CheckpointCorruptError, CheckpointError
+
+_FILE_BYTES = 2 << 30
+"""A rank begins another file after this many bytes, so that checking them can be shared by several ranks."""
+
+
+@dataclass
+class Written:
+    """What one rank put on the disk: chunks by tensor name, files by path, files of random state by coordinate."""
+
+    chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    rng: dict[int, str] = field(default_factory=dict)
+
+
+def plan_save(tensors: dict[str, Any]) -> tuple[DefaultSavePlanner, SavePlan]:
+    """This rank's offer: every chunk that it holds. Not collective."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors)
+    return planner, planner.create_local_plan()
+
+
+def settle_plans(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) -> tuple[SavePlan, Metadata]:
+    """Give each chunk to one of the ranks that offer it, the one with least to write so far. Not collective.
+
+    Every rank computes the same answer from the same offers.
+
+    Returns:
+        What this rank writes, and the index of all tensors.
+
+    Raises:
+        CheckpointError: the ranks' chunks overlap or leave holes.
+    """
+    try:
+        settled, metadata = planner.create_global_plan(plans)
+    except (ValueError, AssertionError) as problem:
+        raise CheckpointError(
+            f"the ranks do not hold one state together: {problem}",
+            cure="A tensor is either whole on every rank that has it or a DTensor on all of its mesh.",
+        ) from problem
+    return planner.finish_plan(settled[rank]), metadata
+
+
+def write_plan(planner: DefaultSavePlanner, plan: SavePlan, staging: Path, prefix: str) -> Written:
+    """Write this rank's chunks, one in memory at a time, and put them on the disk. Not collective.
+
+    Args:
+        planner: the one that settled ``plan``.
+        plan: this rank's part.
+        staging: the staging folder; must be visible to the main process.
+        prefix: path of the files below it, without their numbers.
+    """
+    written = Written()
+    for number, items in enumerate(_files(plan.items)):
+        name = f"{prefix}-{number:03d}.safetensors"
+        sources = []
+        for item in items:
+            source, chunk = _source(planner, item, name)
+            sources.append(source)
+            written.chunks.append((item.index.fqn, chunk))
+        written.files[name] = write_tensors(staging / name, sources, {"format": "pt"})
+    return written
+
+
+def index_tensors(metadata: Metadata, sharded: set[str], written: list[Written]) -> dict[str, TensorEntry]:
+    """The manifest's index, from the common plan and what each rank says it wrote.
+
+    Raises:
+        CheckpointError: a planned chunk that nobody wrote.
+    """
+    chunks: dict[str, list[Chunk]] = {}
+    for part in written:
+        for name, chunk in part.chunks:
+            chunks.setdefault(name, []).append(chunk)
+    entries = {}
+    for name, saved in metadata.state_dict_metadata.items():
+        assert isinstance(saved, TensorStorageMetadata)
+        planned = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks}
+        own = chunks.get(name, [])
+        if planned != {(chunk.offsets, chunk.shape) for chunk in own}:
+            raise CheckpointError(f"not every part of {name} was written")
+        entries[name] = TensorEntry(dtype_name(saved.properties.dtype), tuple(saved.size), tuple(own), name in sharded)
+    return entries
+
+
+def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    size = 0
+    for item in items:
+        num_bytes = item.tensor_storage_size() or 0
+        if batch and size + num_bytes > _FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes
+    if batch:
+        yield batch
+
+
+def _source(planner: DefaultSavePlanner, item: WriteItem, file: str) -> tuple[Source, Chunk]:
+    data = item.tensor_data
+    assert data is not None, "only tensors are planned"
+    offsets, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    name = item.index.fqn
+    key = name if shape == tuple(data.size) else f"{name}@{','.join(map(str, offsets))}"
+
+    def produce() -> torch.Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    return Source(key, data.properties.dtype, shape, produce), Chunk(offsets, shape, file, key)
+
+
+class DrivetrainReader(StorageReader):
+    """Reads the tensors of a Drivetrain checkpoint for `torch.distributed.checkpoint`. Read only, nothing unpickled.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest when it was read already.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = manifest or read_manifest(self.folder)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The manifest's index in torch's words."""
+        return Metadata({name: _torch_metadata(name, entry) for name, entry in self.manifest.tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors, file by file; a slice of one chunk is in memory at a time.
+
+        Raises:
+            CheckpointCorruptError: a file that is not what the manifest says.
+        """
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            by_file.setdefault(chunk.file, []).append((chunk, item))
+        with torch.no_grad():
+            for name, requests in by_file.items():
+                file = TensorFile(self.folder / name)
+                for chunk, item in requests:
+                    box = [
+                        slice(start, start + length)
+                        for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+                    ]
+                    dtype = torch_dtype(item.dest_index.fqn, self.manifest.tensors[item.dest_index.fqn].dtype)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(file.read(chunk.key, dtype, chunk.shape, box))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        chunks = self.manifest.tensors[index.fqn].chunks
+        return chunks[index.index or 0]
+
+    # What follows has nothing to do for a folder that is only read.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turn to another checkpoint, if one is named."""
+        if checkpoint_id is not None:
+            self.folder = Path(checkpoint_id)
+            self.manifest = read_manifest(self.folder)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Nothing to set up: files are opened when they are read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a folder."""
+        return Path(checkpoint_id).is_dir()
+
+
+def _torch_metadata(name: str, entry: TensorEntry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch_dtype(name, entry.dtype)),
+        torch.Size(entry.shape),
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in entry.chunks],
+    )
+
+
+def torch_dtype(name: str, spelled: str) -> torch.dtype:
+    """The dtype of the tensor ``name`` as spelled; raises :class:`CheckpointCorruptError` when torch has none such."""
+    dtype = getattr(torch, spelled, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorruptError(f"{name} has the dtype {spelled!r}, which this torch does not know")
+    return dtype

@@ -1,0 +1,219 @@
+"""Which rank reads which sample: a pure function of the epoch's order, the units consumed and the coordinate. No torch.
+
+The unit is a *sample* where the batches are ours to cut, and a whole *batch* where somebody else makes them (a batch
+sampler of the user's, a dataset that yields batches).
+
+**Samples.** A global batch is the next ``dp_size * batch_size`` samples of the order. It is cut into ``dp_size``
+consecutive chunks, so that the ranks' batches, one after the other, are the order. A last, incomplete one is cut as
+evenly as possible: no two ranks differ by more than one sample. With ``even_batches`` those with one sample fewer
+repeat a sample from the head of the order, which makes the batches equal; at most ``dp_size - 1`` samples are
+repeated. (Filling every rank's batch to its full size, as Accelerate does, repeats up to a whole global batch, and the
+average over ranks then weighs the repeated samples: the last step of an epoch would differ from one process's.)
+
+**Batches.** The ranks take batches in turn, a global batch is the next ``dp_size`` of them. With ``even_batches`` a
+last, incomplete round is filled with batches from the head of the order.
+
+What is repeated is known here, without communication, and never weighs on a metric (:mod:`drivetrain.data.align`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from drivetrain.data.order import Order
+from drivetrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one global batch holds, by data-parallel coordinate.
+
+    Args:
+        real: rows that count.
+        loaded: rows that are loaded, repeated ones included.
+        units: by how much it moves the position.
+        whole: a rank's rows count all or none (a whole batch is repeated, never a part of one); then ``real`` may
+            hold a nominal 1 where the number of rows is not known.
+    """
+
+    real: tuple[int, ...]
+    loaded: tuple[int, ...]
+    units: int
+    whole: bool = False
+
+    @cached_property
+    def padded(self) -> bool:
+        """Some rows are repetitions."""
+        return self.real != self.loaded
+
+    @cached_property
+    def total(self) -> int:
+        """Rows that count, over all ranks."""
+        return sum(self.real)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an order is cut into batches.
+
+    Args:
+        batch_size: rows of one rank's full batch; ``0`` where the unit is a batch.
+        dp_size: number of data-parallel coordinates.
+        even_batches: make the ranks' batches equal at the end of the epoch.
+        drop_last: leave an incomplete global batch of samples out.
+    """
+
+    batch_size: int
+    dp_size: int = 1
+    even_batches: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 0 or self.dp_size < 1:
+            raise UsageError(f"cannot cut batches of {self.batch_size} for {self.dp_size} ranks")
+
+    @property
+    def units(self) -> int:
+        """Units in a full global batch."""
+        return (self.batch_size or 1) * self.dp_size
+
+    @cached_property
+    def full(self) -> Rows:
+        """A full global batch of samples."""
+        sizes = (self.batch_size,) * self.dp_size
+        return Rows(sizes, sizes, self.units)
+
+    def rows(self, samples: int) -> Rows:
+        """How a global batch of this many samples is shared out."""
+        if samples == self.units:
+            return self.full
+        base, extra = divmod(samples, self.dp_size)
+        real = tuple(base + (rank < extra) for rank in range(self.dp_size))
+        even = self.even_batches and samples > 0
+        return Rows(real, (base + (extra > 0),) * self.dp_size if even else real, samples)
+
+    def rounds(self, units: int, dp_rank: int) -> int:
+        """Batches that this coordinate sees in an epoch of so many units."""
+        full, rest = divmod(units, self.units)
+        if not rest or (self.drop_last and self.batch_size):
+            return full
+        if self.batch_size:
+            return full + (self.rows(rest).loaded[dp_rank] > 0)
+        return full + (self.even_batches or dp_rank < rest)
+
+
+def split_total(batch_size: int, dp_size: int) -> int:
+    """Rows of one rank when the script's batch size is the global one (``split_batches``)."""
+    if batch_size % dp_size:
+        raise UsageError(
+            f"split_batches cannot cut a batch of {batch_size} into {dp_size} equal parts",
+            cure=f"Use a batch size that is a multiple of {dp_size}, or split_batches=False.",
+        )
+    return batch_size // dp_size
+
+
+def chunk(block: list[Any], head: list[Any], rows: Rows, dp_rank: int) -> list[Any]:
+    """One coordinate's part of a block of samples, repeated samples from ``head`` at its end."""
+    start = sum(rows.real[:dp_rank])
+    mine = block[start : start + rows.real[dp_rank]]
+    missing = rows.loaded[dp_rank] - rows.real[dp_rank]
+    if missing:
+        before = sum(rows.loaded[:dp_rank]) - start
+        mine = mine + [head[(before + index) % len(head)] for index in range(missing)]
+    return mine
+
+
+def plan_samples(order: Order, cut: Cut, start: int, dp_rank: int | None) -> Iterator[tuple[list[Any], Rows]]:
+    """The rest of an epoch, from sample ``start`` on.
+
+    Args:
+        order: the epoch's samples.
+        cut: how they are shared out.
+        start: samples consumed, over all ranks.
+        dp_rank: whose batches; ``None`` yields the global batches, all ranks' chunks one after the other.
+
+    Yields:
+        This coordinate's units and what the global batch holds; nothing for a global batch without rows for it.
+    """
+    size, length, full = cut.units, order.length, cut.full
+    lower, upper = (0, size) if dp_rank is None else (dp_rank * cut.batch_size, (dp_rank + 1) * cut.batch_size)
+    while True:
+        if length is not None and start + size <= length:
+            yield order.take(start + lower, start + upper), full
+            start += size
+            continue
+        block = order.take(start, start + size)
+        if not block or (len(block) < size and cut.drop_last):
+            return
+        rows, head = cut.rows(len(block)), order.head(cut.dp_size)
+        ranks = range(cut.dp_size) if dp_rank is None else (dp_rank,)
+        mine = [unit for rank in ranks for unit in chunk(block, head, rows, rank)]
+        if mine:
+            yield mine, rows
+        if len(block) < size:
+            return
+        start += size
+
+
+def plan_rounds(order: Order, cut: Cut, start: int) -> Iterator[tuple[list[Any], int]]:
+    """The rest of an epoch in rounds of whole batches, from batch ``start`` on.
+
+    Yields:
+        A batch for each coordinate (fewer at the end without ``even_batches``), and how many of them are not repeated.
+    """
+    while True:
+        batches = order.take(start, start + cut.dp_size)
+        real = len(batches)
+        if not real:
+            return
+        if real < cut.dp_size and cut.even_batches:
+            head = order.head(cut.dp_size)
+            batches = batches + [head[index % len(head)] for index in range(cut.dp_size - real)]
+        yield batches, real
+        if real < cut.dp_size:
+            return
+        start += real
+
+
+def plan_split(
+    order: Order, dp_size: int, start: int, dp_rank: int | None, *, even_batches: bool
+) -> Iterator[tuple[list[Any], Rows]]:
+    """The rest of an epoch whose batches are whole global batches, each cut among the ranks, from batch ``start`` on.
+
+    A batch that does not divide is filled with its own first samples.
+
+    Raises:
+        UsageError: a batch, other than the last, leaves a rank without samples while ``even_batches`` is off.
+    """
+    cut = Cut(1, dp_size, even_batches)
+    starved = 0
+    while batches := order.take(start, start + 1):
+        if starved:
+            raise UsageError(
+                f"batch {start - 1} of the batch sampler has {starved} samples for {dp_size} ranks and is not the last",
+                cure="Use even_batches=True, or batches of at least one sample for each rank.",
+            )
+        (batch,) = batches
+        rows = replace(cut.rows(len(batch)), units=1)
+        ranks = range(dp_size) if dp_rank is None else (dp_rank,)
+        mine = [unit for rank in ranks for unit in chunk(list(batch), list(batch), rows, rank)]
+        starved = 0 if min(rows.loaded) else len(batch)
+        if mine:
+            yield mine, rows
+        start += 1
+
+
+def round_rows(sizes: list[int], real: int, dp_size: int) -> Rows:
+    """What a round of whole batches holds.
+
+    Args:
+        sizes: rows of each coordinate's batch; a nominal 1 where that is not known.
+        real: how many of the batches are not repeated.
+        dp_size: number of coordinates; those without a batch get 0 rows.
+    """
+    loaded = tuple(sizes) + (0,) * (dp_size - len(sizes))
+    counted = tuple(size if rank < real else 0 for rank, size in enumerate(loaded))
+    return Rows(counted, loaded, real, whole=True)

@@ -1,0 +1,168 @@
+"""Start a function, not a script, on several processes: from a notebook, or on the CPU to try something out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.errors import LaunchError, UsageError
+from drivetrain.launch import worker
+from drivetrain.launch.environment import LAUNCHER, available_cores
+from drivetrain.launch.failures import STOPPING, explain, failures_of
+from drivetrain.launch.local import agent_surroundings, launch_config
+from drivetrain.launch.plan import LaunchPlan, check_backend, count_devices
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run ``function(*args)`` on several processes of this machine, forked from this one, and wait for them.
+
+    With one process the function runs right here. What it returns is lost, as the processes end with it.
+
+    Args:
+        function: the training function; it creates the ``Accelerator`` itself.
+        args: its positional arguments.
+        num_processes: processes on this machine; ``None`` = one per accelerator, or one.
+        mixed_precision: for an ``Accelerator()`` in the function that names none: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        use_port: port on which the processes meet.
+        master_addr: address of machine 0.
+        node_rank: index of this machine.
+        num_nodes: machines in the job; this function is called on each.
+        rdzv_backend: ``"static"`` or ``"c10d"``.
+        rdzv_endpoint: where machines meet, ``host:port``; empty = ``master_addr:use_port``.
+        rdzv_conf: further settings of the rendezvous, such as ``{"timeout": 60}``.
+        rdzv_id: name of the job.
+        max_restarts: how often all processes are started again after one failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: accepted where torch's agent does; it only prefixes lines that the agent collects.
+
+    Raises:
+        LaunchError: a process failed (its traceback is in the message), or processes cannot be forked from here.
+        BackendError: no installed backend can train over this many processes.
+    """
+    here = count_devices() if num_processes is None else num_processes
+    if here < 1 or num_nodes < 1:
+        raise UsageError(f"num_processes is {here} and num_nodes is {num_nodes}", cure="Both count from 1.")
+    if mixed_precision not in {"no", "bf16", "fp16"}:
+        raise UsageError(f"mixed_precision is {mixed_precision!r}", cure="Write 'no', 'bf16' or 'fp16'.")
+    plan = LaunchPlan(
+        world_size=here * num_nodes,
+        processes_here=here,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+    )
+    further = {"run_id": rdzv_id, "log_line_prefix_template": log_line_prefix_template}
+    setting = {"DRIVETRAIN_MIXED_PRECISION": mixed_precision}
+    if plan.world_size == 1:
+        with agent_surroundings(setting):
+            function(*args)
+        return
+    _fork_workers(function, args, plan, setting, rdzv_configs=dict(rdzv_conf or {}), **further)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run ``function(*args)`` on several CPU processes that talk over gloo, forked from this one, and wait for them.
+
+    For trying out and testing: no accelerator is touched. What the function returns is lost.
+
+    Args:
+        function: any function; inside it ``Accelerator()`` or ``torch.distributed.init_process_group()`` just works.
+        args: its positional arguments.
+        num_processes: how many.
+
+    Raises:
+        LaunchError: a process failed; its rank and traceback are in the message.
+        BackendError: no installed backend can train over this many processes.
+    """
+    if num_processes < 1:
+        raise UsageError(f"num_processes is {num_processes}", cure="Write 1 or more.")
+    plan = LaunchPlan(world_size=num_processes, processes_here=num_processes, monitor_interval=0.02)
+    _fork_workers(function, args, plan, {"DRIVETRAIN_USE_CPU": "true"})
+
+
+def _fork_workers(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    plan: LaunchPlan,
+    setting: dict[str, str],
+    *,
+    rdzv_configs: dict[str, Any] | None = None,
+    **further: Any,
+) -> None:
+    """Fork the processes, wait, and turn the first failure into an error. Leaves nothing in this process."""
+    _refuse_if_started()
+    check_backend(os.environ.get("DRIVETRAIN_DISTRIBUTED_TYPE") or None, plan.world_size)
+    added = {**setting, LAUNCHER: "drivetrain"}
+    if not os.environ.get("OMP_NUM_THREADS"):
+        added["OMP_NUM_THREADS"] = str(max(1, available_cores() // plan.processes_here))
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as logs, agent_surroundings(added):
+        config = launch_config(plan, logs, start_method="fork", **further)
+        config.rdzv_configs.update(rdzv_configs or {})
+        try:
+            elastic_launch(config, _Work(function, tuple(args)))()
+        except ChildFailedError as error:
+            raise LaunchError(explain(failures_of(error, Path(logs)))) from None
+
+
+class _Work:
+    """A function with its arguments; drops what it returns, which might not survive the way between processes."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
+        # The agent names what it starts.
+        self.__name__ = self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+
+    def __call__(self) -> None:
+        for name in STOPPING:  # the fork inherited the agent's own handlers, which are not for workers
+            number = getattr(signal, name)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        try:
+            self.function(*self.args)
+        except Exception as error:  # noqa: BLE001 - recorded for the launching process, which raises it
+            worker.record_failure(type(error), error, error.__traceback__)
+            sys.exit(1)
+
+
+def _refuse_if_started() -> None:
+    """Refuse to fork a process that already holds what a forked one cannot use."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        raise LaunchError(
+            "this process is already part of a distributed job, so that no other can be forked from it",
+            cure="Create the Accelerator inside the function that you launch, and restart the notebook.",
+        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise LaunchError(
+            "CUDA has been used in this process, and a forked process cannot use it again",
+            cure="Move everything that touches a device into the function that you launch, and restart the notebook.",
+        )
