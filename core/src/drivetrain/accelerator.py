@@ -106,7 +106,7 @@ class Accelerator(RunServices):
             cpu=cpu,
             place_on_device=device_placement,
         )
-        set_current_backend(self.backend)
+        set_current_backend(self.backend, self._info.name)
         assembly.name_this_process(self.backend)
         self._closed = False
         self._last_norm: Tensor | None = None

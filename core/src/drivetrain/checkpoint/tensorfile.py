@@ -137,8 +137,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        untyped: Any = safe_open
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = untyped(path, framework="pt")
             self._keys = frozenset(map(str, self._file.keys()))
         except (SafetensorError, OSError) as problem:
             raise CheckpointCorruptError(

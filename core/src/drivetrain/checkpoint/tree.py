@@ -46,7 +46,7 @@ class Encoder:
             return {_KIND: "tensor", "key": self._keep(_storable(value, path), path)}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        if type(value) in (list, tuple, torch.Size):  # A named tuple would come back as a plain one.
             items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
             return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
         return self._rare(value, path)

@@ -103,16 +103,16 @@ def start_backend(
     precision = mixed_precision or config.mixed_precision
     device_type = "cpu" if cpu or config.use_cpu else None
     mesh = config.mesh.sizes()
-    _check(info, place, str(precision), mesh, registry.owner(info.name))
-    backend_type = registry.load_backend(info)
-    section_type = registry.load_section(info)
     scaler, autocast = handlers.of_type(GradScalerKwargs), handlers.of_type(AutocastKwargs)
     policy = policy_for(
-        str(precision),
+        str(getattr(precision, "value", precision)).lower(),
         output=config.output_dtype,
         scaler=scaler.to_dict(),
         autocast_cache=autocast.cache_enabled,
     )
+    _check(info, place, policy.name, mesh, registry.owner(info.name))
+    backend_type = registry.load_backend(info)
+    section_type = registry.load_section(info)
     settings = RunSettings(
         place=place,
         mesh=mesh,

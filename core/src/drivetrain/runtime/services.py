@@ -71,7 +71,7 @@ class RunServices(RunFacts):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Bring each tensor of a tree to the largest size along ``dim`` over data-parallel ranks. Collective."""
-        return nested.pad_across_processes(tensor, dim, pad_index, pad_first, self.backend)
+        return nested.pad_across_processes(tensor, dim, pad_index, pad_first, self.backend, debug=self._debug)
 
     def set_trigger(self) -> None:
         """Raise a flag that every rank sees at the next :meth:`check_trigger`."""

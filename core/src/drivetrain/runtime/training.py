@@ -139,7 +139,7 @@ class Trainer:
         window, records = self.open or (self._manual, self._participants())
         if self.open is None:
             for record in records:
-                record.ready = not record.held
+                record.ready = True
         scale = window.scale(num_items, self._total)
         primary = records[0]
         for record in records:
@@ -147,7 +147,7 @@ class Trainer:
                 primary = record
                 break
         primary.trainable.backward(loss, scale)
-        closes = window.closing if self.open else all(record.ready for record in records)
+        closes = window.closing if self.open else not any(record.held for record in records)
         if closes:
             factor = window.correction(self._total)
             if isinstance(factor, Tensor) or factor != 1.0:
@@ -182,8 +182,8 @@ class Trainer:
         if found != self.steps and not self._manual.counts_items and not self._warned_length:
             self._warned_length = True
             logger.warning(
-                "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, while "
-                "each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
+                "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, "
+                "while each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
                 found,
                 self.steps,
             )

@@ -52,7 +52,7 @@ def read_map_loader(loader: DataLoader[Any]) -> Reading:
     seeded likewise, after a call of its ``set_epoch`` if it has one.
     """
     batch_sampler: Any = loader.batch_sampler
-    if type(batch_sampler) is BatchSampler:
+    if _is_plain(batch_sampler, BatchSampler):
         opener, length = _read_sampler(batch_sampler.sampler)
         sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
     else:
@@ -70,14 +70,22 @@ def _unit_rows(unit: Any) -> int:
     return len(unit) if isinstance(unit, (list, tuple)) else 1
 
 
+def _is_plain(sampler: Any, kind: type) -> bool:
+    """Of this very class, or its twin in torchdata, whose stateful loader brings samplers of its own.
+
+    A subclass may do anything, so it is iterated instead.
+    """
+    own = type(sampler)
+    return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
+
+
 def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
-    kind = type(sampler)
-    if kind is SequentialSampler:
+    if _is_plain(sampler, SequentialSampler):
         source = sampler.data_source
         return lambda _seed, _epoch, _keep: IndexedOrder(range(len(source))), lambda: len(source)
-    if kind is RandomSampler:
+    if _is_plain(sampler, RandomSampler):
         return _random(sampler), lambda: sampler.num_samples
-    if kind is DistributedSampler:
+    if _is_plain(sampler, DistributedSampler):
         return _distributed(sampler)
 
     def length() -> int | None:

@@ -1,0 +1,170 @@
+"""The user's object: what prepare returns, what schedulers do, the explicit step, hooks, numbered checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.errors import BackendBlockedError, EnvironmentVariableError, UsageError
+from drivetrain.testing import spawn
+
+_spec = importlib.util.spec_from_file_location("facade_jobs", Path(__file__).with_name("facade_jobs.py"))
+jobs = importlib.util.module_from_spec(_spec)
+sys.modules["facade_jobs"] = jobs
+_spec.loader.exec_module(jobs)
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+@WORLDS
+def test_prepare_keeps_order_names_and_attributes(world):
+    for found in spawn(jobs.shape_of_prepare, world):
+        names = ["layer.bias", "layer.weight", "scale"]
+        assert found.pop("names") == names
+        assert found.pop("parameters") == ["layer.weight", "layer.bias"]
+        assert found.pop("attribute") == 4
+        assert found.pop("method") == "hidden 4"
+        assert found.pop("loader length") == 2 // world
+        assert found.pop("state") == world
+        assert found.pop("children") == ["layer"]
+        assert all(found.values()), found
+
+
+@WORLDS
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_model_and_optimizer_may_be_prepared_apart(world, order):
+    # Gradient of the mean of ones @ w is 1 for each of three weights: 3 - 3 * 0.5.
+    assert spawn(jobs.optimizer_later, world, order) == [1.5] * world
+
+
+def test_the_scheduler_moves_once_per_step_whatever_the_world():
+    alone = spawn(jobs.scheduler_moves, 1, False, 4)[0]
+    assert alone == [1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert spawn(jobs.scheduler_moves, 2, False, 4) == [alone, alone]
+    assert spawn(jobs.scheduler_moves, 2, True, 4)[0] == [1 / 3, 1 / 5, 1 / 7, 1 / 9]
+
+
+@WORLDS
+def test_a_plateau_is_the_same_plateau_on_every_world(world):
+    # Four flat epochs with patience 1: one reduction after the third, the second not before the fifth.
+    for rate in spawn(jobs.plateau, world, 4):
+        assert rate == pytest.approx(0.01)
+
+
+@WORLDS
+@pytest.mark.parametrize("ragged", [False, True])
+def test_train_step_is_one_big_batch(world, ragged):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, y = jobs.explicit_data(ragged)
+    losses, norms = [], []
+    for step in range(3):
+        loss = F.cross_entropy(model(x[step * 8 : step * 8 + 8]), y[step * 8 : step * 8 + 8])
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for got_losses, got_norms, weights in spawn(jobs.explicit_step, world, ragged):
+        assert got_losses == pytest.approx(losses, abs=1e-6)
+        assert got_norms == pytest.approx(norms, abs=1e-6)
+        torch.testing.assert_close(weights, [p.detach() for p in model.parameters()], atol=1e-6, rtol=1e-5)
+
+
+@WORLDS
+def test_a_trigger_of_one_rank_reaches_all_once(world):
+    assert spawn(jobs.triggers, world) == [[True, False]] * world
+
+
+def test_uneven_inputs_join():
+    results = spawn(jobs.uneven, 2)
+    assert [seen for _, seen in results] == [3, 2]
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.arange(10.0).view(5, 2)
+    for rows in (x[0:2], x[2:4], x[4:5]):
+        # A rank without a batch counts as one with a zero loss: the sum is divided by both ranks.
+        (model(rows).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, _ in results:
+        torch.testing.assert_close(weights, [p.detach() for p in model.parameters()])
+
+
+@WORLDS
+def test_save_hooks_write_beside_and_take_models_out(world, tmp_path):
+    for files, mean, _ in spawn(jobs.hooked_save, world, str(tmp_path / "state")):
+        assert "mine.pt" in files
+        assert "manifest.json" in files
+        assert mean == 1.0
+
+
+@WORLDS
+def test_numbered_checkpoints_go_on_after_a_resume(world, tmp_path):
+    expected = ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_2", "checkpoint_3", "checkpoint_3"]
+    assert spawn(jobs.numbered, world, str(tmp_path)) == [expected] * world
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_arguments_of_one_engine_are_refused_with_the_section_to_write():
+    with pytest.raises(UsageError, match="section `fsdp:`"):
+        Accelerator(fsdp_plugin=object())
+    with pytest.raises(UsageError, match="section `megatron:`"):
+        Accelerator(megatron_lm_plugin=object())
+    with pytest.raises(UsageError, match="section `mesh:`"):
+        Accelerator(parallelism_config=object())
+    with pytest.raises(TypeError, match="gradient_acumulation_steps"):
+        Accelerator(gradient_acumulation_steps=2)
+
+
+def test_contradictions_and_unknown_words_are_refused():
+    accelerator = Accelerator()
+    with pytest.raises(UsageError, match="unknown reduction 'avg'"):
+        accelerator.reduce(torch.ones(1), reduction="avg")
+    with pytest.raises(UsageError, match="was not prepared"):
+        accelerator.accumulate(nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="mixed_precision"):
+        Accelerator(mixed_precision="fp8")
+    with pytest.raises(UsageError, match="at least 1"):
+        Accelerator(gradient_accumulation_steps=0)
+    accelerator.end_training()
+
+
+def test_one_window_is_all_means_or_all_sums():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum(), num_items=1)
+    with accelerator.accumulate(model), pytest.raises(UsageError, match="num_items"):
+        accelerator.backward(model(torch.ones(1, 2)).mean())
+    accelerator.end_training()
+
+
+def test_an_optimizer_without_a_prepared_model_is_refused_at_its_step():
+    accelerator = Accelerator()
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    with pytest.raises(UsageError, match="Prepare its model too"):
+        optimizer.step()
+    accelerator.end_training()
+
+
+def test_a_world_that_was_announced_is_never_ignored(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EnvironmentVariableError):
+        Accelerator()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendBlockedError, match="one process"):
+        Accelerator(distributed_type="single")
+    assert os.environ["WORLD_SIZE"] == "2"
