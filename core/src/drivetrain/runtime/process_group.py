@@ -8,8 +8,11 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.backend import Place, ProcessGroupSettings
 from drivetrain.errors import EnvironmentVariableError
@@ -19,10 +22,15 @@ from drivetrain.errors import EnvironmentVariableError
 DRAIN_SECONDS = 0.1
 
 
-class _Holders:
-    """How many handles keep the group alive that this module formed."""
+class _Formed:
+    """What this process has formed so far."""
 
-    count = 0
+    holders = 0
+    """How many handles keep the present group alive."""
+    generation = 0
+    """How many groups were formed, the same on every rank."""
+    stores: ClassVar[dict[tuple[object, ...], Any]] = {}
+    """Meeting places by address. Kept, since the process that serves one cannot serve a second at the same port."""
 
 
 @dataclass
@@ -42,8 +50,8 @@ class ProcessGroupHandle:
         if not self.counted:
             return
         self.counted = False
-        _Holders.count -= 1
-        if _Holders.count == 0:
+        _Formed.holders -= 1
+        if _Formed.holders == 0:
             _destroy()
 
 
@@ -62,29 +70,42 @@ def ensure_process_group(place: Place, device_type: str, settings: ProcessGroupS
                 f"the launcher announced rank {place.rank} of {place.world_size}",
                 cure="Form the process group after the launcher's variables are set, or let Drivetrain form it.",
             )
-        if _Holders.count:
-            _Holders.count += 1
-        return ProcessGroupHandle(str(dist.get_backend()), counted=_Holders.count > 0)
+        if _Formed.holders:
+            _Formed.holders += 1
+        return ProcessGroupHandle(str(dist.get_backend()), counted=_Formed.holders > 0)
     if place.world_size == 1:
         return ProcessGroupHandle(None)
     chosen = settings.communication_backend or dist.get_default_backend_for_device(device_type)
-    timeout = None if settings.timeout_seconds is None else timedelta(seconds=settings.timeout_seconds)
+    timeout = default_pg_timeout
+    if settings.timeout_seconds is not None:
+        timeout = timedelta(seconds=settings.timeout_seconds)
     dist.init_process_group(
         chosen,
-        init_method=settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD"),
+        store=_meet(place, settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or "env://", timeout),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timeout,
+        timeout=None if settings.timeout_seconds is None else timeout,
     )
-    if _Holders.count == 0:
+    if _Formed.holders == 0:
         atexit.register(_destroy)
-    _Holders.count += 1
+    _Formed.holders += 1
     return ProcessGroupHandle(chosen, counted=True)
+
+
+def _meet(place: Place, init_method: str, timeout: timedelta) -> Any:
+    """A store of its own for each group: a launcher's store outlives a group, and its keys would mislead the next."""
+    address = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), place)
+    store = _Formed.stores.get(address)
+    if store is None:
+        store, _, _ = next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
+        _Formed.stores[address] = store
+    _Formed.generation += 1
+    return dist.PrefixStore(f"drivetrain/{_Formed.generation}", store)  # type: ignore[attr-defined]
 
 
 def _destroy() -> None:
     """Destroy the group and let its threads drain; wrappers that hold it must be gone by now."""
-    _Holders.count = 0
+    _Formed.holders = 0
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
