@@ -98,6 +98,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in globals():  # Asked for by way of drivetrain.utils.
+        return globals()[name]
     if name not in _HOME:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
     value = getattr(import_module(f"drivetrain.{_HOME[name]}"), name)

@@ -1,5 +1,4 @@
 """``PartialState`` again, for scripts that import it from ``accelerate.state``; nothing is defined here."""
 
-from drivetrain import __dir__, __getattr__
+from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)
 
-__all__ = ["__dir__", "__getattr__"]

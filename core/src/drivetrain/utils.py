@@ -3,6 +3,5 @@
 ``from drivetrain.utils import set_seed`` and ``from drivetrain import set_seed`` are the same function.
 """
 
-from drivetrain import __dir__, __getattr__
+from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)
 
-__all__ = ["__dir__", "__getattr__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,9 +204,7 @@ def hooked_save(folder: str) -> tuple[list[str], float, bool]:
 
     accelerator.register_load_state_pre_hook(take)
     accelerator.load_state(folder)
-    import os
-
-    result = sorted(os.listdir(folder)), model.weight.mean().item(), not accelerator.check_trigger()
+    result = sorted(path.name for path in Path(folder).iterdir()), model.weight.mean().item(), not accelerator.check_trigger()
     accelerator.end_training()
     return result
 

@@ -154,7 +154,9 @@ class RunServices(RunFacts):
         """``hook(models, folder)`` before each load; a model that it takes out is not loaded."""
         return self._checkpoints.hook(self._checkpoints.load_hooks, hook)
 
-    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
         """Save the whole run: models, optimizers, schedulers, scaler, data position, RNG, registered objects.
 
         Collective. The folder is complete or absent, whatever happens; it loads under any backend and world size.
@@ -162,22 +164,32 @@ class RunServices(RunFacts):
         Args:
             output_dir: the folder; not needed with ``automatic_checkpoint_naming``.
             safe_serialization: must stay ``True``: nothing in a checkpoint is a pickle.
+            save_model_func_kwargs: none has a meaning here; any raises.
 
         Returns:
             The checkpoint's folder.
         """
         if not safe_serialization:
             raise UsageError("a checkpoint holds no pickles", cure="Leave safe_serialization at True.")
+        _refuse("save_state", save_model_func_kwargs)
         path = self._checkpoints.save(output_dir)
         self._tell("checkpoint_saved", path=path)
         return str(path)
 
-    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> str:
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> str:
         """Take up a saved run after ``prepare``; loaders continue where they were. Collective.
 
         Args:
             input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
-            strict: raise when names or shapes of the model and the checkpoint differ.
+            load_kwargs: none has a meaning here; any raises, as any ``load_model_func_kwargs``.
+            strict: raise when names of the model and the checkpoint differ.
 
         Returns:
             The folder that was loaded.
@@ -185,6 +197,7 @@ class RunServices(RunFacts):
         Raises:
             CheckpointError: not found, damaged, or not of this model.
         """
+        _refuse("load_state", {**(load_kwargs or {}), **load_model_func_kwargs})
         path, _ = self._checkpoints.load(input_dir, strict=strict)
         self._tell("checkpoint_loaded", path=path)
         return str(path)
@@ -255,3 +268,12 @@ class RunServices(RunFacts):
 
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)
+
+
+def _refuse(call: str, given: dict[str, Any]) -> None:
+    """Arguments that Accelerate hands to the save or load function of one engine."""
+    if given:
+        raise UsageError(
+            f"{call} does not know {', '.join(sorted(given))}: every backend writes and reads one format",
+            cure="Leave it out.",
+        )

@@ -1,0 +1,97 @@
+"""``drivetrain backends``: every backend that is installed, whose it is, what it can do, ready or why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from drivetrain.installed import BackendReport
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+@click.option("-v", "--verbose", is_flag=True, help="With all capabilities, and the traceback of what is broken.")
+def backends(as_json: bool, verbose: bool) -> None:
+    """List the backends: whose they are, what they can do, ready or why not and the cure."""
+    from drivetrain.registry import get_registry
+
+    reports = get_registry().reports()
+    if as_json:
+        click.echo(json.dumps([to_dict(report) for report in reports], indent=2))
+    elif sys.stdout.isatty():
+        _table(reports, verbose=verbose)
+    else:
+        click.echo("\n".join(plain(report, verbose=verbose) for report in reports))
+
+
+def to_dict(report: BackendReport) -> dict[str, Any]:
+    """Return a report as JSON knows it: sets become sorted lists."""
+    fields = dataclasses.asdict(report)
+    if report.capabilities is not None:
+        fields["capabilities"] = {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in dataclasses.asdict(report.capabilities).items()
+        }
+    return fields
+
+
+def plain(report: BackendReport, *, verbose: bool) -> str:
+    """Return a report as a few lines of text."""
+    owner = f"{report.distribution} {report.version}".strip()
+    lines = [f"{report.name}  {state(report)}  [{owner}]  {report.summary}".rstrip()]
+    lines += [f"    {remark}" for remark in remarks(report)]
+    lines += [f"    can: {', '.join(abilities(report, verbose=verbose))}"] if report.capabilities else []
+    lines += [f"    {line}" for line in report.traceback.rstrip().splitlines()] if verbose else []
+    return "\n".join(lines)
+
+
+def state(report: BackendReport) -> str:
+    """Return one word for the table."""
+    if report.ready:
+        return "ready"
+    return "broken" if report.capabilities is None else "blocked"
+
+
+def remarks(report: BackendReport) -> list[str]:
+    """Return why a backend is not ready and what to do, or what its probe remarks."""
+    return [text for text in (report.why, report.cure) if text]
+
+
+def abilities(report: BackendReport, *, verbose: bool) -> list[str]:
+    """Return what a backend declares: its flags that are set, then its sets."""
+    assert report.capabilities is not None
+    values = dataclasses.asdict(report.capabilities)
+    words = [name for name, value in values.items() if value is True]
+    sets = {name: value for name, value in values.items() if isinstance(value, frozenset) and value}
+    if not verbose:
+        sets = {name: sets[name] for name in ("precisions", "mesh_axes") if name in sets}
+    words += [f"{name}: {'/'.join(sorted(value))}" for name, value in sets.items()]
+    if verbose:
+        words += [f"not {name}" for name, value in values.items() if value is False]
+        words += [f"contract {report.api}", *(f"alias {alias}" for alias in report.aliases)]
+    return words
+
+
+def _table(reports: list[BackendReport], *, verbose: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "state", "distribution", "what it is and can do", title="Backends", title_justify="left")
+    colours = {"ready": "green", "blocked": "yellow", "broken": "red"}
+    for report in reports:
+        what = Text(report.summary)
+        for remark in remarks(report):
+            what.append(f"\n{remark}", style=colours[state(report)])
+        if report.capabilities is not None:
+            what.append("\n" + ", ".join(abilities(report, verbose=verbose)), style="dim")
+        if verbose and report.traceback:
+            what.append("\n" + report.traceback.rstrip(), style="dim")
+        owner = f"{report.distribution} {report.version}".strip()
+        table.add_row(report.name, Text(state(report), style=colours[state(report)]), owner, what)
+    Console().print(table)

@@ -1,0 +1,88 @@
+"""``drivetrain env``: what a bug report needs to say. This one may import torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+import click
+
+SHOWN_VARIABLES = (
+    "DRIVETRAIN_",
+    "TORCH",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "CUDA_VISIBLE",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+)
+"""Beginnings of environment variables that change what happens."""
+
+PACKAGES = ("numpy", "pluggy", "pydantic", "safetensors", "click", "rich")
+
+
+@click.command()
+def env() -> None:
+    """Print versions, devices and plugins for a bug report."""
+    for key, value in facts():
+        click.echo(f"- {key}: {value}")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yield what is worth knowing about this machine and environment, one line each."""
+    import torch
+
+    from drivetrain.backend import CONTRACT
+    from drivetrain.installed import core_version
+    from drivetrain.launch.environment import available_cores
+    from drivetrain.registry import get_registry
+
+    yield "drivetrain", f"{core_version()}, backend contract {CONTRACT}"
+    yield "python", f"{platform.python_version()} at {sys.executable}"
+    yield "platform", f"{platform.platform()}, {available_cores()} cores"
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    yield "communication backends", ", ".join(_communication_backends()) or "none"
+    yield "accelerators", ", ".join(_accelerators()) or "none"
+    yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    registry = get_registry()
+    for plugin in registry.plugins():
+        what = plugin.broken or ", ".join(f"{hook.removeprefix('drivetrain_')}" for hook in plugin.hooks)
+        yield f"plugin {plugin.name}", f"{plugin.distribution} {plugin.version}: {what}"
+    for report in registry.reports():
+        yield f"backend {report.name}", "ready" if report.ready else f"not ready: {report.why}"
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(SHOWN_VARIABLES):
+            yield name, value
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _communication_backends() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    module = torch.get_device_module(kind)
+    names = getattr(module, "get_device_name", lambda index: f"{kind} {index}")
+    return [f"{kind.type}:{index} {names(index)}" for index in range(torch.accelerator.device_count())]

@@ -1,0 +1,103 @@
+"""``drivetrain``: the group of all subcommands. It answers ``--help`` without importing any of them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+
+import click
+
+from drivetrain.errors import DrivetrainError
+from drivetrain.suggest import did_you_mean, sentences
+
+COMMANDS = {
+    "backends": (
+        "drivetrain.cli.backends:backends",
+        "List the backends: whose they are, what they can do, ready or not.",
+    ),
+    "config": ("drivetrain.cli.config:config", "Write a configuration file, or show where each value comes from."),
+    "env": ("drivetrain.cli.env:env", "Print versions, devices and plugins for a bug report."),
+    "launch": ("drivetrain.cli.launch:launch", "Run a script on every process of this machine."),
+    "test": ("drivetrain.cli.test:test", "Run a short distributed job and check its numbers."),
+}
+"""The core's subcommands: where each is, and its line in the help."""
+
+
+class Commands(click.Group):
+    """A group that knows its subcommands by name and imports one when it is needed; plugins may add more."""
+
+    _asked = False
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self._ask_plugins()
+        return sorted({*COMMANDS, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            command: click.Command = getattr(import_module(module), attribute)
+            return command
+        self._ask_plugins()
+        return self.commands.get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            known = self.list_commands(ctx)
+            guess = did_you_mean(name, known) or f"There are: {', '.join(known)}."
+            ctx.fail(sentences(f"There is no subcommand {name!r}.", guess))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            line = COMMANDS[name][1] if name in COMMANDS else self.commands[name].get_short_help_str(limit=100)
+            rows.append((name, line))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _ask_plugins(self) -> None:
+        """Let plugins add their subcommands, once; what goes wrong is said and harms nobody else."""
+        if self._asked:
+            return
+        self._asked = True
+        from drivetrain.registry import get_registry
+
+        scratch = click.Group("drivetrain", commands=dict.fromkeys(COMMANDS, click.Command("taken")))
+        for complaint in get_registry().add_commands(scratch):
+            click.echo(f"warning: {complaint}", err=True)
+        self.commands.update({name: command for name, command in scratch.commands.items() if name not in COMMANDS})
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from drivetrain.installed import core_version
+
+        click.echo(f"drivetrain {core_version()}")
+        ctx.exit()
+
+
+@click.group(
+    cls=Commands, name="drivetrain", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show it.")
+def drivetrain() -> None:
+    """One PyTorch training loop, any distributed backend."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Ends the process: 0, 2 for a mistake of the user's, else the failure's own code."""
+    warnings.formatwarning = _plain_warning
+    try:
+        drivetrain.main(args=arguments, prog_name="drivetrain")
+    except DrivetrainError as error:
+        click.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), err=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+def _plain_warning(message: Warning | str, *_: object, **__: object) -> str:
+    """A user of the command line wrote none of our lines; the sentence is enough."""
+    return f"warning: {message}\n"

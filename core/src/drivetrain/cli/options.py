@@ -1,0 +1,70 @@
+"""Options that several subcommands share, and how flags become configuration keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from drivetrain.config import ResolvedConfig
+
+FLAGS = {
+    "distributed_type": "The backend that trains, by name or alias.",
+    "num_processes": "Processes over all machines.",
+    "num_machines": "Machines in the job.",
+    "machine_rank": "Index of this machine, from 0.",
+    "main_process_ip": "Address of machine 0.",
+    "main_process_port": "Port on machine 0.",
+    "rdzv_backend": "How machines meet: c10d or static.",
+    "max_restarts": "How often failed workers are started again.",
+    "mixed_precision": "no, bf16 or fp16.",
+    "gradient_accumulation_steps": "Micro-batches between two optimizer steps.",
+}
+"""Flags with a value, each named as the configuration key that it sets."""
+
+SWITCHES = {
+    "cpu": ("use_cpu", "Stay on the CPU."),
+    "debug": ("debug", "Compare shapes over the ranks before each collective, and show the launcher's own log."),
+}
+"""Flags without a value: the key that each sets to true."""
+
+
+def normalise(name: str) -> str:
+    """``--num-processes`` is ``--num_processes``."""
+    return name.replace("-", "_")
+
+
+def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--config``, every flag above, and ``--set``."""
+    command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any key: --set mesh.tp=2")(
+        command
+    )
+    for name, (_, text) in reversed(SWITCHES.items()):
+        command = click.option(f"--{name}", is_flag=True, default=None, help=text)(command)
+    for name, text in reversed(FLAGS.items()):
+        command = click.option(f"--{name}", metavar="VALUE", help=text)(command)
+    return click.option(
+        "--config", "--config_file", "config_file", metavar="FILE", help="A YAML file; `drivetrain config` writes one."
+    )(command)
+
+
+def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, Any]) -> ResolvedConfig:
+    """Load the configuration that file, environment and these flags amount to.
+
+    Raises:
+        ConfigError, BackendError: see :func:`drivetrain.config.load_config`.
+        click.UsageError: a ``--set`` without ``=``.
+    """
+    from drivetrain.config import load_config
+
+    overrides: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--set takes KEY=VALUE, not {setting!r}")
+        overrides[key.strip()] = value
+    overrides |= {name: flags[name] for name in FLAGS if flags.get(name) is not None}
+    overrides |= {key: True for name, (key, _) in SWITCHES.items() if flags.get(name)}
+    return load_config(config_file, overrides=overrides)

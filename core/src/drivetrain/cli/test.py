@@ -1,0 +1,37 @@
+"""``drivetrain test``: a real, short distributed run that checks its own numbers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from drivetrain.cli.options import configuration_options, normalise, resolve
+
+SELF_TEST = "drivetrain.testing.self_test"
+
+
+@click.command(context_settings={"token_normalize_func": normalise})
+@configuration_options
+def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> None:
+    """Run a short distributed job and check gather, gradients, saving and loading against one plain process.
+
+    Without a number of processes it takes one per accelerator, or two on the CPU.
+    """
+    resolved = resolve(config_file, settings, flags)
+    from drivetrain.launch import local
+    from drivetrain.launch.plan import count_devices, describe, has_accelerator, make_plan, trains_over
+
+    if resolved.config.num_processes is None:
+        here = count_devices() if has_accelerator() and not resolved.config.use_cpu else 2
+        world = here * resolved.config.num_machines
+        if not trains_over(resolved.config.distributed_type, world):
+            click.echo(f"no backend that may be taken trains over {world} processes; testing one", err=True)
+            world = 1
+        resolved = resolve(config_file, settings, {**flags, "num_processes": str(world)})
+    click.echo(describe(make_plan(resolved), resolved), err=True)
+    code = local.launch(resolved, [SELF_TEST], module=True)
+    if code == 0:
+        click.echo("Everything works.")
+    sys.exit(code)

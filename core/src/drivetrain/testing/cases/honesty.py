@@ -1,0 +1,209 @@
+"""Capability flags are true: what is declared works, what is not declared is refused at the call, in words."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from drivetrain.errors import BackendBlockedError, DrivetrainError, UnsupportedError
+from drivetrain.testing import models
+from drivetrain.testing.kit import Kit, case
+from drivetrain.testing.scenario import assert_same_state, full_state
+from drivetrain.topology import AXES
+
+REFUSED = (UnsupportedError, BackendBlockedError, ValueError)
+"""What a refusal may be; each tells what to write instead."""
+
+
+def _refuses(call: Any) -> None:
+    with pytest.raises(REFUSED) as caught:
+        call()
+    assert isinstance(caught.value, DrivetrainError), f"not one of our errors: {caught.value!r}"
+    assert caught.value.cure, f"the error names no cure: {caught.value}"
+
+
+def _ready(kit: Kit, **kwargs: Any) -> tuple[Any, Any, Any]:
+    accelerator = kit.accelerator(**kwargs)
+    model: Any = models.build("dense")
+    optimizer: Any = SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def _backward(accelerator: Any, model: Any, seed: int = 2) -> None:
+    x, y = models.dense_data(6, seed=seed)
+    accelerator.backward(F.cross_entropy(model(x.to(accelerator.device)), y.to(accelerator.device)))
+
+
+@case(applies=lambda capabilities: not capabilities.multi_process, world_sizes=(2,))
+def one_process_only(kit: Kit) -> None:
+    """Not ``multi_process``: a world of 2 is refused, not trained twice."""
+    _refuses(kit.accelerator)
+
+
+@case()
+def unlisted_mesh_axes(kit: Kit) -> None:
+    """An axis that is not in ``mesh_axes`` cannot be larger than 1."""
+    for axis in AXES:
+        if axis not in kit.capabilities.mesh_axes:
+            _refuses(kit.with_config(mesh={axis: 2}).accelerator)
+
+
+@case()
+def unlisted_precisions(kit: Kit) -> None:
+    """A precision that is not in ``precisions``, and one that does not exist, are refused."""
+    for name in {"no", "bf16", "fp16"} - kit.capabilities.precisions:
+        _refuses(lambda name=name: kit.accelerator(mixed_precision=name))
+    with pytest.raises(ValueError, match="fp7"):
+        kit.accelerator(mixed_precision="fp7")
+
+
+@case(applies=lambda capabilities: not capabilities.clip_by_value)
+def no_clip_by_value(kit: Kit) -> None:
+    """``clip_grad_value_`` is refused."""
+    accelerator, model, _ = _ready(kit)
+    _backward(accelerator, model)
+    _refuses(lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
+
+
+@case(applies=lambda capabilities: not capabilities.other_norms)
+def no_other_norms(kit: Kit) -> None:
+    """A norm other than 2 is refused."""
+    accelerator, model, _ = _ready(kit)
+    _backward(accelerator, model)
+    _refuses(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=1))
+
+
+@case(applies=lambda capabilities: not capabilities.multiple_models)
+def one_model_only(kit: Kit) -> None:
+    """A second model is refused."""
+    accelerator, _, _ = _ready(kit)
+    second = models.build("normed")
+    _refuses(lambda: accelerator.prepare(second, SGD(second.parameters(), lr=0.1)))
+
+
+@case(applies=lambda capabilities: capabilities.multiple_models and not capabilities.optimizer_spans_models)
+def one_optimizer_per_model(kit: Kit) -> None:
+    """An optimizer that holds parameters of two models is refused."""
+    accelerator = kit.accelerator()
+    pair = [nn.Linear(models.FEATURES, 8), nn.Linear(8, models.CLASSES)]
+    optimizer = SGD([parameter for model in pair for parameter in model.parameters()], lr=0.1)
+    _refuses(lambda: accelerator.prepare(*pair, optimizer))
+
+
+@case(applies=lambda capabilities: capabilities.join_uneven_inputs)
+def joins_uneven_inputs(kit: Kit) -> None:
+    """Ranks with different numbers of batches train to their own ends without a hang, and agree on the result."""
+    accelerator, model, optimizer = _ready(kit)
+    before = full_state(accelerator, model)
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(1 + accelerator.process_index):
+            _backward(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+    after = full_state(accelerator, model)
+    assert any(not torch.equal(after[name], before[name]) for name in after), "nothing was trained"
+    everywhere = accelerator.gather(torch.cat([tensor.flatten() for tensor in after.values()]).unsqueeze(0))
+    torch.testing.assert_close(everywhere, everywhere[:1].expand_as(everywhere), rtol=0, atol=kit.atol)
+
+
+@case(applies=lambda capabilities: not capabilities.join_uneven_inputs)
+def no_uneven_inputs(kit: Kit) -> None:
+    """``join_uneven_inputs`` is refused."""
+    accelerator, model, _ = _ready(kit)
+
+    def join() -> None:
+        with accelerator.join_uneven_inputs([model]):
+            pass
+
+    _refuses(join)
+
+
+@case(applies=lambda capabilities: capabilities.accumulates_without_sync and capabilities.replicated)
+def no_sync_keeps_gradients_local(kit: Kit) -> None:
+    """Inside ``no_sync`` gradients are this rank's own; the backward after it reduces them all."""
+    accelerator, model, optimizer = _ready(kit)
+    rank, size = accelerator.backend.topology.dp_rank, accelerator.backend.topology.dp_size
+    with accelerator.no_sync(model):
+        _backward(accelerator, model, seed=60 + rank)
+    mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    everyones = accelerator.gather(mine.unsqueeze(0))
+    if size > 1:
+        assert not torch.allclose(everyones[0], everyones[1]), "gradients were reduced inside of no_sync"
+    _backward(accelerator, model, seed=70 + rank)
+    mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    everyones = accelerator.gather(mine.unsqueeze(0))
+    torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=kit.atol)
+    optimizer.step()
+
+
+@case(applies=lambda capabilities: capabilities.replicated)
+def replicas_are_whole_and_equal(kit: Kit) -> None:
+    """``replicated``: every rank holds all parameters, in full shape, equal after training."""
+    accelerator, model, optimizer = _ready(kit)
+    for step in range(2):
+        _backward(accelerator, model, seed=80 + accelerator.backend.topology.dp_rank + 10 * step)
+        optimizer.step()
+        optimizer.zero_grad()
+    shapes = {name: tuple(parameter.shape) for name, parameter in accelerator.unwrap_model(model).named_parameters()}
+    assert shapes == {name: tuple(parameter.shape) for name, parameter in models.build("dense").named_parameters()}
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyones = accelerator.gather(mine.unsqueeze(0))
+    torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=0)
+
+
+@case()
+def pipelined_means_deferred(kit: Kit) -> None:
+    """``pipelined`` and only that makes the output of a training forward something else than a tensor with a value."""
+    accelerator, model, _ = _ready(kit)
+    x, _ = models.dense_data(6)
+    output = model(x.to(accelerator.device))
+    deferred = type(output) is not torch.Tensor
+    assert deferred is kit.capabilities.pipelined, f"the output is a {type(output).__name__}"
+
+
+@case()
+def unlisted_handlers(kit: Kit) -> None:
+    """A keyword handler that nobody reads is refused or warned about, never dropped without a word."""
+    from drivetrain import DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=5)
+    if type(handler).__name__ in kit.capabilities.handlers:
+        kit.accelerator(kwargs_handlers=[handler])
+        return
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(listener)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            kit.accelerator(kwargs_handlers=[handler])
+        except REFUSED as error:
+            told.append(str(error))
+        finally:
+            logging.getLogger("drivetrain").removeHandler(listener)
+    told += [str(warning.message) for warning in caught]
+    assert any("DistributedDataParallelKwargs" in sentence for sentence in told), f"dropped without a word: {told}"
+
+
+@case()
+def parameter_names_are_the_users(kit: Kit) -> None:
+    """No ``module.`` prefix in a state dict, whatever wraps the model; ``load_state_dict`` takes it back."""
+    accelerator, model, _ = _ready(kit)
+    names = list(models.build("dense").state_dict())
+    assert list(full_state(accelerator, model)) == names
+    other = models.build("dense", seed=9)
+    plain = accelerator.unwrap_model(model)
+    assert type(plain).__name__ == type(other).__name__
+    if kit.capabilities.replicated:
+        assert list(model.state_dict()) == names
+        model.load_state_dict(other.state_dict())
+        assert_same_state(full_state(accelerator, model), dict(other.state_dict()), 0.0)

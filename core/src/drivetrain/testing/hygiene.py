@@ -1,0 +1,125 @@
+"""What a test or a case must leave as it found it: environment, process group, torch's global settings, threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Written by pytest and by torch's own first use of an engine, never by us; the value says who.
+FOREIGN_VARIABLES = {
+    "PYTEST_CURRENT_TEST": "pytest",
+    "PYTEST_VERSION": "pytest",
+    "KMP_INIT_AT_FORK": "torch, on importing its compiler",
+    "KMP_DUPLICATE_LIB_OK": "torch, on importing its compiler",
+    "TORCHINDUCTOR_CACHE_DIR": "torch, on using its compiler",
+}
+
+# Before torch.distributed is imported nobody can have formed a group.
+_NO_GROUP = {"default process group": False}
+
+
+class Snapshot:
+    """The state of this process's globals; compares itself with the state at a later time and can bring it back.
+
+    Torch's settings are looked at only when torch is imported already: looking must not import it.
+    """
+
+    def __init__(self) -> None:
+        self.environment = _environment()
+        self.folder = Path.cwd()
+        self.threads = {thread.ident for thread in threading.enumerate()}
+        self.settings = {name: read() for name, (read, _) in _settings().items()}
+
+    def differences(self) -> list[str]:
+        """One sentence for each thing that is no longer as it was."""
+        found = [
+            f"environment variable {name}: {before!r} became {after!r}"
+            for name, before, after in _changes(self.environment, _environment())
+        ]
+        if Path.cwd() != self.folder:
+            found.append(f"current folder: {self.folder} became {Path.cwd()}")
+        now = {name: read() for name, (read, _) in _settings().items()}
+        # A setting that appears is that of a module imported in the meantime; its default is no leak, save a group.
+        found += [
+            f"{name}: {before!r} became {after!r}"
+            for name, before, after in _changes(_NO_GROUP | self.settings, _NO_GROUP | now)
+            if name in self.settings or name == "default process group"
+        ]
+        found += [
+            f"thread left behind: {thread.name}"
+            for thread in threading.enumerate()
+            if thread.ident not in self.threads and thread.is_alive() and not thread.daemon
+        ]
+        return found
+
+    def restore(self) -> None:
+        """Bring back what can be brought back, so that one leak is not told of every later test."""
+        for name in set(_environment()) - set(self.environment):
+            del os.environ[name]
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        for name, (read, write) in _settings().items():
+            if name in self.settings and read() != self.settings[name]:
+                write(self.settings[name])
+        if "torch.distributed" in sys.modules and not self.settings.get("default process group"):
+            _destroy_process_group()
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Raise :class:`AssertionError`, naming each leak, when the block does not leave the process as it found it."""
+    before = Snapshot()
+    yield
+    leaks = before.differences()
+    before.restore()
+    assert not leaks, "left behind: " + "; ".join(leaks)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, before.get(name), after.get(name))
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Name, reader and writer of each of torch's global settings that we watch."""
+    if "torch" not in sys.modules:
+        return {}
+    import torch
+
+    settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "number of threads": (torch.get_num_threads, torch.set_num_threads),
+        "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "deterministic algorithms": (
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+        ),
+        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    }
+    if "torch.distributed" in sys.modules and torch.distributed.is_available():
+        settings["default process group"] = (torch.distributed.is_initialized, _ignore)
+    return settings
+
+
+def _ignore(_: Any) -> None:
+    """A process group cannot be brought back by assignment; :meth:`Snapshot.restore` destroys a leaked one."""
+
+
+def _destroy_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""What ``drivetrain test`` runs on every process: a few steps of training, compared with plain torch on one process.
+
+Each check prints one line on the main process. A number that is wrong raises, which ends the whole run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, DataLoaderConfiguration
+from drivetrain.utils import broadcast_object_list, gather_object, set_seed
+
+SAMPLES_PER_PROCESS = 8
+BATCH = 4
+STEPS = 2
+
+# One float32 step apart in the order of a sum over ranks. Half precision rounds the products themselves: 8 bits of
+# mantissa over two steps of size 0.1 leave about 1e-2.
+TOLERANCE = {"no": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
+
+
+class SelfTestError(AssertionError):
+    """A number is not what one plain process computes."""
+
+
+def main() -> None:
+    """Run all checks. Collective over all ranks."""
+    # Backend, precision and mesh are the configuration's; windows and shares are those of the reference below.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
+    accelerator.gradient_accumulation_steps = 1
+    accelerator.print(
+        f"{accelerator.num_processes} process(es), backend {accelerator.distributed_type}, device {accelerator.device}"
+    )
+    check_gather(accelerator)
+    trained = check_gradients(accelerator)
+    with shared_folder(accelerator) as folder:
+        check_checkpoint(accelerator, *trained, folder)
+    accelerator.end_training()
+
+
+def check_gather(accelerator: Accelerator) -> None:
+    """Tensors and objects of all ranks arrive everywhere, in the order of ranks; sums add up. Collective."""
+    mine = torch.tensor([accelerator.process_index], device=accelerator.device)
+    ranks = list(range(accelerator.num_processes))
+    gathered = accelerator.gather(mine).tolist()
+    expect(gathered == ranks, f"gather returned {gathered}, not {ranks}")
+    total = accelerator.reduce(mine, reduction="sum").item()
+    expect(total == sum(ranks), f"reduce returned {total}, not {sum(ranks)}")
+    objects = gather_object([f"rank {accelerator.process_index}"])
+    expect(objects == [f"rank {rank}" for rank in ranks], f"gather_object returned {objects}")
+    accelerator.print("gather, reduce, gather_object: every rank has every rank's part")
+
+
+def check_gradients(
+    accelerator: Accelerator,
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[Tensor, ...]]]:
+    """A few steps on shares of a batch give the parameters of the same steps on whole batches. Collective.
+
+    Returns:
+        The prepared model, optimizer and loader.
+    """
+    data = make_data(accelerator.num_processes)
+    plain, plain_optimizer = make_model()
+    for x, y in DataLoader(data, batch_size=BATCH * accelerator.num_processes):
+        mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+
+    model, optimizer = make_model()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
+    train_epoch(accelerator, model, optimizer, loader)
+    largest = difference(parameters_of(accelerator, model), plain.state_dict())
+    limit = TOLERANCE[accelerator.mixed_precision]
+    expect(largest <= limit, f"parameters differ from one plain process by {largest:.2e}, more than {limit:.0e}")
+    accelerator.print(f"gradients: parameters equal those of one plain process to {largest:.1e} (limit {limit:.0e})")
+    return model, optimizer, loader
+
+
+def check_checkpoint(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[tuple[Tensor, ...]],
+    folder: Path,
+) -> None:
+    """Steps after loading a checkpoint repeat the steps that were taken after saving it. Collective."""
+    accelerator.save_state(str(folder))
+    saved = parameters_of(accelerator, model)
+    train_epoch(accelerator, model, optimizer, loader)
+    first = parameters_of(accelerator, model)
+    expect(difference(first, saved) > 0, "training after the save changed nothing")
+    accelerator.load_state(str(folder))
+    expect(difference(parameters_of(accelerator, model), saved) == 0, "load_state did not bring the parameters back")
+    train_epoch(accelerator, model, optimizer, loader)
+    again = difference(parameters_of(accelerator, model), first)
+    # The momentum is part of the state: without it the second pass goes another way by about 1e-2.
+    expect(again <= 1e-6, f"training after load_state differs by {again:.2e} from training after save_state")
+    accelerator.print("save_state, load_state: parameters and optimizer come back, training repeats itself")
+
+
+def train_epoch(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[tuple[Tensor, ...]],
+) -> None:
+    """Take one step a batch. Collective."""
+    for x, y in loader:
+        accelerator.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_data(num_processes: int) -> TensorDataset:
+    """Return the same samples on every rank; as many as make :data:`STEPS` steps on each."""
+    assert SAMPLES_PER_PROCESS == STEPS * BATCH
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES_PER_PROCESS * num_processes, 3, generator=generator)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the same small model on every rank, with an optimizer that has state."""
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def parameters_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the whole parameters. Collective where they are sharded."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
+    """Return the largest difference between two sets of parameters of the same names."""
+    expect(set(these) == set(those), f"parameters {sorted(these)} are not {sorted(those)}")
+    return max(float((these[name].float() - those[name].float()).abs().max()) for name in those)
+
+
+@contextmanager
+def shared_folder(accelerator: Accelerator) -> Iterator[Path]:
+    """Lend a folder that the main process makes and removes. Collective."""
+    [name] = broadcast_object_list([tempfile.mkdtemp(prefix="drivetrain-test-") if accelerator.is_main_process else ""])
+    try:
+        yield Path(name) / "checkpoint"
+        accelerator.wait_for_everyone()
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(name)
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Raise :class:`SelfTestError` unless the condition holds."""
+    if not condition:
+        raise SelfTestError(otherwise)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``launch`` and ``test`` from the command line down to real workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+from drivetrain.config import worker_config
+from drivetrain.launch.environment import read_place
+config = worker_config().config
+place = read_place()
+line = [place.rank, place.world_size, sys.argv[1:]]
+line += [config.mixed_precision, config.gradient_accumulation_steps, config.debug]
+open(f"seen{place.rank}", "w").write(repr(line))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def test_flags_before_the_script_are_ours_and_after_it_the_scripts(drivetrain, script, tmp_path):
+    (tmp_path / "c.yaml").write_text("mixed_precision: fp16\ngradient_accumulation_steps: 8\n")
+    done = drivetrain(
+        "launch", "--config", "c.yaml", "--num-processes", "2", "--cpu", "--mixed_precision", "no", "--debug", script,
+        "--mixed_precision", "bf16", "--help", "x",
+        DRIVETRAIN_MIXED_PRECISION="bf16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    arguments = ["--mixed_precision", "bf16", "--help", "x"]
+    for rank in (0, 1):
+        assert (tmp_path / f"seen{rank}").read_text() == repr([rank, 2, arguments, "no", 8, True])
+    assert done.stderr.startswith("drivetrain ")
+    assert " on 2 processes\n" in done.stderr
+
+
+def test_quiet_drops_the_header_and_a_module_runs(drivetrain, script, tmp_path):
+    done = drivetrain("launch", "-q", "--num_processes", "1", "-m", "train", "-m")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "seen0").read_text().startswith("[0, 1, ['-m']")
+
+
+def test_a_failing_script_gives_its_code_and_one_traceback(drivetrain, tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('bang')")
+    done = drivetrain("launch", "--num_processes", "2", "train.py")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_what_cannot_be_launched_is_an_error_without_a_traceback(drivetrain, script):
+    done = drivetrain("launch", "--distributed_type", "single", "--num_processes", "2", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: backend 'single' trains in one process, but 2 were asked for")
+    done = drivetrain("launch", "--distributed_type", "fdsp", script)
+    assert "no installed backend is called 'fdsp'" in done.stderr
+    assert 'pip install "drivetrain[fsdp]"' in done.stderr
+    done = drivetrain("launch", "--num_proceses", "2", script)
+    assert done.returncode == 2
+    assert "--num_processes" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--cpu",), ("--num_processes", "1", "--mixed_precision", "bf16")])
+def test_the_self_test_checks_gather_gradients_and_checkpoints(drivetrain, arguments):
+    done = drivetrain("test", *arguments)
+    assert done.returncode == 0, done.stderr
+    for word in ("gather", "gradients: parameters equal", "save_state, load_state", "Everything works."):
+        assert word in done.stdout
+    assert done.stdout.startswith("2 process(es)" if arguments == ("--cpu",) else "1 process(es)")
+
+
+def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):
+    code = """if True:
+        from drivetrain import Accelerator
+        from drivetrain.testing import self_test
+        Accelerator.backward = lambda self, loss, **_: (2 * loss).backward()
+        self_test.main()
+    """
+    words = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    ).stderr
+    assert "SelfTestError: parameters differ from one plain process by" in words

@@ -1,0 +1,101 @@
+"""The group itself: light, and clear about what it does not know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "numpy", "pydantic_core", "rich", "questionary"}
+
+
+def imported(arguments: list[str]) -> tuple[set[str], str]:
+    """Run the command line with an import log; return top-level modules and what was written."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from drivetrain.cli.main import main; main()", *arguments],
+        env={name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}, done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"], ["backends"], ["backends", "--json"]])
+def test_what_needs_neither_torch_nor_a_schema_imports_neither(arguments):
+    seen, _ = imported(arguments)
+    assert "click" in seen
+    assert not seen & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments", [["config", "show"], ["launch", "--help"], ["test", "--help"], ["config", "--help"]]
+)
+def test_no_torch_before_something_is_launched(arguments):
+    seen, words = imported(arguments)
+    assert "torch" not in seen
+    assert words
+
+
+def test_help_names_every_subcommand(drivetrain):
+    words = drivetrain("--help").stdout
+    for name in ("backends", "config", "env", "launch", "test"):
+        assert f"\n  {name} " in words
+
+
+def test_the_version(drivetrain):
+    from importlib.metadata import version
+
+    assert drivetrain("--version").stdout == f"drivetrain {version('drivetrain')}\n"
+
+
+def test_an_unknown_subcommand_is_guessed_or_the_list_is_given(drivetrain):
+    done = drivetrain("lanch")
+    assert done.returncode == 2
+    assert "There is no subcommand 'lanch'. Did you mean 'launch'?" in done.stderr
+    assert "There are: backends, config, env, launch, test." in drivetrain("xyzzy").stderr
+
+
+def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
+    (tmp_path / "toy_cli.py").write_text(
+        "import click\nfrom drivetrain.hookspecs import hookimpl\n"
+        "@hookimpl\ndef drivetrain_commands(group):\n"
+        "    @group.command()\n    def greet():\n        '''Say hello.'''\n        click.echo('hello')\n"
+        "    @group.command()\n    def launch():\n        click.echo('taken over')\n"
+    )
+    info = tmp_path / "toy_cli-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-cli\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drivetrain]\ntoy = toy_cli\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert drivetrain("greet", PYTHONPATH=path).stdout == "hello\n"
+    words = drivetrain("--help", PYTHONPATH=path)
+    assert "greet     Say hello." in words.stdout
+    assert words.stderr == "warning: toy-cli 1.0 brings the command launch, which exists already\n"
+    assert "taken over" not in drivetrain("launch", "--help", PYTHONPATH=path).stdout
+
+
+def test_backends_as_text_and_as_json(drivetrain):
+    import json
+
+    words = drivetrain("backends").stdout
+    assert "single  ready  [drivetrain " in words
+    rows = {row["name"]: row for row in json.loads(drivetrain("backends", "--json").stdout)}
+    single = rows["single"]
+    assert (single["ready"], single["distribution"], single["api"]) == (True, "drivetrain", 1)
+    assert single["capabilities"]["multi_process"] is False
+    assert "not multi_process" in drivetrain("backends", "--verbose").stdout
+
+
+def test_env_says_what_a_bug_report_needs(drivetrain):
+    import torch
+
+    words = drivetrain("env", NCCL_DEBUG="INFO").stdout
+    assert f"- torch: {torch.__version__}" in words
+    assert "- backend single: ready" in words
+    assert "gloo" in words
+    assert "- NCCL_DEBUG: INFO" in words

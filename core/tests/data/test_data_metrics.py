@@ -1,0 +1,302 @@
+"""``gather_for_metrics`` between real processes on gloo: each sample once, in order, or an error on every rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain.backend import Backend, RunSettings
+from drivetrain.data.active import ActiveLoaders
+from drivetrain.errors import CollectiveMismatchError, UsageError
+from drivetrain.kwargs import DataLoaderConfiguration
+from drivetrain.runtime.loading import (
+    LoadingContext,
+    gather_for_metrics,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from drivetrain.testing import spawn
+from drivetrain.topology import Mesh, Place, Topology
+
+WORLDS = [1, 2, 4]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Gloo(Backend):
+    """The contract's own collectives on a process group of gloo; nothing to train."""
+
+    def start(self) -> Topology:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world > 1:
+            dist.init_process_group("gloo")
+        self.topology = Topology(Place(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", "gloo")
+        return self.topology
+
+    def prepare(self, model, optimizers=(), *, training=True):
+        raise AssertionError
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def run_case(name: str, kwargs: dict[str, Any]) -> Any:
+    config = {key: kwargs.pop(key) for key in list(kwargs) if key in DataLoaderConfiguration.__dataclass_fields__}
+    backend = Gloo(RunSettings())
+    backend.start()
+    context = LoadingContext(backend, DataLoaderConfiguration(**config), 5, False, ActiveLoaders())
+    torch.manual_seed(backend.topology.rank)
+    result = CASES[name](context, **kwargs)
+    backend.stop()
+    return result
+
+
+def on(world: int, name: str, **kwargs: Any) -> list[Any]:
+    return spawn(run_case, world, name, kwargs)
+
+
+def same(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def numbers(context, size=22, batch_size=2, **kwargs):
+    return prepare_data_loader(DataLoader(range(size), batch_size=batch_size, **kwargs), context)
+
+
+def gathered(loader, context) -> list[int]:
+    return [value for batch in loader for value in gather_for_metrics(batch, context).tolist()]
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        yield from range(self.size)
+
+
+# ---- gather_for_metrics ---------------------------------------------------------------------------------------------
+
+
+def kinds(context, size):
+    """Tensors, dicts, tuples, named tuples, lists and objects, in one loop."""
+    found: dict[str, list] = {name: [] for name in ("tensor", "dict", "named", "ids", "strings", "lists", "mixed")}
+    found |= {"dtypes": [], "objects": [], "wide": []}
+    for batch in numbers(context, size):
+        words = [f"w{value}" for value in batch.tolist()]
+        found["tensor"] += gather_for_metrics(batch, context).tolist()
+        found["wide"] += gather_for_metrics(batch[:, None].repeat(1, 3), context)[:, 2].tolist()
+        nested = gather_for_metrics({"a": batch, "b": [batch * 2, (batch * 3,)]}, context)
+        columns = (nested["a"], nested["b"][0], nested["b"][1][0])
+        found["dict"] += list(zip(*(column.tolist() for column in columns), strict=True))
+        pair = gather_for_metrics(Pair(batch, None), context)
+        assert isinstance(pair, Pair)
+        found["named"] += pair.x.tolist()
+        merged = gather_for_metrics({"ids": words}, context)
+        assert list(merged) == ["ids"]
+        found["ids"] += merged["ids"]
+        found["strings"] += gather_for_metrics(words, context)
+        one, two = gather_for_metrics((words, [[value] for value in batch.tolist()]), context)
+        found["lists"] += list(zip(one, two, strict=True))
+        mixed = gather_for_metrics({"loss": batch.float(), "text": words, "none": None}, context)
+        assert mixed["none"] is None
+        found["mixed"] += list(zip(mixed["loss"].tolist(), mixed["text"], strict=True))
+        found["objects"] += gather_for_metrics([torch.zeros(value) for value in batch], context, use_gather_object=True)
+        small = (batch > 3, batch.to(torch.bfloat16), batch.to(torch.int16), batch.to(torch.complex64))
+        found["dtypes"].append([str(each.dtype) for each in gather_for_metrics(small, context)])
+        assert gather_for_metrics(small, context)[0].tolist() == [value > 3 for value in found["tensor"][-len(two) :]]
+    found["objects"] = [len(each) for each in found["objects"]]
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_every_kind_of_value_each_sample_once_in_order(world, even_batches):
+    # With uneven batches a rank without a last batch could not call; 22 samples leave every rank some.
+    found = same(on(world, "kinds", size=22, even_batches=even_batches))
+    whole = list(range(22))
+    assert found["tensor"] == found["wide"] == found["named"] == found["objects"] == whole
+    assert found["dict"] == [(value, 2 * value, 3 * value) for value in whole]
+    assert found["ids"] == found["strings"] == [f"w{value}" for value in whole]
+    assert found["lists"] == [(f"w{value}", [value]) for value in whole]
+    assert found["mixed"] == [(float(value), f"w{value}") for value in whole]
+    assert set(map(tuple, found["dtypes"])) == {("torch.bool", "torch.bfloat16", "torch.int16", "torch.complex64")}
+
+
+def sizes(context):
+    """Every length of a dataset, shuffled or not: as many come back, and those."""
+    results = []
+    for size in range(18):
+        loader = numbers(context, size, shuffle=size > 0 and size % 2 == 0)
+        results.append(gathered(loader, context))
+    return results
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_length_of_dataset(world):
+    for size, shown in enumerate(same(on(world, "sizes"))):
+        assert sorted(shown) == list(range(size))
+
+
+def loops(context):
+    """After a skip, a break, in nested loops: accelerate#2007 and its kin."""
+    first, second = numbers(context, 13, 2), numbers(context, 11, 2)
+    skipped = []
+    for batch in skip_first_batches(first, 2):
+        skipped += gather_for_metrics(batch, context).tolist()
+    for batch in first:
+        last = batch
+        if first.end_of_dataloader:
+            break
+    del last
+    world = context.dp_size
+    unrelated = gather_for_metrics(torch.arange(10), context).tolist()
+    nested: list[list[int]] = []
+    for outer in first:
+        inner: list[int] = []
+        for batch in second:
+            inner += gather_for_metrics(batch, context).tolist()
+        nested.append(inner)
+        nested.append(gather_for_metrics(outer, context).tolist())
+    ends = len(gather_for_metrics(torch.zeros(3), context))
+    return skipped, unrelated == list(range(10)) * world, nested, ends == 3 * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_after_a_skip_a_break_and_nested_loops(world):
+    skipped, unrelated, nested, after = same(on(world, "loops"))
+    assert skipped == list(range(13))[2 * 2 * world :]
+    assert unrelated
+    assert after
+    assert all(inner == list(range(11)) for inner in nested[::2])
+    assert list(chain.from_iterable(nested[1::2])) == list(range(13))
+
+
+def alignment(context):
+    """On the padded last batch: what can be aligned is, what cannot raises on every rank."""
+    seen: dict[str, Any] = {}
+    loader = numbers(context, 11, 4)
+    for batch in loader:
+        if not loader.end_of_dataloader:
+            # Nothing is repeated, so nothing needs to be aligned.
+            assert len(gather_for_metrics(torch.zeros(7), context)) == 7 * context.dp_size
+            assert gather_for_metrics(batch.sum(), context).shape == (context.dp_size,)
+            continue
+        for name, value in {
+            "tensor": torch.zeros(7),
+            "list": ["a"] * 7,
+            "nested": {"x": batch, "y": torch.zeros(7)},
+        }.items():
+            with pytest.raises(UsageError) as caught:
+                gather_for_metrics(value, context)
+            seen[name] = str(caught.value)
+        seen["repeat"] = gather_for_metrics(torch.ones(()).repeat(loader.batch_size), context).shape[0]
+        with warnings.catch_warnings(record=True) as caught_warnings:
+            warnings.simplefilter("always")
+            seen["scalar"] = gather_for_metrics(batch.sum(), context).shape[0]
+        seen["warning"] = str(caught_warnings[0].message)
+        seen["dicts"] = len(gather_for_metrics({"metric": 1.0}, context))
+        seen["object"] = len(gather_for_metrics("text", context))
+    return seen
+
+
+def test_what_cannot_be_aligned_raises_on_every_rank():
+    seen = same(on(2, "alignment"))
+    assert "float32[7]" in seen["tensor"]
+    assert "the parts have 7, 7 rows by rank, the current batch has 2, 2, of which 2, 1 count" in seen["tensor"]
+    assert "rows of a list repeat samples" in seen["list"]
+    assert "float32[7]" in seen["nested"]
+    assert seen["repeat"] == 3
+    assert seen["scalar"] == seen["dicts"] == seen["object"] == 2
+    assert "one number for each rank" in seen["warning"]
+
+
+def uneven(context):
+    """Sizes that differ by rank, in a loop and outside: masked tokens, ragged shards."""
+    rank = context.dp_rank
+    ragged = gather_for_metrics({"x": torch.full((rank + 1, 2), float(rank)), "y": [rank] * rank}, context)
+    many = gather_for_metrics([torch.full((rank + index,), rank) for index in range(20)], context)
+    found = []
+    for batch in numbers(context, 16, 4):
+        found += gather_for_metrics(batch[batch % 3 == 0], context).tolist()
+    empty = gather_for_metrics((torch.zeros(0, 3), []), context)
+    return ragged["x"][:, 0].tolist(), ragged["y"], [len(each) for each in many], found, empty[0].shape
+
+
+def test_sizes_that_differ_by_rank():
+    x, y, many, found, empty = same(on(2, "uneven"))
+    assert x == [0.0, 1.0, 1.0]
+    assert y == [1]
+    assert many == [1 + 2 * index for index in range(20)]
+    assert found == [0, 3, 6, 9, 12, 15]
+    assert empty == (0, 3)
+
+
+def mismatch(context):
+    rank = context.dp_rank
+    seen = []
+    for value in (
+        torch.zeros(2, 3 + rank),
+        torch.zeros(2, dtype=torch.int64 if rank else torch.float32),
+        [torch.zeros(2)] * (1 + rank * 20),
+    ):
+        with pytest.raises(CollectiveMismatchError) as caught:
+            gather_for_metrics(value, context)
+        seen.append(str(caught.value))
+    with pytest.raises(UsageError, match="lists by some ranks") as listed:
+        gather_for_metrics([1] if rank else 1, context)
+    return [*seen, str(listed.value)]
+
+
+def test_ranks_that_disagree_are_told_so():
+    seen = same(on(2, "mismatch"))
+    assert "rank 0: " in seen[0]
+    assert "*, 4" in seen[0]
+
+
+def rounds(context):
+    """Batches that are repeated whole: nothing needs to be aligned."""
+    sampler = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    shown, objects = [], []
+    for batch in prepare_data_loader(DataLoader(range(11), batch_sampler=sampler), context):
+        shown += gather_for_metrics(batch.repeat_interleave(2), context).tolist()
+        objects += gather_for_metrics({"rows": len(batch)}, context)
+    return shown[::2], [each["rows"] for each in objects]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_repeated_batches_are_left_out(world):
+    shown, lengths = same(on(world, "rounds"))
+    assert shown == list(range(11))
+    assert lengths == [3, 1, 2, 4, 1]
+
+
+def streams(context, dispatch):
+    loader = prepare_data_loader(DataLoader(Stream(11), batch_size=2), context)
+    assert bool(context.config.dispatch_batches) == dispatch
+    return [gathered(loader, context) for _ in range(2)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_iterable_datasets(world, dispatch):
+    kwargs = {"dispatch_batches": True} if dispatch else {}
+    assert same(on(world, "streams", dispatch=dispatch, **kwargs)) == [list(range(11))] * 2
+
+
+CASES = {
+    function.__name__: function for function in (kinds, sizes, loops, alignment, uneven, mismatch, rounds, streams)
+}

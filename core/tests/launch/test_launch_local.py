@@ -1,0 +1,171 @@
+"""Real workers: what they are given, how the first failure is told, and that nothing survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+REPORT = """
+    import json, os, sys
+    from drivetrain.launch.environment import CONFIG, read_place
+    place = read_place()
+    out = {"rank": place.rank, "world": place.world_size, "launcher": place.launcher, "argv": sys.argv,
+           "name": __name__, "path": sys.path[0], "threads": os.environ["OMP_NUM_THREADS"], "file": __file__,
+           "config": json.loads(os.environ[CONFIG]) is not None, "main": sys.modules["__main__"].__dict__ is globals()}
+    open(f"report{place.rank}.json", "w").write(json.dumps(out))
+"""
+
+
+def reports(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("report*.json"))]
+
+
+def test_two_workers_on_the_cpu_with_the_scripts_own_arguments(launch, script, tmp_path):
+    path = script(REPORT)
+    done = launch("num_processes=2", path, "--num_processes", "7", "-m", "--", "x")
+    assert done.returncode == 0, done.stderr
+    found = reports(tmp_path)
+    assert [(one["rank"], one["world"], one["launcher"]) for one in found] == [
+        (0, 2, "drivetrain"),
+        (1, 2, "drivetrain"),
+    ]
+    for one in found:
+        assert one["argv"] == [str(path), "--num_processes", "7", "-m", "--", "x"]
+        assert (one["name"], one["path"], one["file"], one["main"]) == ("__main__", str(tmp_path), str(path), True)
+        assert one["config"]
+
+
+def test_a_module_and_threads_of_the_users_choice(launch, script, tmp_path):
+    script(REPORT, "amodule.py")
+    done = launch("num_processes=2 module=1", "amodule", "-q", OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    for one in reports(tmp_path):
+        assert one["argv"] == [str(tmp_path / "amodule.py"), "-q"]
+        assert (one["threads"], one["name"], one["main"]) == ("3", "__main__", True)
+
+
+def test_a_program_without_python(launch):
+    done = launch("num_processes=2 no_python=1", "printenv", "RANK")
+    assert sorted(done.stdout.split()) == ["0", "1"], done.stderr
+
+
+def test_one_failing_rank_stops_the_others_and_its_traceback_is_shown_once(launch, script):
+    path = script("""
+        import os, time
+        def inner():
+            raise ValueError("bang")
+        if os.environ["RANK"] == "1":
+            inner()
+        time.sleep(50)
+    """)
+    done = launch("num_processes=2", path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.count("in inner") == 1
+    assert "worker.py" not in done.stderr
+    assert done.stderr.endswith("rank 1 failed: ValueError: bang (exit code 1)\nrank 0 was stopped\n")
+
+
+def test_peers_that_lose_their_connection_do_not_bury_the_cause(launch, script):
+    path = script("""
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise KeyError("the cause")
+        dist.all_reduce(torch.ones(1))
+    """)
+    done = launch("num_processes=2", path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "rank 1 failed: KeyError: 'the cause' (exit code 1)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "rank 1 failed: SystemExit: 7 (exit code 7)"),
+        ("os._exit(9)", 9, "rank 1 failed: exit code 9"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 failed: ended by signal 9 (SIGKILL)"),
+        ("this is no Python", 1, "SyntaxError"),
+    ],
+)
+def test_every_way_to_end_has_its_exit_code(launch, script, ending, code, words):
+    if ending.startswith("this"):
+        path = script(ending)
+    else:
+        path = script(f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(50)")
+    done = launch("num_processes=2", path)
+    assert done.returncode == code
+    assert words in done.stderr
+
+
+def test_a_restart_shows_what_failed_and_may_succeed(launch, script, tmp_path):
+    path = script("""
+        import os
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("the first time")
+    """)
+    done = launch("num_processes=1 max_restarts=1", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeError: the first time") == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_survives_the_launcher(launcher, script, tmp_path, how):
+    path = script("""
+        import os, time
+        open("pid" + os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(100)
+    """)
+    process = launcher("num_processes=2", path)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    process.send_signal(how)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
+    assert words == ("" if how == signal.SIGKILL else f"stopped by {how.name}; no worker is left\n")
+    _wait_for(lambda: not any(_alive(pid) for pid in pids))
+
+
+def test_mistakes_are_found_before_anything_starts(launch, script):
+    done = launch("num_processes=2", "not_there.py")
+    assert "UsageError: there is no script 'not_there.py'" in done.stderr
+    done = launch("num_processes=2 distributed_type=single", script("print('started')"))
+    assert "trains in one process, but 2 were asked for" in done.stderr
+    assert "started" not in done.stdout
+    done = launch("module=1 no_python=1", "x")
+    assert "exclude each other" in done.stderr
+
+
+def test_two_machines_meet(launcher, script, tmp_path):
+    path = script(REPORT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = f"num_processes=2 num_machines=2 main_process_ip=127.0.0.1 rdzv_backend=static main_process_port={port}"
+    machines = [launcher(f"{settings} machine_rank={rank}", path) for rank in (0, 1)]
+    words = [machine.communicate(timeout=60)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], words
+    assert [(one["rank"], one["world"]) for one in reports(tmp_path)] == [(0, 2), (1, 2)]
+
+
+def _wait_for(condition):
+    """Wait until something becomes true; the test's own time-out ends what never does."""
+    while not condition():
+        time.sleep(0.05)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat").read_text()  # a zombie only waits for its new parent to look
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,107 @@
+"""Functions on forked processes. Each test forks from a fresh interpreter, as a notebook's kernel would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAD = """
+import os, signal, sys
+from drivetrain.errors import DrivetrainError
+from drivetrain.launch.notebook import debug_launcher, notebook_launcher
+
+def whoami(word):
+    import torch, torch.distributed as dist
+    dist.init_process_group()
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    print(f"{word} {dist.get_rank()} of {dist.get_world_size()}: {total.item()}\\n", end="")
+    dist.destroy_process_group()
+
+def fails():
+    import torch, torch.distributed as dist
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        raise KeyError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+"""
+
+
+@pytest.fixture
+def run(clean_environment):
+    def run(code):
+        done = subprocess.run(
+            [sys.executable, "-c", HEAD + code],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_a_function_runs_on_two_cpu_processes_and_nothing_stays_behind(run):
+    done = run("""
+before = dict(os.environ), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+debug_launcher(whoami, ("a",))
+debug_launcher(whoami, ("b",), num_processes=3)
+assert before == (dict(os.environ), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)])
+""")
+    assert sorted(done.stdout.split("\n")) == [
+        "", "a 0 of 2: 3.0", "a 1 of 2: 3.0", "b 0 of 3: 6.0", "b 1 of 3: 6.0", "b 2 of 3: 6.0",
+    ]  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_the_first_failure_is_raised_with_rank_and_traceback(run):
+    done = run("""
+try:
+    debug_launcher(fails)
+except DrivetrainError as error:
+    print(type(error).__name__, str(error))
+""")
+    assert done.stdout.startswith("LaunchError Traceback (most recent call last):")
+    assert "in fails" in done.stdout
+    assert "rank 1 failed: KeyError: 'the cause' (exit code 1)" in done.stdout
+    assert done.stdout.count("Traceback") == 1
+    assert done.stderr == ""
+
+
+def test_a_closure_runs_with_the_precision_of_the_notebook(run):
+    done = run("""
+inside = []
+def show(a):
+    print(a, os.environ["WORLD_SIZE"], os.environ["DRIVETRAIN_MIXED_PRECISION"] + "\\n", end="")
+notebook_launcher(lambda a: show(a), ("x",), num_processes=2, mixed_precision="bf16", use_port="0", rdzv_backend="c10d")
+notebook_launcher(lambda a: inside.append((a, os.environ["DRIVETRAIN_MIXED_PRECISION"])), ("y",), num_processes=1)
+print(inside, "DRIVETRAIN_MIXED_PRECISION" in os.environ)
+""")
+    assert sorted(done.stdout.split("\n")) == ["", "[('y', 'no')] False", "x 2 bf16", "x 2 bf16"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("notebook_launcher(print, num_processes=0)", "num_processes is 0"),
+        ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision is 'fp9'"),
+        ("debug_launcher(print, num_processes=0)", "num_processes is 0"),
+        (
+            (
+                "import torch.distributed as d\n"
+                "    d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
+                "    debug_launcher(print)"
+            ),
+            "already part of a distributed job",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(run, call, words):
+    done = run(f"try:\n    {call}\nexcept DrivetrainError as error:\n    print(error)\nimport os; os._exit(0)")
+    assert words in done.stdout or words in done.stderr

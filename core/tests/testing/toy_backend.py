@@ -1,0 +1,162 @@
+"""A right backend that is nothing like DDP: no wrapper, no hooks; gradients are averaged in one flat tensor.
+
+It is registered by the tests, not installed. The wrong backends next door derive from it, one mistake each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    BackendInfo,
+    Capabilities,
+    Mesh,
+    PortableState,
+    StepResult,
+    TensorSpec,
+    Topology,
+    TorchEngine,
+    Trainable,
+    clipping,
+    ensure_process_group,
+    hookimpl,
+    pick_device,
+    place_model,
+    portable,
+)
+from drivetrain.registry import get_registry
+
+CAPABILITIES = Capabilities(mesh_axes=frozenset({"dp_replicate"}))
+
+
+class ToyTrainable(Trainable):
+    """A module whose gradients are averaged after the backward that synchronises."""
+
+    def __init__(
+        self, backend: ToyBackend, model: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.backend, self.model, self.module = backend, model, module
+        self.optimizers, self.engine = list(optimizers), backend.engine
+        self.synchronising = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.forward(self.model, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self.engine.backward(loss, scale * self.backend.topology.dp_size)
+        # One loss may reach several models: each of them is averaged. Averaging what is equal already changes nothing.
+        for trainable in self.backend.trainables:
+            if trainable.synchronising:
+                trainable.average()
+
+    def average(self) -> None:
+        """Give every rank the mean of the ranks' gradients."""
+        held = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        flat = torch.cat(
+            [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in held]
+            or [torch.zeros(1)]
+        )
+        flat = self.backend.reduce(flat, "mean")
+        start = 0
+        for each in held:
+            part = flat[start : start + each.numel()].view_as(each)
+            start += each.numel()
+            if each.grad is not None:
+                each.grad.copy_(part)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        self.synchronising = enabled
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self.engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self.engine.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    def portable_state(self) -> PortableState:
+        state = portable.portable_state(self.module, self.optimizers)
+        state.extra = self.engine.state()
+        return state
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return portable.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, state: PortableState) -> None:
+        portable.load_portable_state(self.module, self.optimizers, state)
+        self.engine.load_state(state.extra)
+
+    def release(self) -> None:
+        self.backend.trainables = []
+
+
+class ToyBackend(Backend):
+    """One replica a process."""
+
+    capabilities = CAPABILITIES
+    trainable: type[ToyTrainable] = ToyTrainable
+
+    def start(self) -> Topology:
+        settings = self.settings
+        device = pick_device(settings.device_type, settings.place)
+        self.group = ensure_process_group(settings.place, device.partition(":")[0], settings.process_group)
+        mesh = Mesh(settings.mesh or {"dp_replicate": settings.place.world_size})
+        self.topology = Topology(settings.place, mesh, device, self.group.communication_backend)
+        self.engine = TorchEngine(settings.precision, device)
+        self.scaler = self.engine.scaler
+        self.trainables: list[ToyTrainable] = []
+        return self.topology
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module = place_model(model, optimizers, self.settings, self.topology)
+        self.share(module)
+        trainable = self.trainable(self, model, module, optimizers)
+        self.trainables.append(trainable)
+        return trainable
+
+    def share(self, module: nn.Module) -> None:
+        """Start from rank 0's values."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data.copy_(self.broadcast(tensor.data))
+
+    def stop(self) -> None:
+        self.group.release()
+
+
+class Plugin:
+    """What an installed plugin's module would be."""
+
+    def __init__(self, *infos: BackendInfo) -> None:
+        self.infos = list(infos)
+
+    @hookimpl
+    def drivetrain_backends(self) -> list[BackendInfo]:
+        return self.infos
+
+
+TOY = BackendInfo(
+    name="toy",
+    summary="Averages gradients in one flat tensor.",
+    backend="toy_backend:ToyBackend",
+    capabilities=CAPABILITIES,
+)
+
+
+def register() -> None:
+    """Make ``toy`` known to this process."""
+    if "toy" not in get_registry().names():
+        get_registry().register(Plugin(TOY), name="toy")

@@ -1,0 +1,113 @@
+"""What the examples tell the user while they train: a progress bar, `metrics.jsonl`, and a picture of the loss.
+
+Only the main process writes. On a terminal there is a bar; elsewhere (a log file, a batch job) one plain line an epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from drivetrain import Accelerator
+
+
+class Progress:
+    """Where the run is. Registered with `accelerator.register_for_checkpointing`, so a resumed run knows it as well."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.update = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "update": self.update}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.update = state["epoch"], state["update"]
+
+
+def fresh_directory(accelerator: Accelerator, directory: Path) -> None:
+    """Make an empty directory for a new run; an earlier run in it is moved aside, not lost. Collective."""
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            if directory.exists():
+                number = 1
+                while (aside := directory.with_name(f"{directory.name}-{number}")).exists():
+                    number += 1
+                directory.rename(aside)
+                print(f"The run that was in {directory} is now in {aside}.")
+            directory.mkdir(parents=True)
+
+
+class Report:
+    """The run as the user sees it.
+
+    Args:
+        accelerator: tells which process is the main one.
+        directory: gets `metrics.jsonl` and `loss.png`.
+        total: number of optimizer updates in the whole run.
+        done: updates that an earlier run did; lines that it wrote after its last checkpoint are dropped.
+    """
+
+    def __init__(self, accelerator: Accelerator, directory: Path, total: int, done: int = 0) -> None:
+        self.enabled = accelerator.is_main_process
+        self.file = directory / "metrics.jsonl"
+        self.picture = directory / "loss.png"
+        self.stack = ExitStack()
+        self.advance: Callable[[int, str], None] = lambda _update, _text: None
+        if not self.enabled:
+            return
+        kept = [line for line in self.read() if line["update"] <= done]
+        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if sys.stdout.isatty():
+            self._show_bar(total, done)
+
+    def _show_bar(self, total: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+        )
+        task = self.stack.enter_context(bar).add_task("training", total=total, completed=done)
+        self.advance = lambda update, text: bar.update(task, completed=update, description=text)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every line of `metrics.jsonl` so far."""
+        if not self.file.exists():
+            return []
+        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+
+    def log(self, update: int, **values: float) -> None:
+        """Append one line to `metrics.jsonl` and move the bar."""
+        if self.enabled:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"update": update, **values}) + "\n")
+            self.advance(update, "  ".join(f"{name} {value:.3g}" for name, value in values.items()))
+
+    def close(self, title: str, quality: str) -> None:
+        """End the bar and draw the loss, and beside it the measure named `quality`, over the updates."""
+        self.stack.close()
+        if not self.enabled:
+            return
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot as plt
+
+        lines = self.read()
+        figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
+        right = left.twinx()
+        for axis, name, colour in ((left, "loss", "tab:blue"), (right, quality, "tab:orange")):
+            points = [(line["update"], line[name]) for line in lines if name in line]
+            axis.plot(*zip(*points, strict=True), color=colour, marker="." if name == quality else None)
+            axis.set_ylabel(name.replace("_", " "), color=colour)
+        left.set_xlabel("optimizer updates")
+        left.set_ylim(bottom=0)
+        left.set_title(title)
+        figure.savefig(self.picture, dpi=120)
+        plt.close(figure)

@@ -1,0 +1,60 @@
+"""The house as data: its distributions and its source files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One folder with a pyproject.toml.
+
+    Args:
+        folder: where it is.
+        project: its table `[project]`.
+    """
+
+    folder: Path
+    project: dict[str, Any]
+
+    @property
+    def package(self) -> Path:
+        return self.folder / "src" / self.project["name"].replace("-", "_")
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted((self.folder / "src").rglob("*.py"))
+
+
+def distributions() -> list[Distribution]:
+    """Every distribution, the core first."""
+    files = [ROOT / "core/pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+    return [Distribution(file.parent, tomllib.loads(file.read_text(encoding="utf-8"))["project"]) for file in files]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def core() -> Distribution:
+    return distributions()[0]
+
+
+@pytest.fixture(scope="session")
+def house() -> list[Distribution]:
+    return distributions()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "plugin" in metafunc.fixturenames:
+        plugins = distributions()[1:]
+        metafunc.parametrize("plugin", plugins, ids=[plugin.folder.name for plugin in plugins])

@@ -1,0 +1,152 @@
+"""What is light stays light, and torch stays in its rooms (import-linter, in `make lint`, holds the rest)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+HEAVY = ("torch", "numpy", "deepspeed", "megatron", "torch_xla", "accelerate", "transformers")
+
+TORCH_ROOMS = ("runtime/", "backends/", "checkpoint/", "testing/", "accelerator.py")
+"""Under core/src/drivetrain."""
+
+LAZY_TORCH_ROOMS = (
+    # Starts workers, and so needs torch's elastic agent.
+    "launch/",
+    # Prints what torch finds.
+    "cli/env.py",
+)
+"""Where torch may be imported inside of functions, when it is needed."""
+
+LIGHT = (
+    "drivetrain",
+    "drivetrain.api",
+    "drivetrain.registry",
+    "drivetrain.hookspecs",
+    "drivetrain.topology",
+    "drivetrain.kwargs",
+    "drivetrain.logging",
+    "drivetrain.tracking",
+    "drivetrain.config",
+    "drivetrain.config.load",
+    "drivetrain.data",
+    "drivetrain.launch.environment",
+    "drivetrain.launch.local",
+    "drivetrain.cli.main",
+    "drivetrain.backends.plugin",
+)
+
+PROBE = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+    heavy = sorted(set(sys.argv[1].split(",")) & set(sys.modules))
+    if heavy:
+        found[name] = heavy
+        break
+print(json.dumps(found))
+"""
+
+
+def probe(names):
+    command = [sys.executable, "-c", PROBE, ",".join(HEAVY), *names]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=dict(os.environ))
+    return json.loads(answer.stdout)
+
+
+def imports(path):
+    """(module, inside a function, line) of every import that runs; those under TYPE_CHECKING do not."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = []
+
+    def visit(node, inside):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for child in node.orelse:
+                visit(child, inside)
+            return
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, inside, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append((node.module, inside, node.lineno))
+        deeper = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, deeper)
+
+    visit(tree, inside=False)
+    return found
+
+
+def is_in(module, *packages):
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def test_light_modules_import_nothing_heavy():
+    assert probe(LIGHT) == {}
+
+
+def test_a_plugin_describes_itself_without_its_engine(plugin):
+    package = plugin.package.name
+    assert probe([package, f"{package}.plugin", f"{package}.config"]) == {}
+
+
+def test_the_probe_sees_torch():
+    assert probe(["json", "torch"]).keys() == {"torch"}
+
+
+def test_torch_is_imported_in_its_rooms_only(core):
+    strays = []
+    for path in core.sources:
+        name = path.relative_to(core.package).as_posix()
+        if name.startswith(TORCH_ROOMS):
+            continue
+        strays += [
+            f"{name}:{line} imports {module}"
+            for module, inside, line in imports(path)
+            if is_in(module, "torch", "safetensors.torch") and not (inside and name.startswith(LAZY_TORCH_ROOMS))
+        ]
+    assert strays == []
+
+
+def test_a_backend_is_light_up_to_its_description(core):
+    for module, _, line in imports(core.package / "backends/plugin.py"):
+        assert not is_in(module, "torch"), line
+
+
+def test_only_the_registry_finds_plugins(core):
+    allowed = {"registry.py", "hookspecs.py"}
+    strays = [
+        f"{path.relative_to(core.package)}:{line} imports {module}"
+        for path in core.sources
+        for module, _, line in imports(path)
+        if is_in(module, "pluggy") and path.name not in allowed
+    ]
+    # The conformance kit looks at the plugin under test from outside.
+    rooms = [path for path in core.sources if path.parent.name != "testing"]
+    finders = [path.name for path in rooms if "entry_points(" in path.read_text(encoding="utf-8")]
+    assert strays == []
+    assert finders == ["registry.py"]
+
+
+def test_a_plugin_imports_the_api_and_nothing_else_of_the_core(plugin):
+    strays = [
+        f"{path.name}:{line} imports {module}"
+        for path in plugin.sources
+        for module, _, line in imports(path)
+        if is_in(module, "drivetrain") and module != "drivetrain.api"
+    ]
+    assert strays == []
+
+
+def test_a_plugins_tests_import_the_api_and_the_kit(plugin):
+    allowed = ("drivetrain.api", "drivetrain.testing", "drivetrain.utils", plugin.package.name)
+    strays = [
+        f"{path.name}:{line} imports {module}"
+        for path in sorted((plugin.folder / "tests").rglob("*.py"))
+        for module, _, line in imports(path)
+        if module.startswith("drivetrain") and module != "drivetrain" and not is_in(module, *allowed)
+    ]
+    assert strays == []

@@ -1,0 +1,99 @@
+"""Rules that can be read off the text: sizes, words, silence."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+
+import pytest
+
+LONGEST = 400
+LONGER = {
+    # The contract is read in one piece, and most of it is its documentation.
+    "core/src/drivetrain/backend.py": 500,
+}
+
+# Files of the core that may hold a backend's name, each with the reason.
+NAMING = {
+    # Keys of Accelerate's configuration files, and what to write instead of them.
+    "core/src/drivetrain/config/foreign.py",
+}
+
+BACKENDS = {"dp", "ddp", "fsdp", "deepspeed", "megatron", "xla"}
+
+# In pieces, so that this file does not hold what it looks for.
+MACHINE = ["/" + "work/", "/" + "root/", "/" + "opt/", "/tmp/" + "brief", "py" + "pi.org", "download.py" + "torch.org"]
+
+
+@pytest.fixture(scope="module")
+def texts(root):
+    """Every text file that belongs to the repository, by relative path."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = {}
+    for name in names:
+        path = root / name
+        if path.suffix in {".py", ".toml", ".md", ".txt", ".yaml", ".yml", ".cfg", ""} and path.is_file():
+            found[name] = path.read_text(encoding="utf-8")
+    assert "pyproject.toml" in found
+    return found
+
+
+def sources(texts):
+    return {name: text for name, text in texts.items() if name.endswith(".py") and "/src/" in name}
+
+
+def test_no_file_is_longer_than_a_reader_can_hold(texts):
+    sizes = {name: len(text.splitlines()) for name, text in sources(texts).items()}
+    assert {name: size for name, size in sizes.items() if size > LONGER.get(name, LONGEST)} == {}
+
+
+def test_exceptions_to_the_size_are_needed(texts):
+    for name in LONGER:
+        assert len(texts[name].splitlines()) > LONGEST, name
+
+
+def test_no_path_of_anybodys_machine(texts):
+    found = [(name, word) for name, text in texts.items() for word in MACHINE if word in text]
+    assert found == []
+
+
+def test_nothing_is_left_to_do(texts):
+    mark = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
+    found = [name for name, text in sources(texts).items() if mark.search(text)]
+    assert found == []
+
+
+def test_the_core_names_no_backend(texts):
+    found = []
+    for name, text in sources(texts).items():
+        if name.startswith("core/") and name not in NAMING:
+            found += [
+                f"{name}:{node.lineno} {node.value!r}"
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.lower() in BACKENDS
+            ]
+    assert found == []
+
+
+def test_no_exception_is_swallowed_without_a_reason(texts):
+    found = []
+    for name, text in sources(texts).items():
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ExceptHandler) and all(isinstance(step, ast.Pass) for step in node.body):
+                span = lines[node.lineno - 1 : node.body[-1].end_lineno]
+                if not any("#" in line for line in span):
+                    found.append(f"{name}:{node.lineno}")
+    assert found == []
+
+
+def test_no_package_at_the_level_of_distributions(root):
+    for folder in ("core", "plugins", "tests", "tests/house", "core/tests"):
+        assert not (root / folder / "__init__.py").exists(), folder
+
+
+def test_test_files_have_names_of_their_own(texts):
+    names = [name.rsplit("/", 1)[-1] for name in texts if re.search(r"(^|/)test_[^/]*\.py$", name)]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
