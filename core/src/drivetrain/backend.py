@@ -64,7 +64,7 @@ class Capabilities:
     clip_by_value: bool = True
     other_norms: bool = True
     sharded_save: bool = False
-    async_save: bool = True
+    async_save: bool = False
     join_uneven_inputs: bool = False
     handlers: frozenset[str] = frozenset()
 
