@@ -84,6 +84,14 @@ def test_windows_of_the_scripts_own_making(world):
 
 
 @WORLDS
+def test_items_of_a_window_of_the_scripts_own_making(world):
+    # Windows of 2 batches of 4 with labels 0 left out: each is one big batch.
+    x, y = jobs.make_data(16)
+    labels = torch.where(y == 0, -100, y)
+    check(spawn(jobs.own_windows_of_items, world, 4, 2), reference([[(x[:8], labels[:8])], [(x[8:], labels[8:])]]))
+
+
+@WORLDS
 def test_two_losses_on_one_micro_batch_are_one_micro_batch(world):
     parts = batches(20, 4)
     windows = [parts[:2], parts[2:4], parts[4:]]
