@@ -204,7 +204,8 @@ def hooked_save(folder: str) -> tuple[list[str], float, bool]:
 
     accelerator.register_load_state_pre_hook(take)
     accelerator.load_state(folder)
-    result = sorted(path.name for path in Path(folder).iterdir()), model.weight.mean().item(), not accelerator.check_trigger()
+    files = sorted(path.name for path in Path(folder).iterdir())
+    result = files, model.weight.mean().item(), not accelerator.check_trigger()
     accelerator.end_training()
     return result
 
