@@ -326,6 +326,10 @@ class Trainable(ABC):
         """Take the loss scale out of this optimizer's gradients before its step; default nothing: they carry none."""
         return
 
+    def shares(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether any of these is this model's, as it is now or, where the engine replaced it, as it was before."""
+        return not {id(each) for each in parameters}.isdisjoint(map(id, self.module.parameters()))
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer that was prepared after its model. Collective where ``prepare`` is.
 
@@ -365,10 +369,6 @@ class Trainable(ABC):
         Collective where parameters are sharded: every rank iterates to the end, and holds one gathered tensor at most.
         """
         yield from self.module.state_dict().items()
-
-    def no_grad_context(self) -> AbstractContextManager[Any]:
-        """Entered around a forward in evaluation mode; default nothing."""
-        return nullcontext()
 
 
 class Backend(ABC):

@@ -168,3 +168,23 @@ def test_a_world_that_was_announced_is_never_ignored(monkeypatch):
     with pytest.raises(BackendBlockedError, match="one process"):
         Accelerator(distributed_type="single")
     assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_a_save_inside_a_window_says_what_it_lacks_and_a_load_begins_a_new_one(tmp_path, caplog):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    accelerator.save_state(tmp_path / "inside")
+    assert "gradients of its 1 micro-batch(es)" in caplog.text
+    accelerator.load_state(tmp_path / "inside")
+    with accelerator.accumulate(model):
+        assert not accelerator.sync_gradients
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    with accelerator.accumulate(model):
+        assert accelerator.sync_gradients
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    caplog.clear()
+    accelerator.save_state(tmp_path / "between")
+    assert not caplog.text
+    accelerator.end_training()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -39,14 +40,29 @@ class TorchEngine:
         self.scaler = (
             torch.amp.GradScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
         )
+        self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
+        self._output = None if policy.output is None else precision.dtype_of(policy.output)
+        # What `precision.run` would look up at each forward; a context is made anew since a forward may run in another.
+        self._autocast = (
+            None
+            if self._compute is None
+            else partial(
+                torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache
+            )
+        )
         self._unscaled: set[int] = set()
         self._norms: dict[int, tuple[Tensor, bool]] = {}
 
     def forward(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module under the policy."""
-        if self.policy.compute is None:
+        if self._autocast is None:
             return module(*args, **kwargs)
-        return precision.run(module, self.policy, self.device, args, kwargs)
+        with self._autocast():
+            output = module(*args, **kwargs)
+        # The common output, one tensor, is not worth a walk through a tree.
+        if type(output) is Tensor and self._output is not None:
+            return output.to(self._output) if output.dtype is self._compute else output
+        return precision.cast_output(output, self.policy)
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""

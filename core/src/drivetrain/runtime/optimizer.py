@@ -101,8 +101,9 @@ class PreparedOptimizer(Optimizer):
                 "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
                 cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
             )
-        if not self.is_ready:
-            return
+        for record in self._records:  # `is_ready`, without the cost of asking it at each step
+            if not record.ready:
+                return
         result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
         self._skipped = result.skipped
         self.applied += not result.skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -68,7 +68,7 @@ class Preparer:
                 f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
                 cure="Make one nn.Module of both.",
             )
-        mine = [optimizer for optimizer in self.optimizers if _shares_parameters(optimizer.source, model)]
+        mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
         for optimizer in mine:
             if optimizer.records and not capabilities.optimizer_spans_models:
                 raise UnsupportedError(
@@ -93,7 +93,7 @@ class Preparer:
         prepared = PreparedOptimizer(optimizer, self._trainer)
         self.optimizers.append(prepared)
         for record in self._trainer.records:
-            if _shares_parameters(optimizer, record.trainable.module):
+            if record.trainable.shares(_held(optimizer)):
                 record.trainable.add_optimizer(optimizer)
                 prepared.bind(record, record.trainable.optimizers[-1])
         return prepared
@@ -157,6 +157,9 @@ def is_scheduler(value: Any) -> bool:
     )
 
 
-def _shares_parameters(optimizer: Optimizer, module: nn.Module) -> bool:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in held for parameter in module.parameters())
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _holds_some(optimizer: Optimizer, module: nn.Module) -> bool:
+    return not {id(each) for each in _held(optimizer)}.isdisjoint(map(id, module.parameters()))

@@ -55,10 +55,19 @@ class ProcessGroupHandle:
             _destroy()
 
 
-def ensure_process_group(place: Place, device_type: str, settings: ProcessGroupSettings) -> ProcessGroupHandle:
+def ensure_process_group(
+    place: Place, device_type: str, settings: ProcessGroupSettings, *, alone: bool = False
+) -> ProcessGroupHandle:
     """Join the default process group, forming it when there is none. Collective over all ranks when it forms.
 
-    A group that somebody else formed is used as it is and never destroyed by us. A lone process forms none.
+    A group that somebody else formed is used as it is and never destroyed by us. A lone process forms none, unless its
+    engine needs one.
+
+    Args:
+        place: ranks, as the launcher gave them.
+        device_type: what torch's default communication backend is chosen for.
+        settings: the user's wishes.
+        alone: form a group of one too, without a rendezvous.
 
     Raises:
         EnvironmentVariableError: the group that exists has another size than the launcher announced.
@@ -73,15 +82,16 @@ def ensure_process_group(place: Place, device_type: str, settings: ProcessGroupS
         if _Formed.holders:
             _Formed.holders += 1
         return ProcessGroupHandle(str(dist.get_backend()), counted=_Formed.holders > 0)
-    if place.world_size == 1:
+    if place.world_size == 1 and not alone:
         return ProcessGroupHandle(None)
     chosen = settings.communication_backend or dist.get_default_backend_for_device(device_type)
     timeout = default_pg_timeout
     if settings.timeout_seconds is not None:
         timeout = timedelta(seconds=settings.timeout_seconds)
+    init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or "env://"
     dist.init_process_group(
         chosen,
-        store=_meet(place, settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or "env://", timeout),
+        store=dist.HashStore() if place.world_size == 1 else _meet(place, init_method, timeout),
         rank=place.rank,
         world_size=place.world_size,
         timeout=None if settings.timeout_seconds is None else timeout,

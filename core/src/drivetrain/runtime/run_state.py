@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +16,8 @@ from drivetrain.kwargs import ProjectConfiguration
 from drivetrain.runtime import rng
 from drivetrain.runtime.preparing import Preparer
 from drivetrain.runtime.training import Trainer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -82,6 +85,12 @@ class RunCheckpoints:
         """Write one checkpoint. Collective over all ranks. Returns its folder."""
         naming = self._naming() if self._project.automatic_checkpoint_naming else None
         path = self._on_main(naming.next_path) if naming else Path(self._given(output_dir, "save_state"))
+        if self._trainer.unfinished:
+            logger.warning(
+                "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so far "
+                "are not part of it. Save where accelerator.sync_gradients is true to lose nothing.",
+                self._trainer.unfinished,
+            )
         hooks = self._run_save_hooks if self.save_hooks else None
         save(path, self._state(), self._backend, info=self._info(naming), hooks=hooks)
         if naming:
@@ -103,6 +112,7 @@ class RunCheckpoints:
         state = self._state()
         manifest = load(path, state, self._backend, strict=strict, skip_models=skipped)
         self._trainer.step = int(state.counters["step"])
+        self._trainer.abandon_windows()
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
         return path, manifest

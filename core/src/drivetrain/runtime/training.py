@@ -29,12 +29,12 @@ class MicroBatch:
     def __enter__(self) -> None:
         trainer, records = self._trainer, self._records
         window = trainer.window_of(records)
-        window.begin(*trainer.batch_state())
-        trainer.sync_gradients = closing = window.closing
-        self._quiet = not (closing or trainer.sync_each_batch)
+        batch, is_last = trainer.batch_state()
+        trainer.sync_gradients = closing = window.begin(batch, is_last)
+        self._quiet = quiet = not (closing or trainer.sync_each_batch)
         for record in records:
             record.ready = closing
-            if self._quiet:
+            if quiet:
                 record.trainable.synchronise_gradients(False)
         self._before, trainer.open = trainer.open, (window, records)
 
@@ -97,6 +97,22 @@ class Trainer:
         """One micro-batch of these models' window. See :meth:`drivetrain.Accelerator.accumulate`."""
         return MicroBatch(self, records or self.records)
 
+    @property
+    def unfinished(self) -> int:
+        """Micro-batches whose gradients wait in an open window for the others; 0 between two windows."""
+        windows = [*self._windows.values(), *(record.window for record in self.records)]
+        return max((window.position for window in windows if window is not None and not window.closing), default=0)
+
+    def abandon_windows(self) -> None:
+        """Drop what open windows have gathered: other parameters were loaded, and the next micro-batch begins anew."""
+        for window in (*self._windows.values(), *(record.window for record in self.records)):
+            if window is not None:
+                window.closing = True
+        self._manual.reset()
+        for record in self.records:
+            for optimizer in record.trainable.optimizers:
+                record.trainable.zero_grad(optimizer)
+
     def set_steps(self, steps: int) -> None:
         """Change the length of windows that begin from now on."""
         if steps < 1:
@@ -136,10 +152,16 @@ class Trainer:
                 f"backward() does not take {', '.join(sorted(kwargs))} with a prepared model",
                 cure="Call torch.autograd.grad yourself for a gradient that is not a training step.",
             )
-        window, records = self.open or (self._manual, self._participants())
-        if self.open is None:
+        if self.open is not None:
+            window, records = self.open
+            closes = window.closing
+        else:
+            window, records = self._manual, self._participants()
+            closes = True
             for record in records:
                 record.ready = True
+                if record.held:
+                    closes = False
         scale = window.scale(num_items, self._total)
         primary = records[0]
         for record in records:
@@ -147,7 +169,6 @@ class Trainer:
                 primary = record
                 break
         primary.trainable.backward(loss, scale)
-        closes = window.closing if self.open else not any(record.held for record in records)
         if closes:
             factor = window.correction(self._total)
             if isinstance(factor, Tensor) or factor != 1.0:
@@ -158,6 +179,8 @@ class Trainer:
 
     def _participants(self) -> list[Record]:
         """Models that a loss outside of ``accumulate`` can depend on: those that ran forward, else all."""
+        if len(self.records) == 1:
+            return self.records
         return [record for record in self.records if record.active] or self.records
 
     def _total(self, items: Items) -> Tensor:
@@ -171,23 +194,23 @@ class Trainer:
         """Note an optimizer step of these models."""
         self.step += 1
         self.last_step_skipped = result.skipped
-        if self.open is None and self._manual.backwards:
-            self._end_manual_window()
+        manual = self._manual
+        if self.open is None and manual.backwards:
+            # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
+            if manual.backwards != self.steps and not manual.counts_items and not self._warned_length:
+                self._warn_of_length(manual.backwards)
+            manual.reset()
         if self._on_step is not None:
             self._on_step(self.step, result.skipped)
 
-    def _end_manual_window(self) -> None:
-        """Outside of ``accumulate`` the script ends a window by stepping; its losses were divided as in a full one."""
-        found = self._manual.backwards
-        if found != self.steps and not self._manual.counts_items and not self._warned_length:
-            self._warned_length = True
-            logger.warning(
-                "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, "
-                "while each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
-                found,
-                self.steps,
-            )
-        self._manual.reset()
+    def _warn_of_length(self, found: int) -> None:
+        self._warned_length = True
+        logger.warning(
+            "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, "
+            "while each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
+            found,
+            self.steps,
+        )
 
     def owners(self, parameters: Sequence[Tensor]) -> list[Record]:
         """Models that hold these parameters, in order of ``prepare``."""

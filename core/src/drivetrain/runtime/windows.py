@@ -46,8 +46,8 @@ class Window:
         self._batch: int | None = None
         self._steps_in_batch = self._steps_in_previous_batch = 0
 
-    def begin(self, batch: int, is_last_batch: bool) -> None:
-        """Start a micro-batch; decides :attr:`closing`.
+    def begin(self, batch: int, is_last_batch: bool) -> bool:
+        """Start a micro-batch; decides and returns :attr:`closing`.
 
         A script may take several micro-steps on one batch, so "the last batch" alone does not close a window: its last
         micro-step does, which is known from how many the previous batch had.
@@ -66,6 +66,7 @@ class Window:
         self.closing = self.position >= self.length or (
             is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
         )
+        return self.closing
 
     def reset(self) -> None:
         """Forget the finished window."""
@@ -112,7 +113,8 @@ class Window:
         Args:
             total: as in :meth:`scale`; called once per closing backward of a window with items.
         """
-        if self._items is None and self.position == self.length:
+        if self._items is None and (self.position == 0 or self.position == self.length):
+            # The length was right, or the script counts the micro-batches itself.
             return 1.0
         if self._items is not None:
             items = total(self._items).clamp(min=1.0)
@@ -120,7 +122,7 @@ class Window:
             factor: float | Tensor = self.denominator / items
             self.denominator = items
             return factor
-        truth = float(self.dp_size * max(self.position, 1)) if self.position else float(self.denominator)
+        truth = float(self.dp_size * self.position)
         factor = self.denominator / truth
         self.denominator = truth
         return factor

@@ -223,6 +223,8 @@ def _explicit_items(batch: Sequence[Tensor]) -> Tensor:
 def full_state(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
     """Every parameter and buffer in full by original name, on the CPU; asked for on every rank."""
     state = accelerator.get_state_dict(model)
+    if not accelerator.backend.capabilities.replicated:
+        state = accelerator.backend.broadcast_object(state)  # Only the main process was given it.
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
