@@ -87,8 +87,8 @@ class RunCheckpoints:
         path = self._on_main(naming.next_path) if naming else Path(self._given(output_dir, "save_state"))
         if self._trainer.unfinished:
             logger.warning(
-                "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so far "
-                "are not part of it. Save where accelerator.sync_gradients is true to lose nothing.",
+                "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
+                "far are not part of it. Save where accelerator.sync_gradients is true to lose nothing.",
                 self._trainer.unfinished,
             )
         hooks = self._run_save_hooks if self.save_hooks else None
