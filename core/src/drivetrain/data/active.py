@@ -87,6 +87,13 @@ class ActiveLoaders:
         """A number that differs from batch to batch; 0 outside of every loop."""
         return self._entries[-1][1].serial if self._entries else 0
 
+    def state(self) -> tuple[int, bool]:
+        """``(batch_serial(), is_last_batch())`` in one call, for each micro-batch of the training loop."""
+        if not self._entries:
+            return 0, False
+        info = self._entries[-1][1]
+        return info.serial, info.is_last
+
     def next_serial(self) -> int:
         """A new number for a batch about to be yielded."""
         self._serial += 1

@@ -91,7 +91,7 @@ def ensure_process_group(
     init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or "env://"
     dist.init_process_group(
         chosen,
-        store=dist.HashStore() if place.world_size == 1 else _meet(place, init_method, timeout),
+        store=_alone() if place.world_size == 1 else _meet(place, init_method, timeout),
         rank=place.rank,
         world_size=place.world_size,
         timeout=None if settings.timeout_seconds is None else timeout,
@@ -111,6 +111,11 @@ def _meet(place: Place, init_method: str, timeout: timedelta) -> Any:
         _Formed.stores[address] = store
     _Formed.generation += 1
     return dist.PrefixStore(f"drivetrain/{_Formed.generation}", store)  # type: ignore[attr-defined]
+
+
+def _alone() -> Any:
+    """A store for a group of one, which meets nobody."""
+    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 def _destroy() -> None:

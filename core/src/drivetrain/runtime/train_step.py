@@ -60,7 +60,8 @@ def train_step(
 
     See :meth:`drivetrain.Accelerator.train_step`.
     """
-    window = list(batches) if isinstance(batches, list) and batches and _is_batch(batches[0]) else [batches]
+    several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
+    window = list(batches) if several else [batches]
     topology, backend = trainer.backend.topology, trainer.backend
     if num_items is None:
         denominator = torch.tensor(float(topology.dp_size * len(window)), device=topology.device)

@@ -197,7 +197,7 @@ class Trainer:
         manual = self._manual
         if self.open is None and manual.backwards:
             # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
-            if manual.backwards != self.steps and not manual.counts_items and not self._warned_length:
+            if manual.backwards != self.steps > 1 and not manual.counts_items and not self._warned_length:
                 self._warn_of_length(manual.backwards)
             manual.reset()
         if self._on_step is not None:

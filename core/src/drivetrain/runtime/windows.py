@@ -113,7 +113,7 @@ class Window:
         Args:
             total: as in :meth:`scale`; called once per closing backward of a window with items.
         """
-        if self._items is None and (self.position == 0 or self.position == self.length):
+        if self._items is None and self.position in (0, self.length):
             # The length was right, or the script counts the micro-batches itself.
             return 1.0
         if self._items is not None:

@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain.registry import get_registry
+from drivetrain.backend import Capabilities
+from drivetrain.registry import get_registry, reset_registry
 from drivetrain.testing.cases import state as state_cases
 from drivetrain.testing.kit import Kit, all_cases, prepare_rank, run_case, run_in_rank
 from drivetrain.testing.processes import spawn
@@ -53,11 +54,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _cases(requirements: type[BaseRequirements]) -> list[Any]:
-    prepare_rank(requirements.setup)
-    info = get_registry().info(requirements.backend)
+    capabilities = _capabilities(requirements)
     chosen = []
     for case in all_cases().values():
-        if not case.applies(info.capabilities):
+        if not case.applies(capabilities):
             continue
         # A case with worlds of its own says what happens in one that the backend is not made for.
         for world_size in case.world_sizes or requirements.world_sizes:
@@ -66,6 +66,16 @@ def _cases(requirements: type[BaseRequirements]) -> list[Any]:
             name = f"{case.name}-{world_size}"
             chosen.append(pytest.param(case.name, world_size, id=name, marks=marks))
     return chosen
+
+
+def _capabilities(requirements: type[BaseRequirements]) -> Capabilities:
+    """What the backend declares. One that ``setup`` registers is forgotten again: other tests must not find it."""
+    prepare_rank(requirements.setup)
+    try:
+        return get_registry().info(requirements.backend).capabilities
+    finally:
+        if requirements.setup:
+            reset_registry()
 
 
 def _journeys(requirements: type[BaseRequirements]) -> list[Any]:

@@ -170,6 +170,73 @@ def pipelined_means_deferred(kit: Kit) -> None:
 
 
 @case()
+def devices_are_listed(kit: Kit) -> None:
+    """The device that was picked is one of ``devices``, where the backend lists any."""
+    accelerator = kit.accelerator()
+    listed = kit.capabilities.devices
+    assert not listed or accelerator.device.type in listed, f"trains on {accelerator.device}, declares {sorted(listed)}"
+
+
+@case(applies=lambda capabilities: not capabilities.owns_optimizer)
+def optimizer_is_the_users(kit: Kit) -> None:
+    """Not ``owns_optimizer``: the user's own object steps, and a setting changed on it is used."""
+    accelerator = kit.accelerator()
+    model: Any = models.build("dense")
+    own = SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, own)
+    assert optimizer.optimizer is own
+    before = full_state(accelerator, model)
+    own.param_groups[0]["lr"] = 0.0
+    _backward(accelerator, model)
+    optimizer.step()
+    assert_same_state(full_state(accelerator, model), before, 0.0)
+
+
+@case(applies=lambda capabilities: capabilities.sharded_save)
+def every_rank_saves_its_part(kit: Kit) -> None:
+    """``sharded_save``: no rank holds all parameters, and what the ranks hold adds up to them once."""
+    accelerator, model, optimizer = _ready(kit)
+    _backward(accelerator, model)
+    optimizer.step()
+    held = 0
+    for tensor in model.trainable.portable_state().tensors.values():
+        local = getattr(tensor, "to_local", None)
+        held += (tensor if local is None else local()).numel() if tensor.dim() else 0
+    total = sum(parameter.numel() for parameter in models.build("dense").parameters())
+    everyones = accelerator.gather(torch.tensor([held], device=accelerator.device)).sum().item()
+    assert everyones == total, f"ranks hold {everyones} elements of {total}"
+
+
+@case(applies=lambda capabilities: capabilities.async_save)
+def saves_beside_training(kit: Kit) -> None:
+    """``async_save``: what is saved is the state at the call, however the training goes on meanwhile."""
+    accelerator, model, optimizer = _ready(kit)
+    _backward(accelerator, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    for name in ("first", "second"):
+        saved = full_state(accelerator, model)
+        accelerator.save_state(str(kit.shared / name), blocking=False)
+        for step in range(3):
+            _backward(accelerator, model, seed=30 + step)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.wait_for_checkpoint()
+        after = full_state(accelerator, model)
+        assert any(not torch.equal(after[key], saved[key]) for key in after), "nothing was trained"
+        accelerator.load_state(str(kit.shared / name))
+        assert_same_state(full_state(accelerator, model), saved, 0.0)
+
+
+@case(applies=lambda capabilities: not capabilities.async_save)
+def no_saving_beside_training(kit: Kit) -> None:
+    """``save_state(blocking=False)`` is refused, and nothing is written."""
+    accelerator, _, _ = _ready(kit)
+    _refuses(lambda: accelerator.save_state(str(kit.shared / "beside"), blocking=False))
+    assert not (kit.shared / "beside").exists()
+
+
+@case()
 def unlisted_handlers(kit: Kit) -> None:
     """A keyword handler that nobody reads is refused or warned about, never dropped without a word."""
     from drivetrain import DistributedDataParallelKwargs

@@ -1,0 +1,133 @@
+"""All measurements, one after the other, and the table. ``benchmarks/run.py`` starts it in the right environment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import checkpoints, gathering, loaders, peers, report, startup, steps
+from benchmarks.report import Section, Target
+from benchmarks.steps import StepCase
+
+GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup")
+
+STEPS = [
+    StepCase(),
+    StepCase(accumulation=4),
+    StepCase(bf16=True),
+    StepCase(accumulation=4, bf16=True),
+    StepCase(clip=True),
+    StepCase(hidden=512, rows=64),
+    StepCase(world=2),
+    StepCase(world=2, accumulation=4),
+    StepCase(world=2, bf16=True),
+    StepCase(world=2, accumulation=4, bf16=True),
+    StepCase(world=2, hidden=512, rows=64),
+]
+# Microseconds of CPU that a step may cost beyond the bare loop. One process and a small network only: the noise of
+# waiting ranks, or of a step of milliseconds, is wider than that.
+STEP_TARGET = Target("more", 10.0)
+LOADER_TARGET = Target("ratio", 1.1)
+HELP_TARGET = Target("total", 100.0, "drivetrain --help")
+IMPORT_TARGET = Target("total", 60.0, "import drivetrain")
+
+
+def _spawn(function: Any, world: int, *args: Any) -> Any:
+    """Rank 0's result of a job in fresh processes."""
+    from drivetrain.testing import spawn
+
+    return spawn(function, world, *args, timeout=600)[0]
+
+
+def measure_steps(quick: bool) -> Iterator[Section]:
+    """Training steps. Quick: the first case of each kind."""
+    for case in [StepCase(), StepCase(world=2, accumulation=4)] if quick else STEPS:
+        micro_batches = 8 if quick or case.hidden > 64 else 40
+        rounds = 4 if quick else 100 if case.hidden > 64 else 200 if case.world == 1 else 100
+        samples = _spawn(steps.measure, case.world, case, micro_batches, rounds)
+        target = STEP_TARGET if case.world == 1 and case.hidden == 64 else None
+        per = "step" if case.accumulation == 1 else "micro-batch"
+        yield Section(f"Training step: {case.title}", "cpu", "us", per, samples, target)
+
+
+def measure_loaders(quick: bool) -> Iterator[Section]:
+    """Loaders, by one rank of one and of two."""
+    cases = [("map", 16, 1), ("iterable", 16, 1), ("map", 16, 2), ("map", 64, 2), ("iterable", 16, 2)]
+    for kind, rows, world in cases[:2] if quick else cases:
+        samples = _spawn(loaders.measure, world, kind, rows, 10 if quick else 100, 4 if quick else 80)
+        ranks = "1 process" if world == 1 else f"{world} processes"
+        plain = "DataLoader with DistributedSampler" if kind == "map" else "DataLoader of a hand-sharded stream"
+        title = f"Loading a batch of {rows}: {kind} dataset, {ranks}; bare is a {plain}"
+        yield Section(title, "cpu", "us", "batch", samples, LOADER_TARGET if kind == "map" else None)
+
+
+def measure_gather(quick: bool) -> Iterator[Section]:
+    """Metrics of a batch from two ranks."""
+    samples = _spawn(gathering.measure, 2, 2 if quick else 5, 4 if quick else 300)
+    yield Section("gather_for_metrics((x, y)), 2 processes; bare is two all_gathers", "wall", "us", "call", samples)
+
+
+def measure_checkpoints(quick: bool) -> Iterator[Section]:
+    """Saving and loading."""
+    megabytes = 1 if quick else 34
+    for verb, samples in _spawn(checkpoints.measure, 1, megabytes, 2 if quick else 16).items():
+        title = f"{verb}_state: a model of {megabytes} MB with its Adam state; bare is torch.{verb}"
+        yield Section(title, "wall", "ms", "call", samples)
+
+
+def measure_startup(quick: bool) -> Iterator[Section]:
+    """Whole programs."""
+    for what, target in (("help", HELP_TARGET), ("import", IMPORT_TARGET)):
+        title = {"help": "Command line: --help", "import": "Import"}[what] + ", a whole program"
+        yield Section(title, "cpu", "ms", "start", startup.measure(what, 2 if quick else 12), target)
+
+
+def conditions() -> list[str]:
+    """What the numbers hold for."""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    found = ", ".join(f"{name} {version}" for name, version in peers.versions().items())
+    missing = [name for name in peers.PEERS if name not in peers.present()]
+    lines = [
+        f"{found}, Python {platform.python_version()}",
+        f"{os.cpu_count()} cores ({platform.machine()}), CPU only, gloo; load average at the start {load}",
+    ]
+    return lines + ([f"Not installed here, so not measured: {', '.join(missing)}"] if missing else [])
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and write what was asked for."""
+    parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Medians and ratios, side by side.")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; none means all")
+    parser.add_argument("--quick", action="store_true", help="a few rounds: shows that it runs, not how fast")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and all samples")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--here", action="store_true", help="in this interpreter, with the peers that it has")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.groups) - set(GROUPS))
+    if unknown:
+        parser.error(f"there is no group {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    head = conditions()
+    print("\n".join(head), flush=True)
+    sections: list[Section] = []
+    for group in options.groups or GROUPS:
+        measure = globals()[f"measure_{group}"]
+        for section in measure(options.quick):
+            sections.append(section)
+            print("\n" + report.text(section), flush=True)
+    if options.json:
+        data = {"conditions": head, "sections": [report.record(section) for section in sections]}
+        options.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if options.markdown:
+        blocks = ["\n".join(f"- {line}" for line in head), *map(report.markdown, sections)]
+        options.markdown.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

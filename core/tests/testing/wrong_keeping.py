@@ -1,0 +1,181 @@
+"""Backends that are wrong in what they save, say, exchange or leave behind."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from toy_backend import CAPABILITIES, ToyTrainable
+from wrong_base import Mistake
+
+from drivetrain.api import PortableState, TensorSpec, Topology
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+class ForgetsMoments(Mistake):
+    """Loads the parameters but not the optimizer's state."""
+
+    caught_by = ("state.resumed_equals_uninterrupted", "state.load_undoes")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def load_portable_state(self, state: PortableState) -> None:
+            before = [dict(optimizer.state) for optimizer in self.optimizers]
+            kept = [{parameter: dict(slots) for parameter, slots in each.items()} for each in before]
+            super().load_portable_state(state)
+            for optimizer, states in zip(self.optimizers, kept, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(states)
+
+
+class ForgetsBuffers(Mistake):
+    """Neither saves nor restores buffers."""
+
+    caught_by = ("state.load_undoes",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def portable_state(self) -> PortableState:
+            return self.without_buffers(super().portable_state())
+
+        def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+            return self.without_buffers(super().portable_template(saved))
+
+        def without_buffers(self, state: PortableState) -> PortableState:
+            for name, _ in self.module.named_buffers():
+                state.tensors.pop(f"model.{name}", None)
+            return state
+
+        def load_portable_state(self, state: PortableState) -> None:
+            for name, tensor in self.module.named_buffers():
+                state.tensors[f"model.{name}"] = tensor
+            super().load_portable_state(state)
+
+
+class SavesPart(Mistake):
+    """Leaves the last parameter out of what it saves."""
+
+    caught_by = ("state.load_undoes", "state.resumed_equals_uninterrupted")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def portable_state(self) -> PortableState:
+            state = super().portable_state()
+            state.tensors.pop([name for name in state.tensors if name.startswith("model.")][-1])
+            return state
+
+
+class ForgetsLossScale(Mistake):
+    """Does not save the loss scaler's state."""
+
+    caught_by = ("state.loss_scale_travels",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def portable_state(self) -> PortableState:
+            return replace(super().portable_state(), extra={})
+
+
+class PrefixesNames(Mistake):
+    """Lets its wrapper's name into the state dict."""
+
+    caught_by = ("honesty.parameter_names_are_the_users", "gradients.dense")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def full_state_dict(self) -> Any:
+            for name, tensor in super().full_state_dict():
+                yield f"module.{name}", tensor
+
+
+class ClaimsShards(Mistake):
+    """Declares ``sharded_save`` although every rank holds everything."""
+
+    capabilities = replace(CAPABILITIES, sharded_save=True)
+    caught_by = ("honesty.every_rank_saves_its_part",)
+
+
+class StepsACopy(Mistake):
+    """Steps an optimizer of its own making and does not declare ``owns_optimizer``."""
+
+    caught_by = ("honesty.optimizer_is_the_users",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.optimizers = copy.deepcopy(self.optimizers)
+            for own, user in zip(self.optimizers, args[-1], strict=True):
+                for mine, group in zip(own.param_groups, user.param_groups, strict=True):
+                    mine["params"] = group["params"]
+
+
+# ---- collectives and manners ----------------------------------------------------------------------------------------
+
+
+class NoBarrier(Mistake):
+    """``barrier`` waits for nobody: files are read before they are written."""
+
+    caught_by = ("collectives.main_process_goes_first",)
+
+    def barrier(self) -> None:
+        pass
+
+
+class GathersBackwards(Mistake):
+    """Concatenates the ranks in the wrong order."""
+
+    caught_by = ("collectives.gather_nested", "evaluation.each_sample_once_in_order")
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        parts = super().gather(tensor).chunk(self.topology.dp_size)
+        return torch.cat(parts[::-1])
+
+
+class MeansForSums(Mistake):
+    """``reduce`` averages whatever it is asked for."""
+
+    caught_by = ("collectives.reductions", "gradients.ragged_labels")
+
+    def reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+        return super().reduce(tensor, "mean" if op == "sum" else op)
+
+
+class LeavesVariables(Mistake):
+    """Sets an environment variable and leaves it."""
+
+    caught_by = ("gradients.dense", "gradients.start_stop_start")
+
+    def start(self) -> Topology:
+        os.environ["WRONG_BACKEND_WAS_HERE"] = "1"
+        return super().start()
+
+
+class LeavesDtype(Mistake):
+    """Changes the process's default dtype."""
+
+    caught_by = ("gradients.dense", "clipping.leaves_small_gradients")
+
+    def stop(self) -> None:
+        super().stop()
+        torch.set_default_dtype(torch.float64)
+
+
+class LeavesProcessGroup(Mistake):
+    """Forms a process group and never destroys it."""
+
+    caught_by = ("gradients.dense",)
+
+    def stop(self) -> None:
+        pass
+
+
+class ServesOneModel(Mistake):
+    """Declares several models but reduces the first one's gradients only."""
+
+    caught_by = ("gradients.several_models", "gradients.one_loss_through_two_models")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            if self is self.backend.trainables[0]:
+                super().average()

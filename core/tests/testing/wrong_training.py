@@ -1,0 +1,212 @@
+"""Backends that are wrong in gradients, clipping, stepping or precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from toy_backend import ToyTrainable
+from wrong_base import Mistake
+
+from drivetrain.api import StepResult, clipping
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class ForgetsWorldSize(Mistake):
+    """Adds the ranks' gradients and does not divide by their number."""
+
+    caught_by = ("gradients.dense", "gradients.ragged_labels")
+
+    class trainable(ToyTrainable):  # noqa: N801 - the toy's attribute of this name
+        def average(self) -> None:
+            super().average()
+            clipping.multiply(clipping.gradients(self.module.parameters()), self.backend.topology.dp_size)
+
+
+class AveragesTwice(Mistake):
+    """Divides by the number of ranks once more."""
+
+    caught_by = ("gradients.dense", "gradients.explicit_step")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            super().backward(loss, scale / self.backend.topology.dp_size)
+
+
+class IgnoresScale(Mistake):
+    """Back-propagates the loss as it is."""
+
+    caught_by = ("windows.full_windows", "gradients.ragged_labels")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            super().backward(loss, 1.0 / self.backend.topology.dp_size)
+
+
+class IgnoresCorrection(Mistake):
+    """Does nothing in ``scale_gradients``."""
+
+    caught_by = ("windows.partial_window", "gradients.ragged_labels", "windows.ragged_windows")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def scale_gradients(self, factor: float | Tensor) -> None:
+            pass
+
+
+class DropsMicroBatches(Mistake):
+    """Gradients of micro-batches before the last one are lost (seen with ZeRO-2)."""
+
+    caught_by = ("windows.full_windows", "windows.ragged_windows")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            if self.synchronising:
+                for parameter in self.module.parameters():
+                    parameter.grad = None
+            super().backward(loss, scale)
+
+
+class CountsByItself(Mistake):
+    """Keeps a counter of its own and steps at every second backward only: the last, short window is dropped."""
+
+    caught_by = ("windows.partial_window", "gradients.dense")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        count = 0
+
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            self.count += 1
+            super().backward(loss, scale)
+
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            return super().optimizer_step(optimizer, closure) if self.count % 2 == 0 else StepResult()
+
+
+class NeverZeroes(Mistake):
+    """``zero_grad`` keeps the gradients."""
+
+    caught_by = ("gradients.dense",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+            pass
+
+
+class TrainsOwnStart(Mistake):
+    """Every rank starts from its own parameters."""
+
+    caught_by = ("gradients.rank_zero_starts",)
+
+    def share(self, module: nn.Module) -> None:
+        pass
+
+
+class OneRateForAll(Mistake):
+    """Steps every parameter group with the first group's settings."""
+
+    caught_by = ("gradients.parameter_groups",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            for group in optimizer.param_groups[1:]:
+                group.update({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
+            return super().optimizer_step(optimizer, closure)
+
+
+class AlwaysReduces(Mistake):
+    """Reduces at every backward although it declares that it can wait."""
+
+    caught_by = ("honesty.no_sync_keeps_gradients_local",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def synchronise_gradients(self, enabled: bool) -> None:
+            pass
+
+
+# ---- clipping and stepping ------------------------------------------------------------------------------------------
+
+
+class ClipsPerRank(Mistake):
+    """Clips each rank's own gradients before they are averaged."""
+
+    caught_by = ("clipping.clips_as_one_process_does", "clipping.same_norm_everywhere")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            pass
+
+        def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+            norm = super().clip_grad_norm(parameters, max_norm, norm_type)
+            super().average()
+            return norm
+
+
+class NormAfterClipping(Mistake):
+    """Returns the norm that is left."""
+
+    caught_by = ("clipping.clips_as_one_process_does", "clipping.same_norm_everywhere")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+            return super().clip_grad_norm(parameters, max_norm, norm_type).clamp(max=max_norm)
+
+
+class StepsOnOverflow(Mistake):
+    """Applies gradients that are not finite."""
+
+    caught_by = ("clipping.not_finite_is_skipped",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            optimizer.step()
+            return StepResult()
+
+
+class HidesTheSkip(Mistake):
+    """Skips, but says that it stepped: the scheduler moves."""
+
+    caught_by = ("clipping.not_finite_is_skipped", "precision.overflow_is_skipped")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            return replace(super().optimizer_step(optimizer, closure), skipped=False)
+
+
+class ClampsNothing(Mistake):
+    """Declares ``clip_by_value`` and does not do it."""
+
+    caught_by = ("clipping.clips_by_value",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+            pass
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+class LowPrecisionParameters(Mistake):
+    """Trains bfloat16 parameters under ``mixed_precision: bf16``."""
+
+    caught_by = ("precision.bf16_policy",)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Any:
+        prepared = super().prepare(model, optimizers, training=training)
+        if self.settings.precision.name == "bf16":
+            model.to(torch.bfloat16)
+        return prepared
+
+
+class FullPrecisionCompute(Mistake):
+    """Computes in float32 whatever the policy says."""
+
+    caught_by = ("precision.bf16_policy", "precision.fp16_policy")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.model(*args, **kwargs)

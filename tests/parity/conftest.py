@@ -1,0 +1,39 @@
+"""Where a training run can happen on this machine: every installed backend that is ready, on each world it can fill."""
+
+from __future__ import annotations
+
+import pytest
+
+from drivetrain.registry import get_registry
+
+WORLD_SIZES = (1, 2, 4)
+
+
+def places() -> list[tuple[str, int]]:
+    """``(backend, world size)`` of every place on the CPU; a new plugin joins by being installed."""
+    found = []
+    for report in get_registry().reports():
+        if not report.ready:
+            continue
+        capabilities = get_registry().info(report.name).capabilities
+        if capabilities.devices and "cpu" not in capabilities.devices:
+            continue
+        sizes = WORLD_SIZES if capabilities.multi_process else (1,)
+        found += [(report.name, world_size) for world_size in sizes]
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", places(), ids=lambda place: f"{place[0]}-{place[1]}")
+    if "journey" in metafunc.fixturenames:
+        # Journeys within one backend, and to and from the reference, are in each plugin's conformance tests.
+        pairs = [
+            (source, target)
+            for source in places()
+            for target in places()
+            if source[0] != target[0] and "single" not in (source[0], target[0])
+        ]
+        metafunc.parametrize(
+            "journey", pairs, ids=lambda pair: f"{pair[0][0]}-{pair[0][1]}-to-{pair[1][0]}-{pair[1][1]}"
+        )
