@@ -1,0 +1,1 @@
+"""Drivetrain's backend for ``torch.distributed.fsdp.fully_shard`` (FSDP2)."""

@@ -1,0 +1,306 @@
+"""``fsdp``: parameters, gradients and optimizer state in shards, gathered unit by unit by torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    Mesh,
+    PortableState,
+    StepResult,
+    TensorSpec,
+    Topology,
+    TorchEngine,
+    Trainable,
+    UnsupportedError,
+    UsageError,
+    clipping,
+    collectives,
+    ensure_process_group,
+    original_module,
+    pick_device,
+    precision,
+)
+from drivetrain_fsdp import state
+from drivetrain_fsdp.buffers import Buffers
+from drivetrain_fsdp.config import FSDPConfig
+from drivetrain_fsdp.deferred import Recording, deferred
+from drivetrain_fsdp.filling import Filling
+from drivetrain_fsdp.hidden import drop_unreduced
+from drivetrain_fsdp.plugin import FSDP
+from drivetrain_fsdp.remapping import FormerParameters, parameters_of, remap
+from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
+from drivetrain_fsdp.whole import WholeParameters
+
+
+@final
+class FSDPTrainable(Trainable):
+    """A module whose parameters are shards.
+
+    FSDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Every forward gathers parameters, so all
+    ranks must run the same number of them, in evaluation too.
+    """
+
+    def __init__(
+        self,
+        backend: FSDPBackend,
+        model: nn.Module,
+        sharded: Sharded,
+        former: FormerParameters,
+        whole: WholeParameters,
+        engine: TorchEngine,
+    ) -> None:
+        self._backend, self._model, self._sharded = backend, model, sharded
+        self.module, self.optimizers = original_module(model), []
+        self._former, self._whole, self._engine = former, whole, engine
+        self._dp_size = backend.topology.dp_size
+        self._without_sync = backend.section.accumulate_without_sync
+        self._spares_all_reduce = not self._without_sync and backend.topology.mesh.sizes["dp_replicate"] > 1
+        self._buffers = Buffers(self.module, backend.topology, each_forward=backend.section.broadcast_buffers)
+        self._known = {id(parameter) for parameter in self.module.parameters()}
+        self._syncs = True
+        self._ran = False
+        """A forward with gradients since the last backward of any model: that backward reaches this model."""
+        self._unreduced = False
+        """FSDP may hold gradients of micro-batches that no backward has reduced yet."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._buffers.before_forward()
+        if torch.is_grad_enabled():
+            self._ran = True
+            return self._engine.forward(self._model, args, kwargs)
+        # Parameters gathered first in inference mode could never be trained.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            output = self._engine.forward(self._model, args, kwargs)
+        self._reshard()
+        return output
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self._backend.backward(loss, scale * self._dp_size)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        if enabled == self._syncs:
+            return
+        self._syncs = enabled
+        if self._without_sync:
+            for module in self._sharded.modules:
+                module.set_requires_gradient_sync(enabled, recurse=False)
+        elif self._spares_all_reduce:
+            for module in self._sharded.modules:
+                module.set_requires_all_reduce(enabled, recurse=False)
+
+    def before_backward(self) -> None:
+        """A backward of some model begins; it may reach this one."""
+        if self._whole.parameters:
+            self._whole.before_backward()
+
+    def after_backward(self) -> None:
+        """That backward is over. Collective where gradients are synchronised and some parameters are whole."""
+        if self._ran:
+            self._ran, self._unreduced = False, not self._syncs
+        # Whether a forward ran or not: two of them may come before two backwards.
+        if self._syncs and self._whole.parameters:
+            self._whole.reduce()
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        # In place on the shards: on DTensors the multiplication would cost many times more.
+        clipping.multiply([_local(grad) for grad in clipping.gradients(self.module.parameters())], factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self._backend.check_held(parameters)
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._backend.check_held(parameters)
+        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this model can be found at this parameter."""
+        return id(parameter) in self._known
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._engine.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self._engine.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+        self._backend.forget_gradients(optimizer)
+
+    def forget_gradients(self, optimizer: Optimizer) -> None:
+        """Drop what is not in ``.grad`` yet."""
+        if self._unreduced:
+            drop_unreduced(self._sharded.modules, parameters_of(optimizer))
+        if self._whole.parameters:
+            self._whole.forget(optimizer)
+
+    def shares(self, parameters: Sequence[Tensor]) -> bool:
+        return self._former.include(parameters) or any(self.holds(parameter) for parameter in parameters)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._reshard()
+        remap(optimizer, self._former, self.module, self._backend.topology)
+        self.optimizers.append(optimizer)
+
+    def portable_state(self) -> PortableState:
+        self._settle()
+        return state.portable_state(self.module, self.optimizers, self._engine)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        self._settle()
+        return state.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        self._reshard()
+        state.load_portable_state(self.module, self.optimizers, self._engine, portable)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        self._settle()
+        yield from state.full_tensors(self.module)
+
+    def release(self) -> None:
+        """Stop what was put on the module; it stays in shards, since no rank may have room for all of it."""
+        self._reshard()
+        for undo in self._sharded.undo:
+            undo()
+        self._sharded.undo.clear()
+        self._backend.forget(self)
+
+    def _settle(self) -> None:
+        """Shards in their places, and buffers the same on every rank. Collective over all ranks."""
+        self._reshard()
+        self._buffers.agree()
+
+    def _reshard(self) -> None:
+        """Let the names of parameters stand for shards again, where a forward left them whole."""
+        for module in self._sharded.stay_whole:
+            module.reshard()
+
+
+@final
+class FSDPBackend(Backend):
+    """Each rank holds its part of every parameter."""
+
+    capabilities = FSDP.capabilities
+
+    def start(self) -> Topology:
+        settings = self.settings
+        self.section: FSDPConfig = settings.section or FSDPConfig()
+        device = pick_device(settings.device_type, settings.place)
+        kind = device.partition(":")[0]
+        group = settings.process_group
+        if self.section.cpu_offload and kind != "cpu" and group.communication_backend is None:
+            # Norms and checkpoints of offloaded shards communicate from CPU memory.
+            both = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+            group = replace(group, communication_backend=both)
+        sizes = dict(settings.mesh)
+        rest = settings.place.world_size // Mesh({**sizes, "dp_shard": 1}).world_size
+        sizes.setdefault("dp_shard", max(rest, 1))
+        mesh = Mesh(sizes)
+        self.topology = Topology(settings.place, mesh, device)
+        check_reshard(self.section, sizes["dp_shard"])
+        self._group = ensure_process_group(settings.place, kind, group, alone=True)
+        self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
+        axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis == "dp_shard" or mesh.sizes[axis] > 1)
+        self._mesh = init_device_mesh(kind, tuple(mesh.sizes[axis] for axis in axes), mesh_dim_names=axes)
+        agree = self._any if settings.precision.loss_scaling else None
+        self._engine = TorchEngine(settings.precision, device, agree)
+        self.scaler = self._engine.scaler
+        self._recordings: list[Recording] = []
+        self._trainables: list[FSDPTrainable] = []
+        return self.topology
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Construct without memory; ``prepare`` gives each rank its shards of what an ordinary construction gives."""
+        recording = Recording()
+        self._recordings.append(recording)
+        return deferred(recording)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module, settings = original_module(model), self.settings
+        self._refuse(module)
+        filling = Filling(module, self._recordings, self.section.weights)
+        former = FormerParameters(module)
+        precision.cast_parameters(module, settings.precision)
+        filling.fill_buffers(module, self.topology)
+        Buffers.place(module, self.topology)
+        cut = plan(module, self.section, settings.precision)
+        if cut.whole and settings.precision.loss_scaling:
+            raise UnsupportedError(
+                f"{type(module).__name__} has {len(cut.whole)} parameter(s) that cannot be cut, such as 0-d ones, "
+                "which torch's loss scaler does not take beside sharded ones",
+                cure="Give them the shape (1,), or use mixed_precision='bf16'.",
+            )
+        sharded = shard(module, cut, self.section, settings.precision, self._mesh, self.topology)
+        at = torch.device("cpu" if self.section.cpu_offload else self.topology.device)
+        filling.fill_parameters(module, self.topology, at)
+        whole = [parameter for parameter in module.parameters() if parameter in set(cut.whole)]
+        trained = WholeParameters([each for each in whole if each.requires_grad], self.topology)
+        trainable = FSDPTrainable(self, model, sharded, former, trained, self._engine)
+        for optimizer in optimizers:
+            trainable.add_optimizer(optimizer)
+        self._trainables.append(trainable)
+        return trainable
+
+    def _refuse(self, module: nn.Module) -> None:
+        if not self.settings.place_on_device and self.topology.device != "cpu":
+            raise UsageError(
+                "fsdp keeps its shards on the device, device_placement=False asks for something else",
+                cure="Leave device_placement at True; cpu_offload in the section `fsdp:` keeps shards in CPU memory.",
+            )
+        parameters = list(module.parameters())
+        if any(trainable.shares(parameters) for trainable in self._trainables):
+            raise UsageError(
+                f"{type(module).__name__} shares parameters with a model that was prepared before",
+                cure="Make one nn.Module of both and prepare that.",
+            )
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Back-propagate through every prepared model that the loss depends on."""
+        for trainable in self._trainables:
+            trainable.before_backward()
+        self._engine.backward(loss, factor)
+        for trainable in self._trainables:
+            trainable.after_backward()
+
+    def check_held(self, parameters: Sequence[Tensor]) -> None:
+        """Raise :class:`UsageError` for tensors that never get a gradient: whole parameters of one forward."""
+        for parameter in parameters:
+            if not any(trainable.holds(parameter) for trainable in self._trainables):
+                raise UsageError(
+                    "these parameters are not the shards: they were asked for before prepare, or between a forward and "
+                    "its backward, while some are gathered",
+                    cure="Call model.parameters() after backward, on what prepare returned.",
+                )
+
+    def forget_gradients(self, optimizer: Optimizer) -> None:
+        """Drop gradients of this optimizer's parameters that are not reduced yet, in every model."""
+        for trainable in self._trainables:
+            trainable.forget_gradients(optimizer)
+
+    def forget(self, trainable: FSDPTrainable) -> None:
+        """A model was released."""
+        self._trainables = [each for each in self._trainables if each is not trainable]
+
+    def _any(self, verdict: bool) -> bool:
+        flag = torch.tensor([int(verdict)], device=self.topology.device)
+        return bool(collectives.all_reduce(flag, "max", self.topology).item())
+
+    def stop(self) -> None:
+        self._group.release()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,25 @@
+"""What the backend ``fsdp`` is, as data. Imports neither torch nor the backend."""
+
+from __future__ import annotations
+
+from drivetrain.api import BackendInfo, Capabilities, hookimpl
+
+FSDP = BackendInfo(
+    name="fsdp",
+    aliases=("fsdp2", "fully_sharded_data_parallel"),
+    summary="torch FSDP2 (fully_shard): parameters, gradients and optimizer state in shards, gathered unit by unit.",
+    backend="drivetrain_fsdp.backend:FSDPBackend",
+    config="drivetrain_fsdp.config:FSDPConfig",
+    capabilities=Capabilities(
+        mesh_axes=frozenset({"dp_replicate", "dp_shard"}),
+        replicated=False,
+        sharded_save=True,
+        async_save=True,
+    ),
+)
+
+
+@hookimpl
+def drivetrain_backends() -> list[BackendInfo]:
+    """One backend: ``fsdp``."""
+    return [FSDP]

@@ -1,0 +1,85 @@
+"""Optimizers that were made for the whole parameters: they get the sharded ones, by name, and keep everything else."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain.api import Topology
+from drivetrain_fsdp.shards import from_rank_zero, local_device, part_like
+
+logger = logging.getLogger(__name__)
+
+
+class FormerParameters:
+    """The parameters of a module before it was sharded, by identity; they are not kept alive.
+
+    Args:
+        module: not sharded yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(one): (name, weakref.ref(one)) for name, one in module.named_parameters()}
+
+    def name(self, parameter: Tensor) -> str | None:
+        """The name that a parameter had; ``None`` when it was not one of them."""
+        name, alive = self._names.get(id(parameter), ("", None))
+        return name if alive is not None and alive() is parameter else None
+
+    def include(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether any of these was one of them."""
+        return any(self.name(parameter) is not None for parameter in parameters)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that an optimizer holds, group after group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def remap(optimizer: Optimizer, former: FormerParameters, module: nn.Module, topology: Topology) -> None:
+    """Exchange former parameters for those of the same name, in place, and cut their state alike.
+
+    Groups keep their order and hyper-parameters. State that is shaped like its parameter becomes sharded like it, from
+    rank 0's values; other state (a step count) stays. Collective over all ranks when there is state.
+    """
+    present = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        for index, old in enumerate(group["params"]):
+            name = former.name(old)
+            if name is None:
+                continue
+            new = present[name]
+            state = optimizer.state.pop(old, None)
+            group["params"][index] = new
+            if state is not None:
+                optimizer.state[new] = {slot: _cut(value, new, topology) for slot, value in state.items()}
+        _one_kind(group, present)
+
+
+def _cut(value: Any, new: Tensor, topology: Topology) -> Any:
+    # `new` has the shape of the whole also when it is sharded.
+    if not isinstance(value, Tensor) or value.shape != new.shape or not value.dim():
+        return value
+    read = from_rank_zero(value, value, topology)
+    return part_like(new.detach(), read, dtype=new.dtype, device=local_device(new))
+
+
+def _one_kind(group: dict[str, Any], present: Mapping[str, Tensor]) -> None:
+    """Plain and sharded tensors cannot go through one fused or foreach kernel."""
+    own = {id(parameter) for parameter in present.values()}
+    kinds = {isinstance(parameter, DTensor) for parameter in group["params"] if id(parameter) in own}
+    if len(kinds) < 2:
+        return
+    for how in ("foreach", "fused"):
+        if how in group:
+            if group[how]:
+                logger.warning("An optimizer group holds 0-d parameters beside sharded ones; %s is off for it.", how)
+            group[how] = False

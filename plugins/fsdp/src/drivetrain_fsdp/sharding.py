@@ -1,0 +1,250 @@
+"""Apply ``fully_shard`` to a model: its units, then its root, with everything that the configuration says of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain.api import PrecisionPolicy, Topology, UnsupportedError, UsageError, collectives, precision
+from drivetrain_fsdp.buffers import state_buffers, unchanged_buffers
+from drivetrain_fsdp.config import FSDPConfig
+from drivetrain_fsdp.units import choose_units, owners
+
+logger = logging.getLogger(__name__)
+
+_KEEPS_STATISTICS = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 (the common base of batch and instance norms)
+"""Kernels that want their parameters in the dtype of their running statistics, float32."""
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""On the CPU their kernels take no float32 input beside low-precision parameters."""
+
+
+@dataclass
+class Plan:
+    """How a module will be cut; made before anything is changed.
+
+    Args:
+        units: modules that are gathered by themselves, children before parents, without the root.
+        blocks: those of them that the configuration chose; checkpointed, compiled, prefetched.
+        whole: parameters that cannot be cut.
+    """
+
+    units: list[nn.Module]
+    blocks: list[nn.Module]
+    whole: list[nn.Parameter]
+
+
+@dataclass
+class Sharded:
+    """A module after :func:`shard`.
+
+    Args:
+        root: the module itself.
+        modules: every unit and the root.
+        stay_whole: those whose parameters stay gathered after a forward.
+        undo: take back what was put on the modules besides sharding.
+    """
+
+    root: FSDPModule
+    modules: list[FSDPModule]
+    stay_whole: list[FSDPModule]
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan:
+    """Choose units, and find what no unit can hold. Dtypes are those that the policy has given already.
+
+    The trained parameters of a unit must have one dtype: a leaf module of another one becomes a unit of its own, and a
+    parameter that stands beside such of another dtype in one module stays whole.
+    """
+    blocks = choose_units(module, config)
+    whole = [parameter for parameter in module.parameters() if not parameter.dim()]
+    home = owners(module, blocks)
+    tops = {id(module), *map(id, blocks)}
+    trained = {
+        part: [one for one in part.parameters(recurse=False) if one.requires_grad and one.dim()]
+        for part in module.modules()
+    }
+    sizes: dict[int, Counter[torch.dtype]] = {}
+    for part, parameters in trained.items():
+        for parameter in parameters:
+            sizes.setdefault(id(home[id(part)]), Counter())[parameter.dtype] += parameter.numel()
+    apart = set()
+    for part, parameters in trained.items():
+        if not parameters:
+            continue
+        main = sizes[id(home[id(part)])].most_common(1)[0][0]
+        odd = [parameter for parameter in parameters if parameter.dtype != main]
+        is_leaf = id(part) not in tops and not any(True for _ in part.children())
+        if is_leaf and (len(odd) == len(parameters) or (policy.compute and isinstance(part, _KEEPS_STATISTICS))):
+            apart.add(id(part))
+        else:
+            whole.extend(odd)
+    chosen = apart | set(map(id, blocks))
+    return Plan([part for part in module.modules() if id(part) in chosen][::-1], blocks, whole)
+
+
+def shard(
+    module: nn.Module, plan: Plan, config: FSDPConfig, policy: PrecisionPolicy, mesh: DeviceMesh, topology: Topology
+) -> Sharded:
+    """Cut a module into shards, in place, from rank 0's values. Collective over all ranks.
+
+    Parameters on meta stay there, as shards. At most one unit is whole on the device at a time.
+    """
+    low = MixedPrecisionPolicy(
+        # Autocast runs too and casts what operators take, so that inputs keep the precision they come in.
+        param_dtype=None if policy.compute is None else precision.dtype_of(policy.compute),
+        reduce_dtype=None if policy.reduce is None else precision.dtype_of(policy.reduce),
+        cast_forward_inputs=False,
+    )
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    undo: list[Callable[[], None]] = []
+    for block in plan.blocks or [module]:
+        if config.activation_checkpointing:
+            undo.append(_checkpoint(block))
+        if config.compile:
+            block.compile(**({"backend": config.compile} if isinstance(config.compile, str) else {}))
+    if policy.compute is not None and topology.device == "cpu":
+        undo.extend(_cast_norm_inputs(module))
+    ignored = set(plan.whole)
+    for parameter in plan.whole:
+        parameter.data = _placed(parameter, topology)
+    modules = [*plan.units, module]
+    for unit in modules:
+        for parameter in unit.parameters():
+            # Parameters of inner units are shards by now.
+            if not (parameter.is_meta or parameter in ignored or isinstance(parameter, DTensor)):
+                parameter.data = _placed(parameter, topology)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=full if isinstance(unit, _KEEPS_STATISTICS) else low,
+            offload_policy=_offloading(config, topology),
+            ignored_params=ignored,
+        )
+        _keep_name(unit)
+    sharded = Sharded(_as_sharded(module), [_as_sharded(unit) for unit in modules], [], undo)
+    after = config.reshard_after_forward
+    sharded.stay_whole = [sharded.root] if after is None else [] if after is True else sharded.modules
+    _prefetch([_as_sharded(block) for block in reversed(plan.blocks)], sharded.root, config)
+    if config.reduce_unused_parameters:
+        _reduce_unused(sharded.root)
+    for method in config.forward_methods:
+        if not callable(getattr(module, method, None)):
+            raise UsageError(f"fsdp.forward_methods: {type(module).__name__} has no method {method!r}")
+        register_fsdp_forward_method(module, method)
+    return sharded
+
+
+def check_reshard(config: FSDPConfig, ranks: int) -> None:
+    """Raise :class:`UsageError` when parameters cannot be kept in shards over so many ranks."""
+    number = config.reshard_after_forward
+    if number is None or isinstance(number, bool):
+        return
+    if not 1 < number < ranks or ranks % number:
+        able = [size for size in range(2, ranks) if ranks % size == 0]
+        raise UsageError(
+            f"fsdp.reshard_after_forward: {number} does not divide the {ranks} ranks of the axis dp_shard into groups",
+            cure=f"Write {', '.join(map(str, [*able, 'true']))} or false.",
+        )
+
+
+def _placed(parameter: Tensor, topology: Topology) -> Tensor:
+    """Rank 0's values on the device, in the order of memory that ``fully_shard`` takes. Collective over all ranks."""
+    data = parameter.detach().to(topology.device).contiguous()
+    return collectives.broadcast(data, 0, topology) if topology.world_size > 1 else data
+
+
+def _offloading(config: FSDPConfig, topology: Topology) -> OffloadPolicy:
+    if not config.cpu_offload:
+        return OffloadPolicy()
+    # Pinning asks for an accelerator.
+    return CPUOffloadPolicy(pin_memory=config.pin_memory and topology.device != "cpu")
+
+
+def _as_sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _keep_name(module: nn.Module) -> None:
+    """Torch gives the module a class ``FSDPNet``; what prints or saves the class's name shall still see ``Net``."""
+    made = type(module)
+    original = made.__mro__[2]
+    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
+def _checkpoint(module: nn.Module) -> Callable[[], None]:
+    """Recompute this module's activations in backward. Inside of FSDP's hooks, and without a wrapper in the names."""
+    inner = module.forward
+    counts = bool(state_buffers(module))
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), unchanged_buffers(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        if counts:
+            kwargs["context_fn"] = contexts
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    module.forward = forward
+
+    def undo() -> None:
+        module.__dict__.pop("forward", None)
+
+    return undo
+
+
+def _cast_norm_inputs(module: nn.Module) -> list[Callable[[], None]]:
+    def cast(norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        weight = norm.weight
+        if not args or not isinstance(weight, Tensor) or args[0].dtype == weight.dtype:
+            return args
+        return (args[0].to(weight.dtype), *args[1:])
+
+    return [part.register_forward_pre_hook(cast).remove for part in module.modules() if isinstance(part, _NORMS)]
+
+
+def _prefetch(blocks: Sequence[FSDPModule], root: FSDPModule, config: FSDPConfig) -> None:
+    """Gather ahead in the order in which blocks stand in the model."""
+    ahead, back = config.forward_prefetch, config.backward_prefetch or 0
+    if ahead and blocks:
+        root.set_modules_to_forward_prefetch(list(blocks[:ahead]))
+    for place, block in enumerate(blocks):
+        if ahead:
+            block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + ahead]))
+        if back:
+            block.set_modules_to_backward_prefetch(list(reversed(blocks[max(place - back, 0) : place])))
+    if back and blocks:
+        root.set_modules_to_backward_prefetch(list(reversed(blocks[-back:])))
+
+
+def _reduce_unused(root: FSDPModule) -> None:
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is None:
+        raise UnsupportedError(
+            f"fsdp.reduce_unused_parameters needs a newer torch than {torch.__version__}",
+            cure="Upgrade torch, or let every rank use the same parameters in each step.",
+        )
+    switch(True)

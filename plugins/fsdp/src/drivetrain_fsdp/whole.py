@@ -1,0 +1,70 @@
+"""Parameters that ``fully_shard`` cannot cut (0-d, or of another dtype than its unit): whole on every rank.
+
+Their gradients are averaged here, in one small collective after a backward that synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import Topology, collectives
+
+
+class WholeParameters:
+    """A model's parameters that stay whole.
+
+    Args:
+        parameters: the trained ones among them.
+        topology: the job.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], topology: Topology) -> None:
+        self.parameters, self._topology = list(parameters), topology
+        self._reduced: dict[int, Tensor] = {}
+        """Gradients that are reduced already, by their parameter's identity."""
+        self._aside: dict[int, Tensor] = {}
+        """Reduced gradients of an earlier backward, while new ones gather in ``.grad``."""
+
+    def before_backward(self) -> None:
+        """Put reduced gradients aside: what comes is this rank's own."""
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and self._reduced.get(id(parameter)) is grad:
+                self._aside[id(parameter)] = grad
+                parameter.grad = None
+
+    def reduce(self) -> None:
+        """Average what has gathered since the last time over the data-parallel ranks. Collective over them."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        exact = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        dtype = torch.float64 if exact else torch.float32
+        parts = []
+        for parameter in self.parameters:
+            grad = parameter.grad
+            parts.append((torch.zeros_like(parameter) if grad is None else grad).detach().to(dtype).flatten())
+        device = self.parameters[0].device
+        # The last numbers say whether a parameter was used at all: an unused one keeps having no gradient.
+        used = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters], dtype=dtype)
+        mean = collectives.all_reduce(torch.cat([*parts, used.to(device)]), "mean", self._topology)
+        *means, used = torch.split(mean, [*sizes, len(sizes)])
+        for parameter, grad, was_used in zip(self.parameters, means, used.tolist(), strict=True):
+            total = self._aside.pop(id(parameter), None)
+            if was_used:
+                fresh = grad.view(parameter.shape).to(parameter.dtype)
+                total = fresh if total is None else total.add_(fresh)
+            parameter.grad = total
+            self._reduced.pop(id(parameter), None)
+            if total is not None:
+                self._reduced[id(parameter)] = total
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Drop what was put aside of this optimizer's parameters."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._aside.pop(id(parameter), None)
+                if parameter.grad is None:
+                    self._reduced.pop(id(parameter), None)
