@@ -137,10 +137,11 @@ def test_a_surface_is_as_it_was(surface):
     assert lines == file.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("module", ["drivetrain.utils", "drivetrain.state"])
-def test_names_are_where_scripts_for_accelerate_import_them(module):
+@pytest.mark.parametrize("name", ["utils", "state", "local_sgd", "launchers", "data_loader"])
+def test_names_are_where_scripts_for_accelerate_import_them(name):
     import drivetrain
 
-    for name in drivetrain.__all__:
-        if not name.startswith("__"):
-            assert getattr(importlib.import_module(module), name) is getattr(drivetrain, name), name
+    module = importlib.import_module(f"drivetrain.{name}")
+    for each in drivetrain.__all__:
+        if not each.startswith("__"):
+            assert getattr(module, each) is getattr(drivetrain, each), each

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
+    from drivetrain.checkpoint import save_object as save
     from drivetrain.config import load_config
     from drivetrain.distributed_type import DistributedType
+    from drivetrain.errors import CollectiveMismatchError as DistributedOperationException
     from drivetrain.kwargs import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
     from drivetrain.launch.notebook import debug_launcher, notebook_launcher
     from drivetrain.logging import get_logger
     from drivetrain.progress import tqdm
+    from drivetrain.runtime.at_hand import (
+        AcceleratorState,
+        GradientState,
+        extract_model_from_parallel,
+        is_initialized,
+        wait_for_everyone,
+    )
     from drivetrain.runtime.loading import already_sharded, skip_first_batches
     from drivetrain.runtime.local_sgd import LocalSGD
     from drivetrain.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -37,8 +46,10 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
     )
+    from drivetrain.runtime.optimizer import PreparedOptimizer as AcceleratedOptimizer
     from drivetrain.runtime.partial_state import PartialState
     from drivetrain.runtime.rng import set_seed, synchronize_rng_state, synchronize_rng_states
+    from drivetrain.runtime.scheduler import PreparedScheduler as AcceleratedScheduler
     from drivetrain.runtime.train_step import TrainStepOutput
     from drivetrain.runtime.trees import (
         concatenate,
@@ -53,15 +64,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AcceleratedOptimizer": "runtime.optimizer:PreparedOptimizer",
+    "AcceleratedScheduler": "runtime.scheduler:PreparedScheduler",
     "Accelerator": "accelerator",
+    "AcceleratorState": "runtime.at_hand",
     "AutocastKwargs": "kwargs",
     "DDPCommunicationHookType": "kwargs",
     "DataLoaderConfiguration": "kwargs",
     "DistributedDataParallelKwargs": "kwargs",
+    "DistributedOperationException": "errors:CollectiveMismatchError",
     "DistributedType": "distributed_type",
     "GeneralTracker": "tracking",
     "GradScalerKwargs": "kwargs",
     "GradientAccumulationPlugin": "kwargs",
+    "GradientState": "runtime.at_hand",
     "InitProcessGroupKwargs": "kwargs",
     "LocalSGD": "runtime.local_sgd",
     "PartialState": "runtime.partial_state",
@@ -74,12 +90,14 @@ _HOME = {
     "clear_device_cache": "runtime.memory",
     "concatenate": "runtime.trees",
     "debug_launcher": "launch.notebook",
+    "extract_model_from_parallel": "runtime.at_hand",
     "find_batch_size": "runtime.trees",
     "find_executable_batch_size": "runtime.memory",
     "gather": "runtime.nested",
     "gather_object": "runtime.nested",
     "get_logger": "logging",
     "honor_type": "runtime.trees",
+    "is_initialized": "runtime.at_hand",
     "load_config": "config",
     "notebook_launcher": "launch.notebook",
     "pad_across_processes": "runtime.nested",
@@ -87,6 +105,7 @@ _HOME = {
     "reduce": "runtime.nested",
     "register_tracker_class": "tracking",
     "release_memory": "runtime.memory",
+    "save": "checkpoint:save_object",
     "send_to_device": "runtime.trees",
     "set_seed": "runtime.rng",
     "skip_first_batches": "runtime.loading",
@@ -94,6 +113,7 @@ _HOME = {
     "synchronize_rng_state": "runtime.rng",
     "synchronize_rng_states": "runtime.rng",
     "tqdm": "progress",
+    "wait_for_everyone": "runtime.at_hand",
 }
 
 
@@ -102,7 +122,8 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     if name not in _HOME:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    value = getattr(import_module(f"drivetrain.{_HOME[name]}"), name)
+    home, _, own_name = _HOME[name].partition(":")
+    value = getattr(import_module(f"drivetrain.{home}"), own_name or name)
     globals()[name] = value
     return value
 
@@ -112,15 +133,20 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedOperationException",
     "DistributedType",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "GradientState",
     "InitProcessGroupKwargs",
     "LocalSGD",
     "PartialState",
@@ -134,12 +160,14 @@ __all__ = [
     "clear_device_cache",
     "concatenate",
     "debug_launcher",
+    "extract_model_from_parallel",
     "find_batch_size",
     "find_executable_batch_size",
     "gather",
     "gather_object",
     "get_logger",
     "honor_type",
+    "is_initialized",
     "load_config",
     "notebook_launcher",
     "pad_across_processes",
@@ -147,6 +175,7 @@ __all__ = [
     "reduce",
     "register_tracker_class",
     "release_memory",
+    "save",
     "send_to_device",
     "set_seed",
     "skip_first_batches",
@@ -154,4 +183,5 @@ __all__ = [
     "synchronize_rng_state",
     "synchronize_rng_states",
     "tqdm",
+    "wait_for_everyone",
 ]

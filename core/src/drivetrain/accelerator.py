@@ -14,7 +14,7 @@ from drivetrain.data.active import ActiveLoaders
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs
 from drivetrain.registry import get_registry
-from drivetrain.runtime import assembly, lifetime, loading
+from drivetrain.runtime import assembly, at_hand, lifetime, loading
 from drivetrain.runtime.current import set_current_backend
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.model import PreparedModel
@@ -119,7 +119,7 @@ class Accelerator(RunServices):
         self._trainer = Trainer(
             self.backend,
             accumulation.num_steps,
-            lambda: (self._active.batch_serial(), self._active.is_last_batch()),
+            self._active.state,
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             on_step=self._step_ended if registry.listens("step_ended") else None,
@@ -139,6 +139,7 @@ class Accelerator(RunServices):
         )
         self.gradient_state = GradientState(self._trainer, self._active)
         self._trackers = assembly.trackers(resolved, log_with, self._project, self.backend)
+        at_hand.remember(self)
         lifetime.at_exit(self._close)
         if registry.listens("failed"):
             lifetime.on_failure(self._failed)
@@ -197,18 +198,6 @@ class Accelerator(RunServices):
         if not any(prepared is each for each in self._dataloaders):
             self._dataloaders.append(prepared)
         return prepared
-
-    def _context(self) -> loading.LoadingContext:
-        if self._loading is None:
-            self._loading = loading.LoadingContext(
-                backend=self.backend,
-                config=self._loader_config,
-                base_seed=assembly.data_seed(self._loader_config, self.backend),
-                put_on_device=self.device_placement,
-                active=self._active,
-                rng_types=tuple(self.rng_types),
-            )
-        return self._loading
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The same loader, its next iteration starting at batch ``num_batches`` of the epoch (an absolute number)."""

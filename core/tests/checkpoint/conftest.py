@@ -6,14 +6,30 @@ from pathlib import Path
 
 import pytest
 
-_NAME = "checkpoint_jobs"
+
+def _module(name):
+    """A module beside this one, found by path: test folders are not packages."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
 def jobs():
-    """The module beside this one, found by path: test folders are not packages."""
-    spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name(f"{_NAME}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_NAME] = module
-    spec.loader.exec_module(module)
-    return module
+    """``checkpoint_jobs.py``."""
+    return _module("checkpoint_jobs")
+
+
+@pytest.fixture(scope="session")
+def background():
+    """``background_jobs.py``."""
+    return _module("background_jobs")
+
+
+@pytest.fixture(scope="session")
+def makers():
+    """``foreign_makers.py``."""
+    return _module("foreign_makers")
+

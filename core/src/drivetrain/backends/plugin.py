@@ -9,7 +9,7 @@ SINGLE = BackendInfo(
     aliases=("no", "none"),
     summary="One process, one device, nothing wrapped: the reference for all others.",
     backend="drivetrain.backends.single:SingleBackend",
-    capabilities=Capabilities(multi_process=False, join_uneven_inputs=True),
+    capabilities=Capabilities(multi_process=False, join_uneven_inputs=True, async_save=True),
     preference=100,
 )
 

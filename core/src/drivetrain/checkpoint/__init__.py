@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.export import export_model, save_object
+    from drivetrain.checkpoint.background import BackgroundSaver
+    from drivetrain.checkpoint.converting import Converted, convert
+    from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
     from drivetrain.checkpoint.inspection import Inspection, inspect
     from drivetrain.checkpoint.loading import load
     from drivetrain.checkpoint.manifest import Manifest, read_manifest
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.state import Rng, TrainingState
 
 _HOMES = {
+    "BackgroundSaver": "background",
+    "Converted": "converting",
     "Inspection": "inspection",
     "Manifest": "manifest",
     "Naming": "naming",
     "Rng": "state",
     "TrainingState": "state",
+    "convert": "converting",
+    "export_checkpoint": "export",
     "export_model": "export",
     "inspect": "inspection",
     "load": "loading",
@@ -41,11 +47,15 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "BackgroundSaver",
+    "Converted",
     "Inspection",
     "Manifest",
     "Naming",
     "Rng",
     "TrainingState",
+    "convert",
+    "export_checkpoint",
     "export_model",
     "inspect",
     "load",

@@ -83,8 +83,12 @@ class Naming:
         return path
 
     def saved(self) -> list[Path]:
-        """Count a complete save: move on to the next number, delete the oldest beyond ``total_limit``, return those."""
+        """Count a complete save: move on to the next number, and :meth:`prune`."""
         self.iteration += 1
+        return self.prune()
+
+    def prune(self) -> list[Path]:
+        """Delete the oldest complete checkpoints beyond ``total_limit``; returns those."""
         removed = []
         if self.total_limit is not None:
             for old in self.complete()[: -self.total_limit]:

@@ -18,12 +18,17 @@ class Ranks:
 
     A backend's own object collectives span the data-parallel ranks; where the mesh has other axes too, the default
     process group spans them all.
+
+    Args:
+        backend: whose ranks these are.
+        alone: only the main process is in this; it waits for nobody.
+        group: a process group of all ranks to talk over instead, for a thread beside the training.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, *, alone: bool = False, group: Any = None) -> None:
+        self._backend, self._group = backend, group
         topology = backend.topology
-        self.rank, self.world_size = topology.rank, topology.world_size
+        self.rank, self.world_size = topology.rank, 1 if alone else topology.world_size
         self._data_parallel_only = topology.dp_size == topology.world_size
 
     @property
@@ -34,12 +39,12 @@ class Ranks:
         """One picklable value from every rank, on every rank. Collective over all ranks."""
         if self.world_size == 1:
             return [value]
-        if self._data_parallel_only:
+        if self._data_parallel_only and self._group is None:
             return self._backend.gather_object(value)
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: T) -> T:

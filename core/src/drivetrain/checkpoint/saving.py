@@ -8,7 +8,8 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,15 +22,23 @@ from torch.distributed.tensor import DTensor
 from drivetrain.checkpoint.files import commit, data_folder, stage
 from drivetrain.checkpoint.manifest import Manifest, stored_name
 from drivetrain.checkpoint.ranks import Ranks
-from drivetrain.checkpoint.storage import Written, index_tensors, plan_save, settle_plans, write_plan
-from drivetrain.checkpoint.tensorfile import Source, write_tensors
+from drivetrain.checkpoint.state import TrainingState
+from drivetrain.checkpoint.storage import (
+    PlannedFile,
+    Written,
+    index_tensors,
+    plan_files,
+    plan_save,
+    settle_plans,
+    write_files,
+)
+from drivetrain.checkpoint.tensorfile import Source
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.errors import CheckpointError
 from drivetrain.topology import DATA_AXES
 
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
-    from drivetrain.checkpoint.state import TrainingState
 
 
 def save(
@@ -40,6 +49,7 @@ def save(
     skip_models: Collection[int] = (),
     info: Mapping[str, Any] | None = None,
     hooks: Callable[[Path], Collection[int]] | None = None,
+    alone: bool = False,
 ) -> Path:
     """Write a checkpoint. Collective over all ranks, which must share the file system.
 
@@ -55,6 +65,7 @@ def save(
         hooks: called on every rank, before the state is collected, with the folder that will become ``path``; files it
             leaves there appear with the checkpoint, which neither lists nor checks them. Returns further indices for
             ``skip_models``.
+        alone: only the main process calls this, on a backend that replicates; the random state of the others is lost.
 
     Returns:
         ``path``, made absolute.
@@ -62,25 +73,12 @@ def save(
     Raises:
         CheckpointError: on every rank, when any of them failed; nothing is left behind.
     """
-    target = Path(path).absolute()
-    ranks = Ranks(backend)
-    work = _Save(target, state, backend, frozenset(skip_models), dict(info or {}))
-    try:
-        if hooks is not None:
-            made = _present(ranks.agree("make the folder", work.stage)[0])
-            ranks.agree("run the save hooks", lambda: work.skip(hooks(made)))
-        offers = ranks.agree("collect the state", work.collect)
-        staging = _present(offers[0].staging)
-        parts = ranks.agree("write its part of the checkpoint", lambda: work.write(offers, staging))
-        ranks.agree("complete the checkpoint", lambda: work.complete(offers, parts, staging))
-    except CheckpointError:
-        work.abandon()
-        ranks.gather(None)  # Everyone raises; whoever looks at the disk then finds nothing of this save.
-        raise
-    except BaseException:
-        work.abandon()
-        raise
-    return target
+    work = SaveWork(Path(path).absolute(), state, backend, frozenset(skip_models), dict(info or {}))
+    ranks = Ranks(backend, alone=alone)
+    with work.whole_or_gone(ranks):
+        work.begin(ranks, hooks)
+        work.finish(ranks)
+    return work.target
 
 
 @dataclass(frozen=True)
@@ -93,28 +91,73 @@ class _Offer:
     staging: Path | None
 
 
-class _Save:
-    """One rank's part of one save. Its methods run in the order written here; none is collective."""
+class SaveWork:
+    """One rank's part of one save: :meth:`begin`, perhaps :meth:`hold`, :meth:`finish`, all in :meth:`whole_or_gone`.
+
+    Args:
+        target: the checkpoint's folder, absolute.
+        state: what to write.
+        backend: for the job's shape.
+        skip_models: see :func:`save`.
+        info: see :func:`save`.
+    """
 
     def __init__(
         self, target: Path, state: TrainingState, backend: Backend, skip_models: frozenset[int], info: dict[str, Any]
     ) -> None:
-        self._target, self._state, self._backend = target, state, backend
+        self.target = target
+        self._state, self._backend = state, backend
         self._skip_models, self._info = skip_models, info
         self._rank = backend.topology.rank
         self._staging: Path | None = None
+        self._files: list[PlannedFile] | None = None
 
-    def stage(self) -> Path | None:
+    @contextmanager
+    def whole_or_gone(self, ranks: Ranks) -> Iterator[None]:
+        """Remove what was written when the block fails. Collective over ``ranks`` when it fails by agreement."""
+        try:
+            yield
+        except CheckpointError:
+            self._abandon()
+            ranks.gather(None)  # Everyone raises; whoever looks at the disk then finds nothing of this save.
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+
+    def begin(self, ranks: Ranks, hooks: Callable[[Path], Collection[int]] | None = None) -> None:
+        """Run the hooks and learn what every rank has to offer. Collective over ``ranks``; tensors are not copied."""
+        if hooks is not None:
+            made = _present(ranks.agree("make the folder", self._stage)[0])
+            ranks.agree("run the save hooks", lambda: self._skip(hooks(made)))
+        self._offers = ranks.agree("collect the state", self._collect)
+        self._folder = _present(self._offers[0].staging)
+
+    def hold(self, ranks: Ranks, keep: Callable[[Sequence[PlannedFile]], list[PlannedFile]]) -> None:
+        """Let ``keep`` copy what this rank will write, so that training may change it. Collective over ``ranks``."""
+
+        def work() -> None:
+            self._files = keep(self._settle())
+
+        ranks.agree("copy the state into host memory", work)
+        self._state = TrainingState()  # Nothing of the run is needed, nor kept alive, from here on.
+
+    def finish(self, ranks: Ranks) -> None:
+        """Write, and let the folder appear. Collective over ``ranks`` at the end of each of the two."""
+        parts = ranks.agree("write its part of the checkpoint", self._write)
+        ranks.agree("complete the checkpoint", lambda: self._complete(parts))
+
+    def _stage(self) -> Path | None:
         """On the main process: make the staging folder, once."""
         if self._rank == 0 and self._staging is None:
-            self._staging = stage(self._target)
+            self._staging = stage(self.target)
         return self._staging
 
-    def skip(self, models: Collection[int]) -> None:
+    def _skip(self, models: Collection[int]) -> None:
         """Leave out these models too."""
         self._skip_models |= frozenset(models)
 
-    def collect(self) -> _Offer:
+    def _collect(self) -> _Offer:
         """Put the whole state into the words of the format. Nothing is copied; a folder is made, nothing written."""
         encoder = Encoder()
         tensors: dict[str, Tensor] = {}
@@ -141,27 +184,34 @@ class _Save:
         )
         self._rng = self._capture_rng()
         self._planner, plan = plan_save(tensors)
-        self.stage()
+        self._stage()
         sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, DTensor))
         marks = {name: zlib.crc32(json.dumps(tree).encode()) for name, tree in self._objects.items()}
         return _Offer(plan, sharded, marks, self._staging)
 
-    def write(self, offers: list[_Offer], staging: Path) -> Written:
-        """Write this rank's share of what all offered, and its random state."""
+    def _settle(self) -> list[PlannedFile]:
+        """This rank's share of what all offered, and its random state. Nothing is copied yet."""
         if self._rank == 0:
-            _warn_about_differences(offers)
-        plan, self._metadata = settle_plans(self._planner, [offer.plan for offer in offers], self._rank)
-        data = data_folder(staging)
-        written = write_plan(self._planner, plan, staging, f"{data.name}/tensors-{self._rank:05d}")
+            _warn_about_differences(self._offers)
+        plan, self._metadata = settle_plans(self._planner, [offer.plan for offer in self._offers], self._rank)
+        data = data_folder(self._folder).name
+        files = plan_files(self._planner, plan, f"{data}/tensors-{self._rank:05d}")
         if self._rng is not None:
             tree, tensors = self._rng
-            name = f"{data.name}/rng-{self._backend.topology.dp_rank:05d}.safetensors"
-            sources = [Source.of(key, value) for key, value in tensors.items()]
-            written.files[name] = write_tensors(staging / name, sources, {"tree": json.dumps(tree)})
-            written.rng[self._backend.topology.dp_rank] = name
+            sources = tuple(Source.of(key, value) for key, value in tensors.items())
+            name = f"{data}/rng-{self._backend.topology.dp_rank:05d}.safetensors"
+            files.append(PlannedFile(name, sources, metadata={"tree": json.dumps(tree)}))
+        return files
+
+    def _write(self) -> Written:
+        """Write this rank's share."""
+        files = self._settle() if self._files is None else self._files
+        written = write_files(files, self._folder)
+        if self._rng is not None:
+            written.rng[self._backend.topology.dp_rank] = files[-1].name
         return written
 
-    def complete(self, offers: list[_Offer], parts: list[Written], staging: Path) -> None:
+    def _complete(self, parts: list[Written]) -> None:
         """On the main process: check that all parts are here, write the manifest, let the folder appear."""
         if self._rank != 0:
             return
@@ -169,19 +219,19 @@ class _Save:
         files = {name: entry for part in parts for name, entry in part.files.items()}
         for rank, part in enumerate(parts):
             for name, entry in part.files.items():
-                file = staging / name
+                file = self._folder / name
                 if not file.exists() or file.stat().st_size != entry.size:
                     raise CheckpointError(
                         f"the main process does not see {name}, which rank {rank} wrote",
                         cure="All machines must share the file system of the checkpoint's folder.",
                     )
-        sharded = {name for offer in offers for name in offer.sharded}
+        sharded = {name for offer in self._offers for name in offer.sharded}
         manifest = Manifest(
             backend=type(self._backend).__name__,
             mesh=topology.mesh.sizes,
             world_size=topology.world_size,
             created=time.time(),
-            libraries=_libraries(),
+            libraries=library_versions(),
             info=self._info,
             counters=self._counters,
             trainables=tuple(self._trainables),
@@ -190,9 +240,9 @@ class _Save:
             files=dict(sorted(files.items())),
             rng={coordinate: name for part in parts for coordinate, name in part.rng.items()},
         )
-        commit(staging, self._target, manifest)
+        commit(self._folder, self.target, manifest)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Remove what a failed save wrote."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)  # Gone already when only the last sync failed.
@@ -223,7 +273,8 @@ def _warn_about_differences(offers: list[_Offer]) -> None:
             )
 
 
-def _libraries() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """What writes, for the manifest."""
     found = {"python": platform.python_version()}
     for name in ("drivetrain", "torch", "safetensors"):
         try:

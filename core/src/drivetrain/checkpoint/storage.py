@@ -8,7 +8,7 @@ complete :class:`torch.distributed.checkpoint.StorageReader`, so that any progra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,24 +71,39 @@ def settle_plans(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) 
     return planner.finish_plan(settled[rank]), metadata
 
 
-def write_plan(planner: DefaultSavePlanner, plan: SavePlan, staging: Path, prefix: str) -> Written:
-    """Write this rank's chunks, one in memory at a time, and put them on the disk. Not collective.
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file that this rank is going to write: its path below the folder, what goes in, and the chunks that makes."""
+
+    name: str
+    sources: tuple[Source, ...]
+    chunks: tuple[tuple[str, Chunk], ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+
+def plan_files(planner: DefaultSavePlanner, plan: SavePlan, prefix: str) -> list[PlannedFile]:
+    """Share this rank's chunks out to files. Nothing is copied or written. Not collective.
 
     Args:
         planner: the one that settled ``plan``.
         plan: this rank's part.
-        staging: the staging folder; must be visible to the main process.
-        prefix: path of the files below it, without their numbers.
+        prefix: path of the files below the folder, without their numbers.
     """
-    written = Written()
+    files = []
     for number, items in enumerate(_files(plan.items)):
         name = f"{prefix}-{number:03d}.safetensors"
-        sources = []
-        for item in items:
-            source, chunk = _source(planner, item, name)
-            sources.append(source)
-            written.chunks.append((item.index.fqn, chunk))
-        written.files[name] = write_tensors(staging / name, sources, {"format": "pt"})
+        made = [_source(planner, item, name) for item in items]
+        chunks = tuple((item.index.fqn, chunk) for item, (_, chunk) in zip(items, made, strict=True))
+        files.append(PlannedFile(name, tuple(source for source, _ in made), chunks))
+    return files
+
+
+def write_files(files: Sequence[PlannedFile], folder: Path) -> Written:
+    """Write these files, one chunk in memory at a time, and put them on the disk. Not collective."""
+    written = Written()
+    for file in files:
+        written.files[file.name] = write_tensors(folder / file.name, file.sources, file.metadata)
+        written.chunks.extend(file.chunks)
     return written
 
 
@@ -211,6 +226,16 @@ class DrivetrainReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a folder."""
         return Path(checkpoint_id).is_dir()
+
+
+def read_tensor(folder: Path, name: str, entry: TensorEntry) -> torch.Tensor:
+    """One whole tensor, put together from its chunks. Raises :class:`CheckpointCorruptError`."""
+    dtype = torch_dtype(name, entry.dtype)
+    whole = torch.empty(entry.shape, dtype=dtype)
+    for chunk in entry.chunks:
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape, strict=True))
+        whole[box] = TensorFile(folder / chunk.file).read(chunk.key, dtype, chunk.shape)
+    return whole
 
 
 def _torch_metadata(name: str, entry: TensorEntry) -> TensorStorageMetadata:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _CODES.items()}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # Stored with a last dim of 2.
 
 
@@ -178,3 +180,14 @@ class TensorFile:
             raise CheckpointCorruptError(f"{self.path.name} holds no {key}", whose=str(self.path.parent))
         tensor: Tensor = self._file.get_tensor(key)
         return tensor.clone()
+
+    def sources(self) -> dict[str, Source]:
+        """Every tensor in the file by name; each is read when it is asked for."""
+        found = {}
+        for key in sorted(self._keys):
+            part = self._file.get_slice(key)
+            dtype = _DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise CheckpointError(f"{key} in {self.path.name} has the dtype {part.get_dtype()}, which is not read")
+            found[key] = Source(key, dtype, tuple(part.get_shape()), partial(self._file.get_tensor, key))
+        return found

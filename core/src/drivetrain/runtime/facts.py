@@ -20,6 +20,7 @@ class RunFacts(ProcessControl):
 
     _info: BackendInfo
     _trainer: Trainer
+    _debug: bool
     _loader_config: DataLoaderConfiguration
     _project: ProjectConfiguration
     gradient_state: GradientState
@@ -28,6 +29,24 @@ class RunFacts(ProcessControl):
     def state(self) -> RunFacts:
         """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
         return self
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        group = self._topology.communication_backend
+        return (
+            f"{type(self).__name__}({self.distributed_type}, {place}, {self.device}, communication backend: {group}, "
+            f"mixed precision: {self.mixed_precision})"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """Always ``True``: the state is complete when the accelerator is made."""
+        return True
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives compare shapes first."""
+        return self._debug
 
     @property
     def distributed_type(self) -> str:
@@ -110,6 +129,33 @@ class RunFacts(ProcessControl):
     def context_parallel_rank(self) -> int:
         """Position along ``cp``."""
         return self._along("cp")
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the backend goes by this name."""
+        return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """``None``, as for every engine: what it is told is the section of its backend in the configuration."""
+
+    @property
+    def fsdp_plugin(self) -> None:
+        """``None``; see :attr:`deepspeed_plugin`."""
+
+    @property
+    def parallelism_config(self) -> None:
+        """``None``: the mesh is a section of the configuration, and then ``backend.topology.mesh``."""
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """``None``; see :attr:`parallelism_config`."""
+
+    @property
+    def fp8_backend(self) -> None:
+        """``None``: no backend computes in fp8."""
 
     # ---- loaders ---------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from drivetrain.backend import Backend
-from drivetrain.checkpoint import Manifest, Naming, Rng, TrainingState, load, save
-from drivetrain.errors import UsageError
+from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, load, save
+from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import ProjectConfiguration
 from drivetrain.runtime import rng
+from drivetrain.runtime.attendance import Attendance
 from drivetrain.runtime.preparing import Preparer
 from drivetrain.runtime.training import Trainer
 
@@ -60,6 +61,11 @@ class RunCheckpoints:
         self.save_hooks: dict[int, Callable[..., Any]] = {}
         self.load_hooks: dict[int, Callable[..., Any]] = {}
         self._keys = count()
+        self._background = BackgroundSaver(backend)
+        self._saving = Attendance(
+            backend.topology, "save_state", "the checkpoint is written without their random state"
+        )
+        self._exporting = Attendance(backend.topology, "save_model", "the model is written without waiting for them")
 
     def hook(self, hooks: dict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
         """Register a function in one of the two tables."""
@@ -81,10 +87,33 @@ class RunCheckpoints:
             )
         self.custom.extend(objects)
 
-    def save(self, output_dir: str | Path | None) -> Path:
-        """Write one checkpoint. Collective over all ranks. Returns its folder."""
+    def wait(self) -> Path | None:
+        """Wait for the save that runs beside the training; its folder, or ``None``. Raises when it failed."""
+        return self._background.wait()
+
+    def close(self) -> None:
+        """Wait as well, and let go of what such saves need. Not collective."""
+        self._background.close()
+
+    def save(self, output_dir: str | Path | None, *, blocking: bool = True) -> Path:
+        """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.
+
+        Where every rank holds everything, the main process may also be the only one that calls it, as scripts for other
+        libraries do: it then writes what it has.
+        """
+        if not blocking and not self._backend.capabilities.async_save:
+            raise UnsupportedError(
+                f"{type(self._backend).__name__} cannot save beside the training: its state cannot be copied at once",
+                cure="Leave blocking at True.",
+            )
         naming = self._naming() if self._project.automatic_checkpoint_naming else None
-        path = self._on_main(naming.next_path) if naming else Path(self._given(output_dir, "save_state"))
+        given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
+        alone = not self._all_come(self._saving)
+        if alone and self._backend.topology.rank != 0:
+            # Too late: the main process has written without this rank.
+            return given
+        ask: Callable[[Callable[[], Any]], Any] = _ask if alone else self._on_main
+        path: Path = given if naming is None else ask(naming.next_path)
         if self._trainer.unfinished:
             logger.warning(
                 "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
@@ -92,9 +121,17 @@ class RunCheckpoints:
                 self._trainer.unfinished,
             )
         hooks = self._run_save_hooks if self.save_hooks else None
-        save(path, self._state(), self._backend, info=self._info(naming), hooks=hooks)
+        info = self._info(naming)
+        if blocking:
+            save(path, self._state(), self._backend, info=info, hooks=hooks, alone=alone)
+            if naming:
+                self._project.iteration = ask(lambda: _after(naming, naming.saved))
+            return path
+        prune = naming.prune if naming else None
+        self._background.start(path, self._state(), info=info, hooks=hooks, alone=alone, afterwards=prune)
         if naming:
-            self._project.iteration = self._on_main(lambda: _after(naming, naming.saved))
+            # Counted at once, since the next save needs a name; a save that fails leaves its number out.
+            self._project.iteration = ask(lambda: naming.iteration + 1)
         return path
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
@@ -116,6 +153,16 @@ class RunCheckpoints:
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
         return path, manifest
+
+    def all_export(self) -> bool:
+        """Whether all ranks are in this ``save_model``; else only the main process writes, and nobody is waited for."""
+        return self._all_come(self._exporting)
+
+    def _all_come(self, attendance: Attendance) -> bool:
+        """Asked only where the main process could do without the others; elsewhere they must come."""
+        topology = self._backend.topology
+        whole_on_each_rank = self._backend.capabilities.replicated and topology.dp_size == topology.world_size
+        return not whole_on_each_rank or attendance.all_come(self._trainer.step)
 
     def _run_save_hooks(self, folder: Path) -> set[int]:
         """Let the script's hooks write their own files; the models whose weights they took out of the list."""
@@ -168,6 +215,11 @@ class RunCheckpoints:
             raise failure
         result: T = value
         return result
+
+
+def _ask(question: Callable[[], T]) -> T:
+    """The answer of this rank alone."""
+    return question()
 
 
 def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
 from drivetrain.registry import get_registry
-from drivetrain.runtime import loading, memory, nested
+from drivetrain.runtime import assembly, loading, memory, nested
+from drivetrain.runtime.at_hand import extract_model_from_parallel
 from drivetrain.runtime.current import forget_backend
 from drivetrain.runtime.facts import RunFacts
 from drivetrain.runtime.model import PreparedModel
-from drivetrain.runtime.placing import original_module
 from drivetrain.runtime.portable import tied_names
 from drivetrain.runtime.profile import profile
 from drivetrain.runtime.run_state import RemovableHandle, RunCheckpoints
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
-    from drivetrain.runtime.assembly import Handlers
+    from drivetrain.data.active import ActiveLoaders
     from drivetrain.runtime.preparing import Preparer
     from drivetrain.tracking import GeneralTracker, Trackers
 
@@ -35,14 +37,26 @@ class RunServices(RunFacts):
     _preparer: Preparer
     _checkpoints: RunCheckpoints
     _trackers: Trackers
-    _handlers: Handlers
+    _handlers: assembly.Handlers
     _dataloaders: list[Any]
-    _debug: bool
+    _loading: loading.LoadingContext | None
+    _active: ActiveLoaders
+    device_placement: bool
+    rng_types: list[str]
     _flag: bool
     _closed: bool
 
     def _context(self) -> loading.LoadingContext:
-        raise AssertionError
+        if self._loading is None:
+            self._loading = loading.LoadingContext(
+                backend=self.backend,
+                config=self._loader_config,
+                base_seed=assembly.data_seed(self._loader_config, self.backend),
+                put_on_device=self.device_placement,
+                active=self._active,
+                rng_types=tuple(self.rng_types),
+            )
+        return self._loading
 
     # ---- communication --------------------------------------------------------------------------------------------
 
@@ -84,6 +98,23 @@ class RunServices(RunFacts):
         self._flag = False if seen else self._flag
         return seen
 
+    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
+    @property
+    def _models(self) -> list[Any]:
+        return list(self._preparer.models)
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return list(self._preparer.optimizers)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._preparer.schedulers)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return list(self._checkpoints.custom)
+
     # ---- weights and state ------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -94,9 +125,7 @@ class RunServices(RunFacts):
             keep_fp32_wrapper: accepted either way: precision lives in the prepared model, never in the module.
             keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
         """
-        if not isinstance(model, PreparedModel):
-            return model if keep_torch_compile or not isinstance(model, nn.Module) else original_module(model)
-        return self._preparer.record_of(model).source if keep_torch_compile else model.module
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Full weights under original names. Collective where parameters are sharded.
@@ -126,9 +155,10 @@ class RunServices(RunFacts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write weights as safetensors that Transformers loads: one file, or several with an index. Collective.
+        """Write weights as safetensors that Transformers loads: one file, or several with an index.
 
-        One tensor is gathered at a time. Raises :class:`CheckpointError` when the folder cannot be written.
+        Collective, one tensor being gathered at a time. Where each rank holds everything, the main process may call it
+        alone; it waits for the others for a while. Raises :class:`CheckpointError` when the folder cannot be written.
         """
         module = model.module if isinstance(model, PreparedModel) else model
         named = model.trainable.full_state_dict() if isinstance(model, PreparedModel) else model.state_dict().items()
@@ -139,7 +169,7 @@ class RunServices(RunFacts):
             safe_serialization=safe_serialization,
             is_main=self.is_main_process,
             tied=tied_names(module),
-            backend=self.backend,
+            backend=self.backend if self._checkpoints.all_export() else None,
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -155,26 +185,54 @@ class RunServices(RunFacts):
         return self._checkpoints.hook(self._checkpoints.load_hooks, hook)
 
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Save the whole run: models, optimizers, schedulers, scaler, data position, RNG, registered objects.
 
-        Collective. The folder is complete or absent, whatever happens; it loads under any backend and world size.
+        Collective. The folder is complete or absent, whatever happens; it loads under any backend and world size. Where
+        each rank holds everything, the main process may call it alone, as scripts written for replicas do: it waits for
+        the others for a while, says that their random state is missing, and writes.
 
         Args:
             output_dir: the folder; not needed with ``automatic_checkpoint_naming``.
-            safe_serialization: must stay ``True``: nothing in a checkpoint is a pickle.
+            safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
+            blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
+                :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
+                and raises if it failed. Hooks run, and observers are told that it is saved, in none but this thread.
             save_model_func_kwargs: none has a meaning here; any raises.
 
         Returns:
             The checkpoint's folder.
+
+        Raises:
+            CheckpointError: this save failed, or the one before did in the background; then this one was not begun.
+            UnsupportedError: the backend cannot save with ``blocking=False``.
         """
         if not safe_serialization:
-            raise UsageError("a checkpoint holds no pickles", cure="Leave safe_serialization at True.")
+            logger.warning("safe_serialization=False changes nothing: a checkpoint holds no pickles.")
         _refuse("save_state", save_model_func_kwargs)
-        path = self._checkpoints.save(output_dir)
-        self._tell("checkpoint_saved", path=path)
+        self.wait_for_checkpoint()
+        path = self._checkpoints.save(output_dir, blocking=blocking)
+        if blocking:
+            self._tell("checkpoint_saved", path=path)
         return str(path)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until what ``save_state(..., blocking=False)`` began is complete; at once when nothing runs.
+
+        Every rank's part must be written, so all ranks must have begun the same saves.
+
+        Raises:
+            CheckpointError: it failed, on every rank; older checkpoints are untouched.
+        """
+        path = self._checkpoints.wait()
+        if path is not None:
+            self._tell("checkpoint_saved", path=path)
 
     def load_state(
         self,
@@ -188,7 +246,8 @@ class RunServices(RunFacts):
 
         Args:
             input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
-            load_kwargs: none has a meaning here; any raises, as any ``load_model_func_kwargs``.
+            load_kwargs: none has a meaning here: ``map_location`` warns, any other raises, as any
+                ``load_model_func_kwargs``.
             strict: raise when names of the model and the checkpoint differ.
 
         Returns:
@@ -197,12 +256,21 @@ class RunServices(RunFacts):
         Raises:
             CheckpointError: not found, damaged, or not of this model.
         """
-        _refuse("load_state", {**(load_kwargs or {}), **load_model_func_kwargs})
+        others = {**(load_kwargs or {}), **load_model_func_kwargs}
+        if others.pop("map_location", None) is not None:
+            logger.warning("map_location changes nothing: each tensor is read to where it is used.")
+        _refuse("load_state", others)
+        self.wait_for_checkpoint()
         path, _ = self._checkpoints.load(input_dir, strict=strict)
         self._tell("checkpoint_loaded", path=path)
         return str(path)
 
     # ---- trackers and profiling -------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[str]:
+        """Names of the trackers that were asked for."""
+        return self._trackers.names
 
     @property
     def trackers(self) -> list[Any]:
@@ -241,8 +309,15 @@ class RunServices(RunFacts):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the trackers and leave the process group in order. Collective over all ranks; may be called twice."""
-        if not self._closed:
+        """Finish the trackers and leave the process group in order. Collective over all ranks; may be called twice.
+
+        Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait_for_checkpoint()
+        finally:
             self._trackers.finish()
             self._trainer.release()
             self.backend.barrier()
@@ -253,6 +328,7 @@ class RunServices(RunFacts):
         if self._closed:
             return
         self._closed = True
+        self._checkpoints.close()
         self._tell("closed")
         self._trainer.release()
         forget_backend(self.backend)

@@ -13,6 +13,7 @@ DDP = BackendInfo(
     capabilities=Capabilities(
         mesh_axes=frozenset({"dp_replicate"}),
         join_uneven_inputs=True,
+        async_save=True,
         handlers=frozenset({"DistributedDataParallelKwargs"}),
     ),
     preference=50,

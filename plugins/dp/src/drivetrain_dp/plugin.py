@@ -10,7 +10,7 @@ DP = BackendInfo(
     summary="torch DataParallel: one process that splits each batch over the devices of this machine.",
     backend="drivetrain_dp.backend:DPBackend",
     config="drivetrain_dp.config:DPConfig",
-    capabilities=Capabilities(multi_process=False, join_uneven_inputs=True),
+    capabilities=Capabilities(multi_process=False, join_uneven_inputs=True, async_save=True),
 )
 
 

@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader
 from drivetrain.data.active import BatchInfo
 from drivetrain.data.position import Position, from_state, to_state
 from drivetrain.errors import UsageError
+from drivetrain.logging import get_logger
 from drivetrain.runtime import trees
 from drivetrain.runtime.loading.context import LoadingContext
 from drivetrain.runtime.loading.foreign import ForeignSource
 from drivetrain.runtime.loading.source import Item, Source, Start
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -98,6 +101,13 @@ class PreparedDataLoader(DataLoader[Any]):
         start, skipped = self._begin(token)
         self.end_of_dataloader = False
         if start.position.finished:
+            # As exact resume wants it, and a surprise to a script that counts epochs by steps.
+            logger.warning(
+                "This pass over a %s is empty: what was restored is the end of epoch %d. The next pass begins the next "
+                "epoch; skip_first_batches(loader, 0) begins it at once.",
+                type(self.base_dataloader).__name__,
+                start.position.epoch,
+            )
             self._finish(token)
             return
         self._synchronise_randomness()

@@ -1,0 +1,3 @@
+"""``notebook_launcher`` again, for scripts that import it from ``accelerate.launchers``; nothing is defined here."""
+
+from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)

@@ -1,0 +1,85 @@
+"""``save_state(blocking=False)``: the loop waits for a copy, a thread writes, and what goes wrong is told later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import inspect
+from drivetrain.checkpoint.background import HostBuffer
+from drivetrain.checkpoint.storage import PlannedFile
+from drivetrain.checkpoint.tensorfile import Source
+from drivetrain.testing import spawn
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_goes_on_before_anything_is_written(background, tmp_path, world_size):
+    for early, unmoved, restored in spawn(background.beside_job, world_size, tmp_path):
+        assert not early, "the folder appears whole, after the call"
+        assert not unmoved
+        assert restored, "what is saved is the state at the call"
+    assert inspect(tmp_path / "one").problems == ()
+
+
+def test_names_and_limit_are_those_of_saves_that_block(background, tmp_path):
+    for seen, newest, restored, iteration in spawn(background.names_job, 2, tmp_path):
+        assert seen == [
+            ["checkpoint_0"],
+            ["checkpoint_0", "checkpoint_1"],
+            ["checkpoint_1", "checkpoint_2"],
+            ["checkpoint_2", "checkpoint_3"],
+        ]
+        assert newest == "checkpoint_4", "load_state waits for the save that runs"
+        assert restored
+        assert iteration == 5
+
+
+@pytest.mark.parametrize("surfaces", ["wait_for_checkpoint", "save_state", "load_state", "end_training"])
+def test_a_failure_is_told_at_the_next_call_on_every_rank_and_the_last_good_one_stays(background, tmp_path, surfaces):
+    for text, left, loaded, again in spawn(background.failing_job, 2, tmp_path, surfaces):
+        assert "checkpoint_1 in the background failed: rank 1 of 2: could not write its part" in text
+        assert "File too large" in text
+        assert "save again" in text
+        assert left == ["checkpoint_0"]
+        assert loaded
+        assert again, "told once; the next save works"
+
+
+def test_ranks_that_write_at_different_speeds_do_not_block_the_training(background, tmp_path):
+    assert spawn(background.uneven_job, 2, tmp_path) == [["checkpoint_0", "checkpoint_1", "checkpoint_2"]] * 2
+
+
+def test_a_script_that_ends_with_a_save_ends_after_it(background, tmp_path):
+    assert spawn(background.ends_without_a_word_job, 2, tmp_path) == [(True, [])] * 2
+
+
+def test_observers_hear_of_it_when_it_is_complete_and_on_the_main_thread(background, tmp_path):
+    assert spawn(background.observed_job, 1, tmp_path) == [([], [("one", True)])]
+
+
+def planned(*tensors):
+    return [PlannedFile("file", tuple(Source.of(f"t{index}", tensor) for index, tensor in enumerate(tensors)))]
+
+
+def test_the_buffer_copies_every_kind_of_tensor_and_is_used_again():
+    buffer = HostBuffer("cpu")
+    tensors = [
+        torch.arange(7, dtype=torch.int8),
+        torch.randn(3, 5).T,
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+    ]
+    (kept,) = buffer.keep(planned(*tensors))
+    copies = [source.produce() for source in kept.sources]
+    before = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    for copy, tensor in zip(copies, before, strict=True):
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+    place = copies[0].data_ptr()
+    (again,) = buffer.keep(planned(*before))
+    assert again.sources[0].produce().data_ptr() == place
+    buffer.release()

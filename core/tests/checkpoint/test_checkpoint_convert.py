@@ -1,0 +1,205 @@
+"""Other libraries' checkpoints become ours: written by the libraries themselves where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import convert, inspect
+from drivetrain.checkpoint.matching import match, match_unordered
+from drivetrain.errors import CheckpointError, CheckpointNotFoundError
+from drivetrain.testing import spawn
+
+HERE = Path(__file__).parent
+PEERS = HERE.parents[2] / ".venv-bench/bin/python"  # Made by `make bench`; has both libraries.
+
+
+def made(kind, package, folder):
+    """The later losses of a run of the library itself, and what it saved."""
+    if importlib.util.find_spec(package):
+        python = sys.executable
+    elif PEERS.exists():
+        python = str(PEERS)
+    else:
+        pytest.skip(f"{package} is installed neither here nor by `make bench`, so there is no checkpoint of its making")
+    command = [python, "-W", "ignore", str(HERE / "foreign_makers.py"), kind, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("layout", ["safe", "pickled"])
+def test_a_folder_of_accelerate_goes_on(makers, tmp_path, layout):
+    losses, numbers = made("accelerate", "accelerate", tmp_path / "theirs")
+    # Safetensors do not keep the order of parameters, by which an optimizer numbers them.
+    names = [name for name, _ in makers.build()[0].named_parameters()] if layout == "safe" else ()
+    report = convert(tmp_path / "theirs" / layout, tmp_path / "ours", parameters=names)
+    assert report.kind == "a save_state folder of Accelerate"
+    assert "custom.0" in report.carried
+    assert "scheduler.0" in report.carried
+    assert [sentence for sentence in report.left_out if "position in the data" not in sentence] == []
+    (resumed,) = spawn(makers.resume_job, 1, tmp_path / "ours", True)
+    assert resumed[0] == pytest.approx(losses, abs=1e-6)
+    assert resumed[1] == numbers, "the random numbers go on"
+    assert resumed[2:] == (7, 3)
+    assert spawn(makers.resume_job, 2, tmp_path / "ours", True)[1][0] == pytest.approx(losses, abs=1e-6)
+
+
+def test_a_file_of_fabric_goes_on(makers, tmp_path):
+    losses, _ = made("fabric", "lightning_fabric", tmp_path / "theirs")
+    report = convert(tmp_path / "theirs" / "run.ckpt", tmp_path / "ours", "fabric")
+    assert inspect(tmp_path / "ours").manifest.info["notes"] == {"epoch": 3}
+    (resumed,) = spawn(makers.resume_job, 1, tmp_path / "ours")
+    assert resumed[0] == pytest.approx(losses, abs=1e-6), report.left_out
+
+
+# Accelerate and Fabric refuse to shard on a CPU, so these are written by bare torch in the layout that they document.
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("full", "Accelerate's FSDP checkpoint, full"),
+        ("sharded", "Accelerate's FSDP checkpoint, sharded"),
+        ("fabric", "a sharded checkpoint of Lightning Fabric"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_fsdp_go_on(makers, tmp_path, layout, kind):
+    losses = spawn(makers.sharded_job, 2, tmp_path / "theirs", layout)[0]
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert report.kind == kind
+    assert report.carried[0].endswith("1 of them under a second name")
+    (resumed,) = spawn(makers.resume_job, 1, tmp_path / "ours")
+    assert resumed[0] == pytest.approx(losses, abs=1e-6)
+
+
+def trained(makers):
+    net, optimizer, scheduler = makers.build()
+    makers.train(net, optimizer, scheduler, torch.Tensor.backward, 0)
+    return net, optimizer, scheduler
+
+
+def test_a_file_of_torch_goes_on_whatever_its_entries_are_called(makers, tmp_path):
+    net, optimizer, scheduler = trained(makers)
+    theirs = {"net": net.state_dict(), "opt": optimizer.state_dict(), "sched": scheduler.state_dict(), "loss": 0.5}
+    torch.save(theirs, tmp_path / "run.pt")
+    losses = makers.train(net, optimizer, scheduler, torch.Tensor.backward, 3)
+    report = convert(tmp_path / "run.pt", tmp_path / "ours")
+    assert "optimizer 0, for model 0, with 6 states" in report.carried
+    (resumed,) = spawn(makers.resume_job, 1, tmp_path / "ours")
+    assert resumed[0] == pytest.approx(losses, abs=1e-6)
+    assert resumed[3] == 3, "steps are those that the optimizer counted"
+
+
+def test_a_bare_state_dict_of_a_wrapped_model_gives_the_weights(makers, tmp_path):
+    net, _, _ = trained(makers)
+    torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "model.pt")
+    report = convert(tmp_path / "model.pt", tmp_path / "ours")
+    manifest = inspect(tmp_path / "ours").manifest
+    assert "model.body.weight" in manifest.tensors
+    assert manifest.trainables[0]["extra"]["tied"] == {"head.weight": "embed.weight"}
+    assert "of model 0" in report.carried[0]
+
+
+def test_an_optimizer_whose_numbers_fit_in_two_ways_is_left_out_and_said(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.AdamW([net[1].weight])
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    report = convert(tmp_path / "run.pt", tmp_path / "ours")
+    assert any("optimizer 0: it numbers its parameters" in sentence for sentence in report.left_out)
+    assert not any(name.startswith("optim") for name in inspect(tmp_path / "ours").manifest.tensors)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_nothing_is_executed(tmp_path, monkeypatch, makers):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Evil()}, "evil.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as weights only"):
+        convert("evil.pt", "ours")
+    Path("folder").mkdir()
+    Path("folder/.metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names posix\.system, which is no part of an index"):
+        convert("folder", "ours")
+    net, _, _ = makers.build()
+    Path("theirs").mkdir()
+    torch.save(net.state_dict(), "theirs/pytorch_model.bin")
+    for name in ("optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "scaler.pt"):
+        torch.save(Evil(), f"theirs/{name}")
+    report = convert("theirs", "ours")
+    assert sum("cannot be read as weights only" in sentence for sentence in report.left_out) == 5
+    assert not Path("executed").exists()
+
+
+def test_what_is_not_there_or_not_a_checkpoint_is_said(tmp_path, makers):
+    with pytest.raises(CheckpointNotFoundError):
+        convert(tmp_path / "nothing", tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no model was found"):
+        convert(tmp_path / "empty", tmp_path / "ours")
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert(tmp_path / "text.pt", tmp_path / "ours")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(tmp_path / "text.pt", tmp_path / "taken")
+    assert not (tmp_path / "ours").exists()
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_folder_whose_parts_point_outside_is_refused(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "theirs")
+    index = pickle.loads((tmp_path / "theirs/.metadata").read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../secret"
+    (tmp_path / "theirs/.metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="not a file of this folder"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("names", "groups", "expected"),
+    [
+        ("a2 b3", [[(2,), (3,)]], [["a2", "b3"]]),
+        ("a2 b2", [[(2,)]], None),
+        ("a2 b2", [[(2,), (2,)]], [["a2", "b2"]]),
+        ("a2 b2", [[None, None]], [["a2", "b2"]]),
+        ("a2 b3 c2 d3", [[(2,), (2,)], [(3,), (3,)]], [["a2", "c2"], ["b3", "d3"]]),
+        ("a2 b2", [[(2,)], [(2,)]], None),
+        ("a2 b3", [[(4,)]], None),
+        ("a2 b3 c4", [[(2,), (4,)]], [["a2", "c4"]]),
+    ],
+)
+def test_numbers_are_named_when_there_is_one_way(names, groups, expected):
+    assert match([(name, (int(name[1]),)) for name in names.split()], groups) == expected
+
+
+def test_without_an_order_only_shapes_that_occur_once_are_named():
+    names = [("a", (2,)), ("b", (3,)), ("c", (2,))]
+    assert match_unordered(names, [[(3,)]]) == [["b"]]
+    assert match_unordered(names, [[(2,)]]) is None
+    assert match_unordered(names, [[None]]) is None
+    assert match_unordered(names, [[(3,)], [(3,)]]) is None
+
+
+def test_the_order_of_parameters_must_be_the_models(makers, tmp_path):
+    net, _, _ = makers.build()
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="no parameter nobody"):
+        convert(tmp_path / "model.pt", tmp_path / "ours", parameters=["body.weight", "nobody"])
