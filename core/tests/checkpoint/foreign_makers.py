@@ -102,7 +102,7 @@ def fabric(folder):
 
 
 def resume_job(path, registered=False):
-    """Load a converted checkpoint into a run that began elsewhere; later losses, numbers drawn, the object, the step."""
+    """Load a converted checkpoint into a run that began elsewhere: later losses, numbers drawn, the object, steps."""
     from drivetrain import Accelerator
 
     accelerator = Accelerator(cpu=True)

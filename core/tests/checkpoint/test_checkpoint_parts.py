@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drivetrain.checkpoint import Naming
 from drivetrain.checkpoint.files import discard, stage, sweep
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, own_name, stored_name
-from drivetrain.checkpoint.tensorfile import Source, TensorFile, write_tensors
+from drivetrain.checkpoint.tensorfile import Source, TensorFile, raw_bytes, write_tensors
 from drivetrain.checkpoint.tree import Encoder, decode
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -161,7 +161,8 @@ def test_any_dtype_shape_and_box_is_read_as_it_was_written(tmp_path_factory, spe
 
 def bits(tensor):
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tuple(tensor.shape), tensor.dtype, bytes(real.contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = real.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return tuple(tensor.shape), tensor.dtype, bytes(flat.view(torch.uint8).numpy())
 
 
 def test_the_library_reads_what_we_write(tmp_path):
@@ -265,3 +266,10 @@ def test_the_manifest_is_read_without_torch():
         "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path.home())
+
+
+def test_one_element_out_of_a_strided_tensor_is_written():
+    element = torch.arange(8, dtype=torch.int16)[::2][1:2]
+    assert element.is_contiguous()
+    assert element.stride(0) == 2
+    assert bytes(raw_bytes(element)) == b"\x02\x00"

@@ -102,7 +102,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
     plain = plain.resolve_neg().to("cpu").contiguous()
-    view: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    flat = plain.reshape(-1)
+    if flat.stride(0) != 1:  # A single element counts as contiguous whatever its stride, and cannot be seen as bytes.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    view: Any = flat.view(torch.uint8).numpy()
     return memoryview(view)
 
 
