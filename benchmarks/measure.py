@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoints, gathering, loaders, peers, report, startup, steps
+from benchmarks import checkpoints, gathering, loaders, peers, report, sharded, sharded_saves, startup, steps
+from benchmarks.pairs import Samples
 from benchmarks.report import Section, Target
+from benchmarks.sharded import ShardedCase
 from benchmarks.steps import StepCase
 
-GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup")
+GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup", "fsdp", "gpu")
 
 STEPS = [
     StepCase(),
@@ -30,9 +32,23 @@ STEPS = [
     StepCase(world=2, accumulation=4, bf16=True),
     StepCase(world=2, hidden=512, rows=64),
 ]
+SHARDED_STEPS = [
+    ShardedCase(),
+    ShardedCase(accumulation=4),
+    ShardedCase(bf16=True),
+    ShardedCase(width=768, blocks=3, rows=64),
+    ShardedCase(world=2),
+    ShardedCase(world=2, accumulation=4),
+    ShardedCase(world=2, width=768, blocks=3, rows=64),
+]
+SMALL = ShardedCase(world=2)
+LARGE = ShardedCase(world=2, width=1024, blocks=16)
 # Microseconds of CPU that a step may cost beyond the bare loop. One process and a small network only: the noise of
 # waiting ranks, or of a step of milliseconds, is wider than that.
 STEP_TARGET = Target("more", 10.0)
+# Of a step of some milliseconds, and of one of at least twenty.
+SHARDED_TARGETS = {64: Target("more", 15.0), 768: Target("ratio", 1.01)}
+WAIT_TARGET = Target("ratio", 0.2, sharded_saves.BESIDE)
 LOADER_TARGET = Target("ratio", 1.1)
 HELP_TARGET = Target("total", 100.0, "drivetrain --help")
 IMPORT_TARGET = Target("total", 60.0, "import drivetrain")
@@ -40,9 +56,14 @@ IMPORT_TARGET = Target("total", 60.0, "import drivetrain")
 
 def _spawn(function: Any, world: int, *args: Any) -> Any:
     """Rank 0's result of a job in fresh processes."""
+    return _spawn_all(function, world, *args)[0]
+
+
+def _spawn_all(function: Any, world: int, *args: Any) -> list[Any]:
+    """Every rank's result."""
     from drivetrain.testing import spawn
 
-    return spawn(function, world, *args, timeout=600)[0]
+    return spawn(function, world, *args, timeout=600)
 
 
 def measure_steps(quick: bool) -> Iterator[Section]:
@@ -86,6 +107,64 @@ def measure_startup(quick: bool) -> Iterator[Section]:
     for what, target in (("help", HELP_TARGET), ("import", IMPORT_TARGET)):
         title = {"help": "Command line: --help", "import": "Import"}[what] + ", a whole program"
         yield Section(title, "cpu", "ms", "start", startup.measure(what, 2 if quick else 12), target)
+
+
+def measure_fsdp(quick: bool) -> Iterator[Section]:
+    """Training in shards: steps, checkpoints, memory."""
+    for case in [ShardedCase(accumulation=4)] if quick else SHARDED_STEPS:
+        micro_batches, rounds = (4, 4) if quick else (1, 60) if case.width > 64 else (24, 60)
+        samples, missing = _spawn(sharded.measure, case.world, case, micro_batches, rounds)
+        target = SHARDED_TARGETS[case.width] if case.world == 1 else None
+        per = "step" if case.accumulation == 1 else "micro-batch"
+        title = f"fsdp, training step: {case.title}; bare is fully_shard"
+        yield Section(title, "cpu", "us", per, samples, target, missing)
+    case = SMALL if quick else LARGE
+    words = {
+        "save": "save_state; bare is torch.distributed.checkpoint",
+        "load": "load_state; bare is torch.distributed.checkpoint",
+        "wait": "what the loop waits for a save",
+    }
+    found, missing = _spawn(sharded_saves.measure, case.world, case, 2 if quick else 12)
+    for verb, samples in found.items():
+        target = WAIT_TARGET if verb == "wait" else None
+        title = f"fsdp, {words[verb]}: {case.title}, with its Adam state"
+        yield Section(title, "wall", "ms", "call", samples, target, missing if verb != "wait" else ())
+    title = f"fsdp, memory that training adds to a rank: {case.title}; bare is fully_shard"
+    peaks, missing = _peaks(case, 1 if quick else 5)
+    yield Section(title, "memory", "MB", "rank", peaks, remarks=missing)
+
+
+def _peaks(case: ShardedCase, rounds: int) -> tuple[dict[str, Samples], list[str]]:
+    """The fullest rank's growth, each contender in fresh processes; and why contenders are missing."""
+    found: dict[str, Samples] = {}
+    missing: dict[str, str] = {}
+    for _ in range(rounds):
+        for name in (peers.BARE, peers.OURS, peers.AGAIN, *peers.present()):
+            if name in missing:
+                continue
+            grown = _spawn_all(sharded.peak, case.world, name, case, 3)
+            if isinstance(grown[0], str):
+                missing[name] = grown[0]
+            else:
+                found.setdefault(name, Samples([], [])).memory.append(max(grown))
+    return found, list(missing.values())
+
+
+def measure_gpu(quick: bool) -> Iterator[Section]:
+    """A billion parameters on one accelerator, where there is one."""
+    import torch
+
+    from benchmarks import llama
+
+    title = "fsdp, a Llama-shaped model of 1.1 billion parameters in bf16, activation checkpointing, one device"
+    reason = llama.unable()
+    if reason is not None:
+        yield Section(title, "wall", "ms", "step", {}, remarks=[f"skipped: {reason}"])
+        return
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    samples, meaning = _spawn(llama.measure, 1, llama.Shape(), device.type, 1 if quick else 3, 2 if quick else 10)
+    yield Section(title, "wall", "ms", "step", samples, remarks=meaning)
 
 
 def conditions() -> list[str]:

@@ -12,7 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Block = Callable[[], object]
 Meter = Callable[[Block], tuple[float, float]]
@@ -20,15 +20,17 @@ Meter = Callable[[Block], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds per unit (step, batch, call), one per round.
+    """Seconds per unit (step, batch, call), one per round; or bytes.
 
     Args:
         cpu: of this process's threads, or of its child for programs that were started.
         wall: on the clock.
+        memory: instead of both, bytes at the peak.
     """
 
     cpu: list[float]
     wall: list[float]
+    memory: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Comparison:
     """A contender beside the bare one.
 
     Args:
-        median: seconds per unit.
-        more: median over the rounds of (this - bare), seconds per unit.
+        median: seconds per unit, or bytes.
+        more: median over the rounds of (this - bare), likewise.
         low: lower quartile of the same.
         high: upper quartile of the same.
         ratio: median over the rounds of (this / bare).
@@ -81,7 +83,7 @@ def alternate(
     names = list(blocks)
     found = {name: Samples([], []) for name in names}
     for name in names * warmup:
-        blocks[name]()
+        meter(blocks[name])
     # What the set-up left behind is not searched again for each contender's garbage.
     gc.collect()
     gc.freeze()
@@ -96,7 +98,7 @@ def alternate(
 
 
 def compare(found: Mapping[str, Samples], clock: str) -> dict[str, Comparison]:
-    """Each contender beside the first, by ``"cpu"`` or ``"wall"``."""
+    """Each contender beside the first, by ``"cpu"``, ``"wall"`` or ``"memory"``."""
     series: dict[str, list[float]] = {name: getattr(samples, clock) for name, samples in found.items()}
     bare = next(iter(series.values()))
     compared = {}

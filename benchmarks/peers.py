@@ -52,13 +52,14 @@ def accelerator(name: str, **settings: Any) -> Any:
     return module.Accelerator(cpu=True, **settings)
 
 
-def fabric(precision: str = "32-true") -> Any:
-    """A launched ``Fabric`` on the CPU."""
+def fabric(precision: str = "32-true", strategy: Any = None) -> Any:
+    """A launched ``Fabric`` on the CPU; its strategy by default is DDP where there are several ranks."""
     from lightning_fabric import Fabric
 
     # It tells of its precision on every start.
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     world = world_size()
-    made = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", precision=precision)
+    strategy = strategy or ("ddp" if world > 1 else "auto")
+    made = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision)
     made.launch()
     return made

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks import peers
 from benchmarks.pairs import Comparison, Samples, compare
 
-UNITS = {"us": 1e6, "ms": 1e3}
+UNITS = {"us": 1e6, "ms": 1e3, "MB": 1e-6}
+CLOCKS = {"cpu": "CPU", "wall": "wall", "memory": "peak"}
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Section:
 
     Args:
         title: what was done.
-        clock: ``"cpu"`` or ``"wall"``.
-        unit: ``"us"`` or ``"ms"``, per ``per``.
-        per: step, batch, call, start.
-        samples: of each contender, the bare one first.
+        clock: ``"cpu"``, ``"wall"`` or ``"memory"``.
+        unit: ``"us"``, ``"ms"`` or ``"MB"``, per ``per``.
+        per: step, batch, call, start, rank.
+        samples: of each contender, the one that the others are compared with first; none where it cannot be measured.
         target: what was promised, if anything.
+        remarks: lines below the table, such as why a contender is missing.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Section:
     per: str
     samples: Mapping[str, Samples]
     target: Target | None = None
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Row:
 
 def rows(section: Section) -> list[Row]:
     """The lines of one section."""
+    if not section.samples:
+        return []
     factor = UNITS[section.unit]
     return [
         _row(name, found, factor, section) for name, found in compare(section.samples, section.clock).items()
@@ -101,8 +106,8 @@ def _number(value: float, sign: str = "-") -> str:
 
 def header(section: Section) -> list[str]:
     """Column names."""
-    clock = "CPU" if section.clock == "cpu" else "wall"
-    return ["contender", f"{clock} {section.unit} per {section.per}", "more than bare", "quartiles", "ratio", "target"]
+    measured = f"{CLOCKS[section.clock]} {section.unit} per {section.per}"
+    return ["contender", measured, "more than bare", "quartiles", "ratio", "target"]
 
 
 def text(section: Section) -> str:
@@ -110,18 +115,21 @@ def text(section: Section) -> str:
     lines = [header(section), *cells(section)]
     widths = [max(len(line[column]) for line in lines) for column in range(6)]
     shown = [section.title]
-    for line in lines:
+    for line in lines if section.samples else []:
         name, *numbers, verdict = line
         middle = "  ".join(word.rjust(width) for word, width in zip(numbers, widths[1:5], strict=True))
         shown.append(f"  {name.ljust(widths[0])}  {middle}  {verdict}".rstrip())
-    return "\n".join(shown)
+    return "\n".join(shown + [f"  {remark}" for remark in section.remarks])
 
 
 def markdown(section: Section) -> str:
     """For RESULTS.md."""
-    head = header(section)
-    lines = [f"### {section.title}", "", "| " + " | ".join(head) + " |", "|---|--:|--:|--:|--:|---|"]
-    lines += ["| " + " | ".join(line) + " |" for line in cells(section)]
+    lines = [f"### {section.title}"]
+    if section.samples:
+        lines += ["", "| " + " | ".join(header(section)) + " |", "|---|--:|--:|--:|--:|---|"]
+        lines += ["| " + " | ".join(line) + " |" for line in cells(section)]
+    for remark in section.remarks:
+        lines += ["", remark]
     return "\n".join(lines)
 
 
@@ -132,6 +140,7 @@ def record(section: Section) -> dict[str, Any]:
         "clock": section.clock,
         "unit": section.unit,
         "per": section.per,
+        "remarks": list(section.remarks),
         "rows": [asdict(row) for row in rows(section)],
         "samples": {name: asdict(samples) for name, samples in section.samples.items()},
     }

@@ -22,6 +22,7 @@ DECLARED = [
         "requirements-bench.txt",
         "core/pyproject.toml",
         "plugins/ddp/pyproject.toml",
+        "plugins/fsdp/pyproject.toml",
     )
 ]
 

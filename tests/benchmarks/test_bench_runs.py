@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.testing import spawn
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,13 +23,26 @@ def test_a_quick_run_prints_a_table_of_every_group(tmp_path):
     assert done.returncode == 0, done.stderr
     sections = json.loads(written[0].read_text())["sections"]
     titles = [section["title"] for section in sections]
-    for word in ("Training step", "Loading", "gather_for_metrics", "save_state", "load_state", "--help", "Import"):
+    words = ("Training step", "Loading", "gather_for_metrics", "save_state", "load_state", "--help", "Import")
+    for word in (*words, "fsdp, training", "fsdp, save_state", "waits for a save", "memory", "Llama"):
         assert any(word in title for title in titles), f"{word} is not among {titles}"
     for section in sections:
         ours = [row for row in section["rows"] if "drivetrain" in row["name"]]
-        assert len(ours) == 1, section["title"]
+        skipped = [remark for remark in section["remarks"] if remark.startswith("skipped: ")]
+        assert bool(ours) != bool(skipped), section["title"]
         assert section["title"] in done.stdout
         assert section["title"] in written[1].read_text()
+
+
+def test_the_model_of_the_gpu_group_trains_in_small_on_a_cpu():
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import llama
+    finally:
+        sys.path.remove(str(ROOT))
+    samples, meaning = spawn(llama.measure, 1, llama.SMALL, "cpu", 1, 2, timeout=60)[0]
+    assert set(samples) == {"bare torch", "drivetrain", "bare torch again"}
+    assert sum("tokens/s" in line for line in meaning) == 3
 
 
 def test_a_group_that_does_not_exist_is_named():

@@ -33,3 +33,9 @@ def makers():
     """``foreign_makers.py``."""
     return _module("foreign_makers")
 
+
+
+@pytest.fixture(scope="session")
+def killing(jobs):
+    """``kill_jobs.py``."""
+    return _module("kill_jobs")

@@ -33,7 +33,8 @@ def test_what_needs_neither_torch_nor_a_schema_imports_neither(arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["config", "show"], ["launch", "--help"], ["test", "--help"], ["config", "--help"]]
+    "arguments",
+    [["config", "show"], ["checkpoint", "--help"], ["launch", "--help"], ["test", "--help"], ["config", "--help"]],
 )
 def test_no_torch_before_something_is_launched(arguments):
     seen, words = imported(arguments)
@@ -43,7 +44,7 @@ def test_no_torch_before_something_is_launched(arguments):
 
 def test_help_names_every_subcommand(drivetrain):
     words = drivetrain("--help").stdout
-    for name in ("backends", "config", "env", "launch", "test"):
+    for name in ("backends", "checkpoint", "config", "env", "launch", "test"):
         assert f"\n  {name} " in words
 
 
@@ -57,7 +58,7 @@ def test_an_unknown_subcommand_is_guessed_or_the_list_is_given(drivetrain):
     done = drivetrain("lanch")
     assert done.returncode == 2
     assert "There is no subcommand 'lanch'. Did you mean 'launch'?" in done.stderr
-    assert "There are: backends, config, env, launch, test." in drivetrain("xyzzy").stderr
+    assert "There are: backends, checkpoint, config, env, launch, test." in drivetrain("xyzzy").stderr
 
 
 def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
@@ -74,7 +75,7 @@ def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert drivetrain("greet", PYTHONPATH=path).stdout == "hello\n"
     words = drivetrain("--help", PYTHONPATH=path)
-    assert "greet     Say hello." in words.stdout
+    assert "greet       Say hello." in words.stdout
     assert words.stderr == "warning: toy-cli 1.0 brings the command launch, which exists already\n"
     assert "taken over" not in drivetrain("launch", "--help", PYTHONPATH=path).stdout
 

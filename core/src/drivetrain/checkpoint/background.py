@@ -125,12 +125,16 @@ class BackgroundSaver:
         ranks = Ranks(self._backend, alone=alone)
         with work.whole_or_gone(ranks):
             work.begin(ranks, hooks)
-            work.hold(ranks, self._buffer.keep)
+            work.hold(self._buffer.keep)
         beside = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
         self._target = work.target
+        # A thread that set to work at once would keep this one off the interpreter for a switch interval, 5 ms.
+        returned = threading.Event()
+        arguments = (returned, work, beside, afterwards)
         # Not a daemon: a script that ends while it runs ends after it.
-        self._thread = threading.Thread(target=self._run, args=(work, beside, afterwards), name="drivetrain-save")
+        self._thread = threading.Thread(target=self._run, args=arguments, name="drivetrain-save")
         self._thread.start()
+        returned.set()
         return work.target
 
     def wait(self) -> Path | None:
@@ -171,7 +175,10 @@ class BackgroundSaver:
             self._group = dist.new_group(backend="gloo", group_desc="drivetrain checkpoints")
         return self._group
 
-    def _run(self, work: SaveWork, ranks: Ranks, afterwards: Callable[[], object] | None) -> None:
+    def _run(
+        self, returned: threading.Event, work: SaveWork, ranks: Ranks, afterwards: Callable[[], object] | None
+    ) -> None:
+        returned.wait()
         try:
             with work.whole_or_gone(ranks):
                 work.finish(ranks)

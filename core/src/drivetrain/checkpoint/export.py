@@ -12,8 +12,10 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.files import CheckedFile, sync_folder
+from drivetrain.checkpoint.files import CheckedFile, check_file, sync_folder
+from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.ranks import Ranks
+from drivetrain.checkpoint.storage import read_tensor
 from drivetrain.checkpoint.tensorfile import Source, header_bytes, raw_bytes, write_tensors
 from drivetrain.errors import CheckpointError
 
@@ -37,6 +39,7 @@ def export_model(
     safe_serialization: bool = True,
     is_main: bool = True,
     tied: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
     backend: Backend | None = None,
 ) -> list[Path]:
     """Write a model's tensors as ``model.safetensors``, or as numbered files with ``model.safetensors.index.json``.
@@ -52,6 +55,7 @@ def export_model(
         is_main: this process writes.
         tied: each further name of a tied tensor, with its first one; the tensor is saved under the first only, and the
             file's metadata keeps the others. Plain tensors that share memory are recognised without it.
+        metadata: further names of tensors, with the first, which the iterator does not give; the file notes them.
         backend: lets every rank learn of a failure on the main process.
 
     Returns:
@@ -68,12 +72,51 @@ def export_model(
             for _ in named_tensors:
                 pass
             return []
-        return _Export(Path(directory), limit, safe_serialization, dict(tied or {})).run(named_tensors)
+        export = _Export(Path(directory), limit, safe_serialization, dict(tied or {}), dict(metadata or {}))
+        return export.run(named_tensors)
 
     if backend is None:
         return work()
     ranks = Ranks(backend)
     return ranks.agree("export the model", work)[ranks.rank]
+
+
+def export_checkpoint(
+    checkpoint: str | Path, directory: str | Path, *, max_shard_size: int | str = "10GB", index: int = 0
+) -> list[Path]:
+    """Write the model of a checkpoint as :func:`export_model` does, one tensor in memory at a time. Not collective.
+
+    Args:
+        checkpoint: folder that ``save_state`` wrote; every file that is read is checked first.
+        directory: see :func:`export_model`.
+        max_shard_size: see :func:`export_model`.
+        index: which of the run's models.
+
+    Returns:
+        The files written, index last.
+
+    Raises:
+        CheckpointError: not found, damaged, no such model, or ``save_state`` left its weights to a hook.
+    """
+    folder = Path(checkpoint).absolute()
+    manifest = read_manifest(folder)
+    wanted = {own.removeprefix("model."): own for own in manifest.specs(index) if own.startswith("model.")}
+    if not wanted:
+        raise CheckpointError(
+            f"the checkpoint holds no weights of model {index}",
+            whose=str(folder),
+            cure="`drivetrain checkpoint inspect` shows what it holds.",
+        )
+    entries = {name: manifest.tensors[stored_name(own, index)] for name, own in wanted.items()}
+    for file in sorted({chunk.file for entry in entries.values() for chunk in entry.chunks}):
+        check_file(folder, file, manifest.files[file])
+    tied = manifest.trainables[index]["extra"].get("tied", {})
+    return export_model(
+        ((name, read_tensor(folder, name, entry)) for name, entry in entries.items()),
+        directory,
+        max_shard_size=max_shard_size,
+        metadata={alias: first for alias, first in tied.items() if first in entries},
+    )
 
 
 def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
@@ -145,11 +188,11 @@ class _Twins:
 class _Export:
     """The main process's part: files under unfinished names, then the names, the index, and the old files' end."""
 
-    def __init__(self, directory: Path, limit: int, safe: bool, tied: dict[str, str]) -> None:
+    def __init__(self, directory: Path, limit: int, safe: bool, tied: dict[str, str], aliases: dict[str, str]) -> None:
         self._directory, self._limit, self._safe = directory, limit, safe
         self._stem, self._suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
         self._twins = _Twins(tied)
-        self._aliases: dict[str, str] = {}
+        self._aliases = aliases
         self._unfinished: list[Path] = []
         self._weights: list[list[str]] = []
         self._total = 0

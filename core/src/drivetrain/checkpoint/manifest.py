@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -52,6 +53,11 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     sharded: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * _item_size(self.dtype)
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -197,6 +203,12 @@ class Manifest:
             files=files,
             rng=rng,
         )
+
+
+def _item_size(dtype: str) -> int:
+    """Bytes of one element, read from a dtype's name: ``bfloat16`` has 2, ``float8_e4m3fn`` 1, ``bool`` 1."""
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) // 8 if digits else 1
 
 
 def own_name(stored: str, index: int) -> str | None:

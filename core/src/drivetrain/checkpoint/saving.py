@@ -111,6 +111,7 @@ class SaveWork:
         self._rank = backend.topology.rank
         self._staging: Path | None = None
         self._files: list[PlannedFile] | None = None
+        self._unheld: Exception | None = None
 
     @contextmanager
     def whole_or_gone(self, ranks: Ranks) -> Iterator[None]:
@@ -133,13 +134,15 @@ class SaveWork:
         self._offers = ranks.agree("collect the state", self._collect)
         self._folder = _present(self._offers[0].staging)
 
-    def hold(self, ranks: Ranks, keep: Callable[[Sequence[PlannedFile]], list[PlannedFile]]) -> None:
-        """Let ``keep`` copy what this rank will write, so that training may change it. Collective over ``ranks``."""
+    def hold(self, keep: Callable[[Sequence[PlannedFile]], list[PlannedFile]]) -> None:
+        """Let ``keep`` copy what this rank will write, so that training may change it.
 
-        def work() -> None:
+        Not collective: a rank waits for its own copy only. If it fails, :meth:`finish` tells all ranks.
+        """
+        try:
             self._files = keep(self._settle())
-
-        ranks.agree("copy the state into host memory", work)
+        except Exception as problem:  # noqa: BLE001  Raised in finish, where the other ranks hear of it.
+            self._unheld = problem
         self._state = TrainingState()  # Nothing of the run is needed, nor kept alive, from here on.
 
     def finish(self, ranks: Ranks) -> None:
@@ -205,6 +208,8 @@ class SaveWork:
 
     def _write(self) -> Written:
         """Write this rank's share."""
+        if self._unheld is not None:
+            raise self._unheld
         files = self._settle() if self._files is None else self._files
         written = write_files(files, self._folder)
         if self._rng is not None:

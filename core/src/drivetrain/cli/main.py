@@ -16,6 +16,10 @@ COMMANDS = {
         "drivetrain.cli.backends:backends",
         "List the backends: whose they are, what they can do, ready or not.",
     ),
+    "checkpoint": (
+        "drivetrain.cli.checkpoint:checkpoint",
+        "Look into a checkpoint, export its model, convert what other libraries wrote.",
+    ),
     "config": ("drivetrain.cli.config:config", "Write a configuration file, or show where each value comes from."),
     "env": ("drivetrain.cli.env:env", "Print versions, devices and plugins for a bug report."),
     "launch": ("drivetrain.cli.launch:launch", "Run a script on every process of this machine."),

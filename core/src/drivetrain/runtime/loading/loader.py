@@ -126,7 +126,9 @@ class PreparedDataLoader(DataLoader[Any]):
                     self._advance(item, is_last)
                 if item.hidden:
                     continue
-                self.end_of_dataloader = is_last
+                if self.end_of_dataloader is not is_last:
+                    # At a change only: DataLoader looks at every attribute that is set.
+                    self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
                 info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal)
                 active.show(token, info)
@@ -303,9 +305,10 @@ class PreparedDataLoader(DataLoader[Any]):
 def _keep_on_cpu(batch: Any) -> Any:
     """The common batches of a CPU run have nothing to move; looking is cheaper than rebuilding them."""
     values = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
-    if all(type(value) is torch.Tensor and value.is_cpu for value in values):
-        return batch
-    return trees.send_to_device(batch, "cpu")
+    for value in values:  # a loop, since all() over a generator costs twice as much on each batch
+        if type(value) is not torch.Tensor or not value.is_cpu:
+            return trees.send_to_device(batch, "cpu")
+    return batch
 
 
 @contextmanager

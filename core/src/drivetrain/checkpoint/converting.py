@@ -1,0 +1,326 @@
+"""Write another library's checkpoint as ours. One tensor is in memory at a time; not collective."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.files import commit, data_folder, stage
+from drivetrain.checkpoint.foreign import Foreign, Tensors, clean
+from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
+from drivetrain.checkpoint.matching import Shape, match, match_unordered
+from drivetrain.checkpoint.recognising import read_foreign
+from drivetrain.checkpoint.saving import library_versions
+from drivetrain.checkpoint.tensorfile import Source, dtype_name, write_tensors
+from drivetrain.checkpoint.tree import Encoder
+from drivetrain.errors import CheckpointError
+from drivetrain.topology import Mesh
+
+_NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
+_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's own layers; no optimizer holds them."""
+_FILE_BYTES = 2 << 30
+
+
+@dataclass
+class Converted:
+    """What became of it.
+
+    Args:
+        path: the checkpoint that was written.
+        kind: what the source was, in words.
+        carried: sentences about what is in it.
+        left_out: sentences about what is not, and why.
+    """
+
+    path: Path
+    kind: str
+    carried: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Trainable:
+    """One model with its optimizers in the words of the portable checkpoint."""
+
+    tensors: Tensors
+    tied: dict[str, str]
+    ordered: bool
+    order: list[str] | None = None
+    """Parameters in the model's order, where somebody who knows has said it."""
+    optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
+    slots: Tensors = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+
+
+def convert(
+    source: str | Path, target: str | Path, kind: str = "auto", *, parameters: Sequence[str] = ()
+) -> Converted:
+    """Read a checkpoint of another library and write it as ours. Not collective; nothing in it is executed.
+
+    Args:
+        source: the file or folder that the library wrote.
+        target: folder of the new checkpoint; must not exist.
+        kind: ``"accelerate"``, ``"torch"``, ``"fabric"``, or ``"auto"`` to look.
+        parameters: names of the (first) model's parameters in its own order, as ``named_parameters()`` gives them: what
+            ties the numbers in an optimizer's state to names when the model's file does not keep the order.
+
+    Returns:
+        What was carried over, and what was not.
+
+    Raises:
+        CheckpointNotFoundError: nothing at ``source``.
+        CheckpointError: no model can be read from it, or ``target`` exists.
+    """
+    path = Path(target).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path} exists already", cure="Name a folder that does not; nothing was written.")
+    foreign = read_foreign(Path(source), kind)
+    trainables = [
+        _Trainable(tensors, dict(tied), ordered)
+        for tensors, tied, ordered in zip(foreign.models, foreign.tied, foreign.ordered, strict=True)
+    ]
+    if parameters:
+        trainables[0].order = _in_order(trainables[0], parameters)
+    report = Converted(path, foreign.kind, left_out=list(foreign.left_out))
+    for number, state in enumerate(foreign.optimizers):
+        _give(number, state, trainables, report)
+    for index, trainable in enumerate(trainables):
+        _untie(trainable)
+        count = f"{len(trainable.tensors)} tensors of model {index}"
+        tied = f", {len(trainable.tied)} of them under a second name" if trainable.tied else ""
+        report.carried.insert(index, count + tied)
+    _write(path, foreign, trainables, report)
+    return report
+
+
+def _give(number: int, state: Mapping[str, Any], trainables: Sequence[_Trainable], report: Converted) -> None:
+    """Find whose parameters an optimizer holds: the model of its own number first, then any."""
+    order = sorted(range(len(trainables)), key=lambda index: (index != number, index))
+    for index in order:
+        names = _names(state, trainables[index])
+        if names is not None:
+            _take(state, names, trainables[index])
+            report.carried.append(f"optimizer {number}, for model {index}, with {len(state['state'])} states")
+            return
+    report.left_out.append(
+        f"optimizer {number}: it numbers its parameters, and the numbers fit the names of no model in exactly one way; "
+        "say the order with --parameters"
+    )
+
+
+def _names(state: Mapping[str, Any], trainable: _Trainable) -> dict[Any, str] | None:
+    """Name of each key of an optimizer's state, ``None`` when it cannot be told."""
+    groups = state["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    written = [name for group in groups for name in group.get("param_names", ())]
+    if len(written) != len(keys):
+        written = keys if all(isinstance(key, str) for key in keys) else []
+    if written:
+        named = {key: _known(str(name), trainable) for key, name in zip(keys, written, strict=True)}
+        return {key: name for key, name in named.items() if name} if all(named.values()) else None
+    known = trainable.order or [
+        name
+        for name, source in trainable.tensors.items()
+        if name.rpartition(".")[2] not in _STATISTICS and source.dtype.is_floating_point
+    ]
+    candidates = [(name, trainable.tensors[name].shape) for name in known]
+    shapes = [[_shape(state["state"].get(key)) for key in group["params"]] for group in groups]
+    found = (match if trainable.order or trainable.ordered else match_unordered)(candidates, shapes)
+    if found is None:
+        return None
+    flat = [name for group in found for name in group]
+    return dict(zip(keys, flat, strict=True))
+
+
+def _in_order(trainable: _Trainable, parameters: Sequence[str]) -> list[str]:
+    """These names as the model's own words, tied ones once."""
+    known = {name: _known(name, trainable) for name in parameters}
+    strange = [name for name, own in known.items() if own is None]
+    if strange:
+        raise CheckpointError(f"the model has no parameter {', '.join(strange[:6])}", cure="See --parameters.")
+    return list(dict.fromkeys(own for own in known.values() if own is not None))
+
+
+def _known(name: str, trainable: _Trainable) -> str | None:
+    """The model's own word for a parameter's name."""
+    for each in (clean(name), clean(name).removeprefix("module.")):
+        if each in trainable.tensors:
+            return each
+        if each in trainable.tied:
+            return trainable.tied[each]
+    return None
+
+
+def _shape(slots: Mapping[str, Any] | None) -> Shape | None:
+    """Shape of a parameter as its state shows it: that of its largest slot; ``None`` when it has none of any size."""
+    shapes = [tuple(value.shape) for value in (slots or {}).values() if isinstance(value, (Tensor, Source))]
+    wide = [shape for shape in shapes if shape]
+    return max(wide, key=len) if wide else None
+
+
+def _take(state: Mapping[str, Any], names: Mapping[Any, str], trainable: _Trainable) -> None:
+    trainable.optimizers.append(
+        [
+            {
+                "params": [names[key] for key in group["params"]],
+                **{key: value for key, value in group.items() if key not in _NOT_OF_THE_RUN},
+            }
+            for group in state["param_groups"]
+        ]
+    )
+    for key, slots in state["state"].items():
+        name = names.get(key) or _known(str(key), trainable)
+        if name is None:
+            raise CheckpointError(f"the optimizer has state for {key!r}, which is in none of its groups")
+        for slot, value in slots.items():
+            own = f"optim.{name}.{slot}"
+            if type(value) in _NUMBERS:
+                trainable.numbers[own] = type(value).__name__
+                trainable.slots[own] = Source.of(own, torch.tensor(value, dtype=_NUMBERS[type(value)]))
+            elif isinstance(value, Source):
+                trainable.slots[own] = Source(own, value.dtype, value.shape, value.produce)
+            elif isinstance(value, Tensor):
+                trainable.slots[own] = Source.of(own, value)
+
+
+def _untie(trainable: _Trainable) -> None:
+    """Recognise tied parameters that were saved twice: equal to the bit, and only one of them has an optimizer."""
+    held = {name for groups in trainable.optimizers for group in groups for name in group["params"]}
+    if not held:
+        return
+    for name, source in list(trainable.tensors.items()):
+        if name in held or len(source.shape) < 2:
+            continue
+        for first in held:
+            other = trainable.tensors[first]
+            if other.shape == source.shape and other.dtype == source.dtype and _equal(other, source):
+                del trainable.tensors[name]
+                trainable.tied[name] = first
+                break
+
+
+def _equal(one: Source, other: Source) -> bool:
+    return torch.equal(one.produce(), other.produce())
+
+
+def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], report: Converted) -> None:
+    encoder = Encoder()
+    sources: Tensors = {}
+    entries = []
+    for index, trainable in enumerate(trainables):
+        for name, source in trainable.tensors.items():
+            sources[stored_name(f"model.{name}", index)] = source
+        for own, source in trainable.slots.items():
+            sources[stored_name(own, index)] = source
+        extra: dict[str, Any] = {"tied": trainable.tied, "numbers": trainable.numbers}
+        if index == 0 and foreign.scaler is not None:
+            extra["loss_scaler"] = foreign.scaler
+        entries.append(
+            {
+                "optimizers": encoder.encode(trainable.optimizers, f"trainables.{index}.optimizers"),
+                "extra": encoder.encode({name: part for name, part in extra.items() if part}, f"trainables.{index}"),
+            }
+        )
+    objects = {}
+    for name, state in foreign.objects.items():
+        try:
+            objects[name] = encoder.encode(state, f"objects.{name}")
+            report.carried.append(name)
+        except CheckpointError as problem:
+            report.left_out.append(problem.what)
+    report.carried += ["the loss scale"] if foreign.scaler is not None else []
+    report.carried += [f"the random state of {len(foreign.rng)} process(es)"] if foreign.rng else []
+    sources |= {name: Source.of(name, tensor) for name, tensor in encoder.tensors.items()}
+    step = _steps(trainables)
+    if not any(name.startswith("loader.") for name in objects):
+        report.left_out.append(
+            "the position in the data: prepared loaders begin an epoch; load_state needs strict=False for them"
+        )
+    staging = stage(path)
+    try:
+        data = data_folder(staging).name
+        files, tensors = _write_tensors(staging, f"{data}/tensors", sources)
+        rng = {}
+        for coordinate, tree in foreign.rng.items():
+            numbers = Encoder()
+            text = json.dumps(numbers.encode(tree, "rng"))
+            rng[coordinate] = f"{data}/rng-{coordinate:05d}.safetensors"
+            parts = [Source.of(key, tensor) for key, tensor in numbers.tensors.items()]
+            files[rng[coordinate]] = write_tensors(staging / rng[coordinate], parts, {"tree": text})
+        manifest = Manifest(
+            backend=f"converted from {foreign.kind}",
+            mesh=Mesh().sizes,
+            world_size=1,
+            created=time.time(),
+            libraries=library_versions(),
+            info={"notes": _finite(foreign.notes)} if foreign.notes else {},
+            counters={"step": step},
+            trainables=tuple(entries),
+            objects=objects,
+            tensors=tensors,
+            files=files,
+            rng=rng,
+        )
+        commit(staging, path, manifest)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)  # Renamed already when only the last sync failed.
+        raise
+
+
+def _write_tensors(
+    staging: Path, prefix: str, sources: Tensors
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for number, batch in enumerate(_batches(sources)):
+        file = f"{prefix}-{number:05d}.safetensors"
+        files[file] = write_tensors(
+            staging / file, [Source(name, one.dtype, one.shape, one.produce) for name, one in batch], {"format": "pt"}
+        )
+        for name, one in batch:
+            chunk = Chunk((0,) * len(one.shape), one.shape, file, name)
+            tensors[name] = TensorEntry(dtype_name(one.dtype), one.shape, (chunk,))
+    return files, tensors
+
+
+def _batches(sources: Tensors) -> Iterator[list[tuple[str, Source]]]:
+    batch: list[tuple[str, Source]] = []
+    size = 0
+    for name, source in sources.items():
+        if batch and size + source.num_bytes > _FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, source))
+        size += source.num_bytes
+    if batch:
+        yield batch
+
+
+def _steps(trainables: Sequence[_Trainable]) -> int:
+    """Optimizer steps so far, as the optimizers' own counters say."""
+    counters = [
+        int(source.produce())
+        for trainable in trainables
+        for name, source in trainable.slots.items()
+        if name.endswith(".step") and not source.shape
+    ]
+    return max(counters, default=0)
+
+
+def _finite(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold: numbers that are none become words."""
+    return {
+        name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in notes.items()
+    }
