@@ -60,7 +60,7 @@ def test_what_cannot_be_launched_is_an_error_without_a_traceback(drivetrain, scr
     assert done.stderr.startswith("error: backend 'single' trains in one process, but 2 were asked for")
     done = drivetrain("launch", "--distributed_type", "fdsp", script)
     assert "no installed backend is called 'fdsp'" in done.stderr
-    assert 'pip install "drivetrain[fsdp]"' in done.stderr
+    assert "Did you mean 'fsdp'?" in done.stderr
     done = drivetrain("launch", "--num_proceses", "2", script)
     assert done.returncode == 2
     assert "--num_processes" in done.stderr
