@@ -42,7 +42,7 @@ class TorchEngine:
         )
         self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
         self._output = None if policy.output is None else precision.dtype_of(policy.output)
-        # What `precision.run` would look up at each forward; a context is made anew since a forward may run in another.
+        # Looked up once; the context itself is made anew, since a forward may run inside another.
         self._autocast = (
             None
             if self._compute is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
@@ -96,15 +96,6 @@ def cast_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             policy.parameters,
             changed,
         )
-
-
-def run(forward: Callable[..., Any], policy: PrecisionPolicy, device: str, args: Any, kwargs: Any) -> Any:
-    """Call ``forward(*args, **kwargs)`` under the policy, outputs cast as it says."""
-    if policy.compute is None:
-        return forward(*args, **kwargs)
-    with autocast(policy, device):
-        output = forward(*args, **kwargs)
-    return cast_output(output, policy)
 
 
 def cast_output(output: Any, policy: PrecisionPolicy) -> Any:

@@ -78,7 +78,6 @@ class Trainer:
         self.sync_gradients = True
         self.step = 0
         """Optimizer steps so far, skipped ones too."""
-        self.last_step_skipped = False
         self.sync_each_batch = sync_each_batch
         self.batch_state = batch_state if sync_with_dataloader else _endless
         self.open: tuple[Window, Sequence[Record]] | None = None
@@ -193,7 +192,6 @@ class Trainer:
     def stepped(self, records: Sequence[Record], result: StepResult) -> None:
         """Note an optimizer step of these models."""
         self.step += 1
-        self.last_step_skipped = result.skipped
         manual = self._manual
         if self.open is None and manual.backwards:
             # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
