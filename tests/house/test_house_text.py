@@ -9,10 +9,6 @@ import subprocess
 import pytest
 
 LONGEST = 400
-LONGER = {
-    # The contract is read in one piece, and most of it is its documentation.
-    "core/src/drivetrain/backend.py": 500,
-}
 
 # Files of the core that may hold a backend's name, each with the reason.
 NAMING = {
@@ -46,12 +42,7 @@ def sources(texts):
 
 def test_no_file_is_longer_than_a_reader_can_hold(texts):
     sizes = {name: len(text.splitlines()) for name, text in sources(texts).items()}
-    assert {name: size for name, size in sizes.items() if size > LONGER.get(name, LONGEST)} == {}
-
-
-def test_exceptions_to_the_size_are_needed(texts):
-    for name in LONGER:
-        assert len(texts[name].splitlines()) > LONGEST, name
+    assert {name: size for name, size in sizes.items() if size > LONGEST} == {}
 
 
 def test_no_path_of_anybodys_machine(texts):
