@@ -16,7 +16,6 @@ SHOWN_VARIABLES = (
     "NCCL_",
     "GLOO_",
     "OMP_",
-    "CUDA_VISIBLE",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
@@ -48,7 +47,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "platform", f"{platform.platform()}, {available_cores()} cores"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     yield "communication backends", ", ".join(_communication_backends()) or "none"
-    yield "accelerators", ", ".join(_accelerators()) or "none"
+    yield from _accelerators()
     yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     registry = get_registry()
     for plugin in registry.plugins():
@@ -76,13 +75,22 @@ def _communication_backends() -> list[str]:
     return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
 
 
-def _accelerators() -> list[str]:
-    import torch
+def _accelerators() -> Iterator[tuple[str, str]]:
+    """Every accelerator, hidden ones too, in the order in force; then what hides or orders them, and who said so."""
+    from drivetrain.launch.devices import known_kinds
+    from drivetrain.launch.inventory import take_inventory, visible
+    from drivetrain.registry import get_registry
 
-    if not torch.accelerator.is_available():
-        return []
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    module = torch.get_device_module(kind)
-    names = getattr(module, "get_device_name", lambda index: f"{kind} {index}")
-    return [f"{kind.type}:{index} {names(index)}" for index in range(torch.accelerator.device_count())]
+    kinds = known_kinds(get_registry().devices())
+    present, seen = take_inventory(kinds), visible()
+    yield "accelerators", f"{len(present.devices)} {present.type}" if present.devices else "none"
+    for device in present.devices:
+        yield f"accelerator {present.type}", str(device)
+    if len(seen.devices) != len(present.devices):
+        yield "accelerators that torch sees", ", ".join(map(str, seen.devices)) or "none"
+    for kind in kinds:
+        if kind.type == present.type and kind.order:
+            yield "order of accelerators", os.environ.get(kind.order, f"the driver's default; {kind.order} is not set")
+    shown = {name for kind in kinds for name in (*kind.visibility, kind.order) if name}
+    for name in sorted(shown & set(os.environ)):
+        yield f"{name} (exported)", os.environ[name] or "(empty: hides all)"

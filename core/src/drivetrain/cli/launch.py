@@ -39,6 +39,7 @@ def launch(
     from drivetrain.launch import local
     from drivetrain.launch.plan import describe, make_plan
 
+    plan = make_plan(resolved)
     if not quiet:
-        click.echo(describe(make_plan(resolved), resolved), err=True)
-    sys.exit(local.launch(resolved, [script, *script_args], module=module, no_python=no_python))
+        click.echo(describe(plan, resolved), err=True)
+    sys.exit(local.launch(resolved, [script, *script_args], module=module, no_python=no_python, plan=plan))

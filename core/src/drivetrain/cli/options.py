@@ -18,11 +18,16 @@ FLAGS = {
     "main_process_ip": "Address of machine 0.",
     "main_process_port": "Port on machine 0.",
     "rdzv_backend": "How machines meet: c10d or static.",
+    "accelerator_ids": "Accelerators of this machine, in order: 0,2 or UUIDs; all; '' for the CPU.",
+    "device_order": "Which accelerator is number 0: pci_bus_id or fastest_first.",
     "max_restarts": "How often failed workers are started again.",
     "mixed_precision": "no, bf16 or fp16.",
     "gradient_accumulation_steps": "Micro-batches between two optimizer steps.",
 }
 """Flags with a value, each named as the configuration key that it sets."""
+
+ALIASES = {"accelerator_ids": "gpu_ids"}
+"""Second names of flags, as other launchers call them."""
 
 SWITCHES = {
     "cpu": ("use_cpu", "Stay on the CPU."),
@@ -44,7 +49,8 @@ def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, (_, text) in reversed(SWITCHES.items()):
         command = click.option(f"--{name}", is_flag=True, default=None, help=text)(command)
     for name, text in reversed(FLAGS.items()):
-        command = click.option(f"--{name}", metavar="VALUE", help=text)(command)
+        names = [f"--{each}" for each in (name, ALIASES.get(name)) if each]
+        command = click.option(*names, name, metavar="VALUE", help=text)(command)
     return click.option(
         "--config", "--config_file", "config_file", metavar="FILE", help="A YAML file; `drivetrain config` writes one."
     )(command)
@@ -66,5 +72,7 @@ def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, A
             raise click.UsageError(f"--set takes KEY=VALUE, not {setting!r}")
         overrides[key.strip()] = value
     overrides |= {name: flags[name] for name in FLAGS if flags.get(name) is not None}
+    if overrides.get("accelerator_ids") == "":
+        overrides["accelerator_ids"] = []  # elsewhere an empty flag means "not given"; here it is a choice
     overrides |= {key: True for name, (key, _) in SWITCHES.items() if flags.get(name)}
     return load_config(config_file, overrides=overrides)

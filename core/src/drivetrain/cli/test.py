@@ -21,17 +21,19 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
     """
     resolved = resolve(config_file, settings, flags)
     from drivetrain.launch import local
-    from drivetrain.launch.plan import count_devices, describe, has_accelerator, make_plan, trains_over
+    from drivetrain.launch.plan import describe, has_accelerator, make_plan, trains_over
 
     if resolved.config.num_processes is None:
-        here = count_devices() if has_accelerator() and not resolved.config.use_cpu else 2
-        world = here * resolved.config.num_machines
+        plan = make_plan(resolved)
+        on_cpu = resolved.config.use_cpu or plan.on_cpu or not has_accelerator()
+        world = (2 if on_cpu else plan.processes_here) * resolved.config.num_machines
         if not trains_over(resolved.config.distributed_type, world):
             click.echo(f"no backend that may be taken trains over {world} processes; testing one", err=True)
             world = 1
         resolved = resolve(config_file, settings, {**flags, "num_processes": str(world)})
-    click.echo(describe(make_plan(resolved), resolved), err=True)
-    code = local.launch(resolved, [SELF_TEST], module=True)
+    plan = make_plan(resolved)
+    click.echo(describe(plan, resolved), err=True)
+    code = local.launch(resolved, [SELF_TEST], module=True, plan=plan)
     if code == 0:
         click.echo("Everything works.")
     sys.exit(code)

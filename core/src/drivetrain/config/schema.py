@@ -49,6 +49,18 @@ def _names(value: Any) -> Any:
     return value
 
 
+def _ids(value: Any) -> Any:
+    """``0``, ``0,2``, ``[0, 2]`` and UUIDs; ``all`` is nothing special."""
+    if isinstance(value, bool):
+        raise ValueError("expected ids such as [0, 2], or all")  # noqa: TRY004 - pydantic wants it
+    if isinstance(value, int):
+        return [str(value)]
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return None
+    value = _names(value)
+    return [str(each) if type(each) is int else each for each in value] if isinstance(value, list) else value
+
+
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Index = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
@@ -136,6 +148,12 @@ class Config(Section):
     rdzv_backend: Literal["c10d", "static"] = Field("c10d", description="How machines meet: c10d or static.")
     max_restarts: Index = Field(0, description="How often failed workers are started again, all together.")
     monitor_interval: Seconds = Field(0.1, description="Seconds between two looks at the workers.")
+    accelerator_ids: Annotated[list[str] | None, BeforeValidator(_ids)] = Field(
+        None, description="Accelerators of this machine, in order: [0, 2] or UUIDs; null means all, [] the CPU."
+    )
+    device_order: Literal["pci_bus_id", "fastest_first"] | None = Field(
+        None, description="Which accelerator is number 0 (CUDA_DEVICE_ORDER): pci_bus_id or fastest_first."
+    )
     use_cpu: bool = Field(False, description="Stay on the CPU even where there is an accelerator.")
     debug: bool = Field(False, description="Compare shapes and dtypes over the ranks before each collective.")
     log_with: Annotated[list[str], BeforeValidator(_names)] = Field(

@@ -12,6 +12,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
 _AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
-def launch(resolved: ResolvedConfig, command: Sequence[str], *, module: bool = False, no_python: bool = False) -> int:
+def launch(
+    resolved: ResolvedConfig,
+    command: Sequence[str],
+    *,
+    module: bool = False,
+    no_python: bool = False,
+    plan: LaunchPlan | None = None,
+) -> int:
     """Run a script on every worker of this machine and wait for all of them.
 
     One failing worker stops the others; its traceback, and only that one, is written to stderr. An interrupt stops all
@@ -40,6 +48,7 @@ def launch(resolved: ResolvedConfig, command: Sequence[str], *, module: bool = F
         command: the script and its arguments, which are passed on as they are.
         module: the first word is a module's name, as after ``python -m``.
         no_python: the first word is a program to be started without Python in front.
+        plan: what :func:`drivetrain.launch.plan.make_plan` made of the configuration; ``None`` = ask it.
 
     Returns:
         0, or the exit code of the worker that failed first (128 + n when signal n ended it).
@@ -54,9 +63,9 @@ def launch(resolved: ResolvedConfig, command: Sequence[str], *, module: bool = F
         raise UsageError("--module and --no_python exclude each other", cure="A program has no module's name.")
     if not (module or no_python) and not Path(command[0]).exists():
         raise UsageError(f"there is no script {command[0]!r}", cure="Correct the path, or use -m for a module's name.")
-    plan = make_plan(resolved)
+    plan = make_plan(resolved) if plan is None else plan
     words = list(command) if no_python else _python_command(command, module=module)
-    added = worker_environment(resolved.to_json(), plan.processes_here)
+    added = worker_environment(handed_over(resolved, plan), plan.processes_here) | dict(plan.selection.variables)
     added[worker.PARENT] = str(os.getpid())
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -74,6 +83,13 @@ def launch(resolved: ResolvedConfig, command: Sequence[str], *, module: bool = F
             sys.stderr.write(f"stopped by {error.sigval.name}; no worker is left\n")
             return 128 + error.sigval
     return 0
+
+
+def handed_over(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
+    """The configuration as the workers get it: a run for which no accelerator was chosen stays on the CPU."""
+    if plan.on_cpu and resolved.config.accelerator_ids is not None:
+        resolved = replace(resolved, config=resolved.config.model_copy(update={"use_cpu": True}))
+    return resolved.to_json()
 
 
 def launch_config(plan: LaunchPlan, logs: str, **further: Any) -> LaunchConfig:

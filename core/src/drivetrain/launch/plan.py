@@ -1,15 +1,20 @@
-"""What a launch will do, decided before anything starts: how many processes, where they meet, and who trains.
+"""What a launch will do, decided before anything starts: how many processes, on what, where they meet, who trains.
 
-Pure but for :func:`count_devices`, which asks torch when the user did not say how many processes to start.
+Pure but for the number of accelerators, for which torch is asked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
 from drivetrain.installed import core_version
+from drivetrain.launch.devices import known_kinds
+from drivetrain.launch.inventory import Inventory, take_inventory
+from drivetrain.launch.selection import Selection, Wish, check_count, choose
 from drivetrain.registry import get_registry
 
 if TYPE_CHECKING:
@@ -32,6 +37,7 @@ class LaunchPlan:
         rdzv_endpoint: where, ``host:port``; port 0 takes a free one.
         max_restarts: how often failed workers are started again.
         monitor_interval: seconds between two looks at the workers.
+        selection: the accelerators that the workers of this machine see.
     """
 
     world_size: int
@@ -42,20 +48,47 @@ class LaunchPlan:
     rdzv_endpoint: str = "localhost:0"
     max_restarts: int = 0
     monitor_interval: float = 0.1
+    selection: Selection = field(default_factory=Selection)
+
+    @property
+    def on_cpu(self) -> bool:
+        """The user chose no accelerator at all."""
+        return self.selection.on_cpu
 
 
-def make_plan(resolved: ResolvedConfig) -> LaunchPlan:
-    """Read the launch keys of a configuration and check them against each other and against the backend.
+def make_plan(
+    resolved: ResolvedConfig, *, elsewhere: bool = False, environ: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """Read the launch keys of a configuration and check them against each other, the backend and this machine.
+
+    Args:
+        resolved: the configuration.
+        elsewhere: the plan is for another machine; what this one has is not asked.
+        environ: the environment; ``None`` = this process's.
 
     Raises:
-        ConfigError: the numbers do not fit, or machines do not know where to meet.
+        ConfigError: the numbers do not fit, machines do not know where to meet, or accelerators that were chosen are
+            not there, too few, or hidden by an exported variable.
         BackendError: the backend is absent, broken, or cannot train over this many processes.
     """
     config = resolved.config
     machines = config.num_machines
+    environ = os.environ if environ is None else environ
+    asks_machine = not (config.use_cpu or elsewhere)
+    kinds = known_kinds(get_registry().devices())
+    wish = Wish(
+        ids=None if config.accelerator_ids is None else tuple(config.accelerator_ids),
+        ids_from=str(resolved.origin("accelerator_ids")),
+        order=config.device_order,
+        order_from=str(resolved.origin("device_order")),
+        cpu=config.use_cpu,
+    )
+    chosen = bool(wish.ids) or wish.order is not None
+    present = take_inventory(kinds, environ) if asks_machine and chosen else None
+    selection = choose(wish, environ, present, kinds)
     world = config.num_processes
     if world is None:
-        world = (1 if config.use_cpu else count_devices()) * machines
+        world = _processes(config.distributed_type, selection, wish, asks_machine=asks_machine) * machines
     if world % machines:
         raise ConfigError(
             f"num_processes: {world} cannot be shared equally by num_machines: {machines}",
@@ -67,6 +100,8 @@ def make_plan(resolved: ResolvedConfig) -> LaunchPlan:
             cure="Write the address of machine 0 there, the same on every machine.",
         )
     check_backend(config.distributed_type, world)
+    if asks_machine:
+        _check_devices(world // machines, selection, wish, present)
     host = config.main_process_ip or "localhost"
     port = config.main_process_port or (DEFAULT_PORT if machines > 1 or config.rdzv_backend == "static" else 0)
     return LaunchPlan(
@@ -78,7 +113,25 @@ def make_plan(resolved: ResolvedConfig) -> LaunchPlan:
         rdzv_endpoint=f"{host}:{port}",
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
+        selection=selection,
     )
+
+
+def _processes(name: str | None, selection: Selection, wish: Wish, *, asks_machine: bool) -> int:
+    """Processes on one machine when nobody said how many: one per accelerator that may be used."""
+    if name is not None and not get_registry().info(name).capabilities.multi_process:
+        return 1
+    if wish.ids is not None:
+        return max(1, len(wish.ids))
+    return count_devices() if asks_machine and not selection.on_cpu else 1
+
+
+def _check_devices(processes: int, selection: Selection, wish: Wish, present: Inventory | None) -> None:
+    """More processes than accelerators, where there are accelerators, is a mistake."""
+    if wish.ids is not None:
+        check_count(processes, wish.ids, present)
+    elif processes > 1 and not selection.on_cpu and has_accelerator():
+        check_count(processes, selection.devices or tuple(map(str, range(count_devices()))), present)
 
 
 def check_backend(name: str | None, world_size: int) -> str:
@@ -118,18 +171,23 @@ def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
     here = f", {plan.processes_here} of them on machine {plan.machine_rank}" if plan.num_machines > 1 else ""
     precision = resolved.config.mixed_precision
     precise = "" if precision == "no" else f", {precision}"
-    return f"drivetrain {core_version()}: {name} ({get_registry().owner(name)}) on {processes}{here}{precise}"
+    chosen = "".join(f", {remark}" for remark in plan.selection.remarks)
+    return f"drivetrain {core_version()}: {name} ({get_registry().owner(name)}) on {processes}{here}{precise}{chosen}"
 
 
 def has_accelerator() -> bool:
     """Whether torch sees an accelerator. Imports torch."""
-    import torch
-
-    return bool(torch.accelerator.is_available())
+    return _device_count() > 0
 
 
 def count_devices() -> int:
-    """Return the number of accelerators on this machine, or 1 when there is none. Imports torch."""
+    """Return the number of accelerators that torch sees on this machine, or 1 when there is none. Imports torch."""
+    return max(1, _device_count())
+
+
+def _device_count() -> int:
+    """By the vendor's module of torch, which for CUDA asks NVML: a driver that was started could not be forked."""
     import torch
 
-    return max(1, torch.accelerator.device_count()) if has_accelerator() else 1
+    kind = torch.accelerator.current_accelerator()
+    return 0 if kind is None else int(torch.get_device_module(kind).device_count())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from drivetrain.backend import Place
 from drivetrain.errors import BackendBlockedError
+from drivetrain.launch.devices import hiding, known_kinds
+from drivetrain.registry import get_registry
 
 
 def available_device_type() -> str:
@@ -29,9 +33,13 @@ def pick_device(device_type: str | None, place: Place) -> str:
         return "cpu"
     found = available_device_type()
     if found != kind:
+        hidden = hiding(os.environ, kind, known_kinds(get_registry().devices()))
         raise BackendBlockedError(
             f"this machine has no {kind} device that torch {torch.__version__} can use (it finds: {found})",
-            cure="Run with --cpu, or install a torch built for this accelerator.",
+            whose="" if hidden is None else f"{hidden} hides devices",
+            cure="Run with --cpu, or install a torch built for this accelerator."
+            if hidden is None
+            else f"`unset {hidden.partition('=')[0]}`, or run with --cpu.",
         )
     count = torch.accelerator.device_count()
     if kind == "mps":

@@ -15,7 +15,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.backend import Place, ProcessGroupSettings
-from drivetrain.errors import EnvironmentVariableError
+from drivetrain.errors import BackendBlockedError, EnvironmentVariableError
+from drivetrain.launch.devices import hiding, known_kinds
+from drivetrain.registry import get_registry
 
 # Gloo's worker threads may still hold the last collective's tensor when the interpreter begins to shut down, and then
 # abort the process. Draining for this long after destroy made 80 of 80 exits clean; without it 12 of 80 aborted.
@@ -71,6 +73,7 @@ def ensure_process_group(
 
     Raises:
         EnvironmentVariableError: the group that exists has another size than the launcher announced.
+        BackendBlockedError: the communication backend is for accelerators, and this process trains on the CPU.
     """
     if dist.is_initialized():
         if dist.get_world_size() != place.world_size or dist.get_rank() != place.rank:
@@ -85,6 +88,7 @@ def ensure_process_group(
     if place.world_size == 1 and not alone:
         return ProcessGroupHandle(None)
     chosen = settings.communication_backend or dist.get_default_backend_for_device(device_type)
+    _check_devices(chosen, device_type)
     timeout = default_pg_timeout
     if settings.timeout_seconds is not None:
         timeout = timedelta(seconds=settings.timeout_seconds)
@@ -100,6 +104,22 @@ def ensure_process_group(
         atexit.register(_destroy)
     _Formed.holders += 1
     return ProcessGroupHandle(chosen, counted=True)
+
+
+def _check_devices(communication_backend: str, device_type: str) -> None:
+    """Refuse nccl and its like on the CPU, where torch would fail at the first collective, without a reason."""
+    kinds = known_kinds(get_registry().devices())
+    needed = next((kind.type for kind in kinds if kind.communication_backend == communication_backend), "cpu")
+    # Gloo is what Apple's devices use too; it is at home on the CPU.
+    if device_type != "cpu" or needed == "cpu" or communication_backend == "gloo":
+        return
+    hidden = hiding(os.environ, needed, kinds)
+    raise BackendBlockedError(
+        f"communication backend {communication_backend!r} is for {needed} devices, and this process trains on the CPU",
+        whose="" if hidden is None else f"{hidden} hides devices",
+        cure="Write process_group: {communication_backend: gloo}"
+        + (", or leave it to Drivetrain." if hidden is None else f", or `unset {hidden.partition('=')[0]}`."),
+    )
 
 
 def _meet(place: Place, init_method: str, timeout: timedelta) -> Any:
