@@ -13,7 +13,7 @@ LONGEST = 400
 # Files of the core that may hold a backend's name, each with the reason.
 NAMING = {
     # Keys of Accelerate's configuration files, and what to write instead of them.
-    "core/src/drivetrain/config/foreign.py",
+    "core/src/drivetrain/config/accelerate.py",
 }
 
 BACKENDS = {"dp", "ddp", "fsdp", "deepspeed", "megatron", "xla"}

@@ -14,19 +14,23 @@ from drivetrain.backend import (
     Backend,
     BackendInfo,
     Capabilities,
+    Feeding,
     PortableState,
     PrecisionPolicy,
     ProcessGroupSettings,
     Readiness,
     ReduceOp,
     RunSettings,
+    Statement,
     StepResult,
     TensorSpec,
     Trainable,
     always_ready,
 )
+from drivetrain.config.rules import Rule, flag
 from drivetrain.errors import (
     BackendBlockedError,
+    CheckpointError,
     CheckpointMismatchError,
     ConfigError,
     DrivetrainError,
@@ -37,23 +41,47 @@ from drivetrain.hookspecs import hookimpl
 from drivetrain.topology import AXES, DATA_AXES, Mesh, Place, Topology
 
 if TYPE_CHECKING:
-    from drivetrain.runtime import clipping, collectives, portable, precision
+    from drivetrain.checkpoint import foreign
+    from drivetrain.checkpoint.flatshard import FlatShard
+    from drivetrain.checkpoint.formats import CheckpointFormat
+    from drivetrain.checkpoint.saved import SavedModel
+    from drivetrain.config.load import load_config
+    from drivetrain.registry import get_registry
+    from drivetrain.runtime import clipping, collectives, portable, precision, trees
+    from drivetrain.runtime.deferred import Recording, deferred
     from drivetrain.runtime.device import pick_device
     from drivetrain.runtime.engine import TorchEngine
+    from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
     from drivetrain.runtime.placing import original_module, place_model
     from drivetrain.runtime.process_group import ProcessGroupHandle, ensure_process_group
+    from drivetrain.runtime.rng import DeviceGenerator, register_device_generator
+    from drivetrain.runtime.temporary import temporary
 
 _HEAVY = {
+    "CheckpointFormat": "drivetrain.checkpoint.formats:CheckpointFormat",
+    "SavedModel": "drivetrain.checkpoint.saved:SavedModel",
+    "foreign": "drivetrain.checkpoint.foreign",
+    "DeviceGenerator": "drivetrain.runtime.rng:DeviceGenerator",
+    "DummyOptim": "drivetrain.runtime.placeholders:DummyOptim",
+    "DummyScheduler": "drivetrain.runtime.placeholders:DummyScheduler",
+    "FlatShard": "drivetrain.checkpoint.flatshard:FlatShard",
+    "load_config": "drivetrain.config.load:load_config",
     "clipping": "drivetrain.runtime.clipping",
     "collectives": "drivetrain.runtime.collectives",
     "portable": "drivetrain.runtime.portable",
     "precision": "drivetrain.runtime.precision",
+    "trees": "drivetrain.runtime.trees",
+    "Recording": "drivetrain.runtime.deferred:Recording",
+    "deferred": "drivetrain.runtime.deferred:deferred",
+    "temporary": "drivetrain.runtime.temporary:temporary",
+    "get_registry": "drivetrain.registry:get_registry",
     "pick_device": "drivetrain.runtime.device:pick_device",
     "TorchEngine": "drivetrain.runtime.engine:TorchEngine",
     "original_module": "drivetrain.runtime.placing:original_module",
     "place_model": "drivetrain.runtime.placing:place_model",
     "ProcessGroupHandle": "drivetrain.runtime.process_group:ProcessGroupHandle",
     "ensure_process_group": "drivetrain.runtime.process_group:ensure_process_group",
+    "register_device_generator": "drivetrain.runtime.rng:register_device_generator",
 }
 
 
@@ -73,9 +101,16 @@ __all__ = [
     "BackendBlockedError",
     "BackendInfo",
     "Capabilities",
+    "CheckpointError",
+    "CheckpointFormat",
     "CheckpointMismatchError",
     "ConfigError",
+    "DeviceGenerator",
     "DrivetrainError",
+    "DummyOptim",
+    "DummyScheduler",
+    "Feeding",
+    "FlatShard",
     "Mesh",
     "Place",
     "PortableState",
@@ -83,8 +118,12 @@ __all__ = [
     "ProcessGroupHandle",
     "ProcessGroupSettings",
     "Readiness",
+    "Recording",
     "ReduceOp",
+    "Rule",
     "RunSettings",
+    "SavedModel",
+    "Statement",
     "StepResult",
     "TensorSpec",
     "Topology",
@@ -95,11 +134,19 @@ __all__ = [
     "always_ready",
     "clipping",
     "collectives",
+    "deferred",
     "ensure_process_group",
+    "flag",
+    "foreign",
+    "get_registry",
     "hookimpl",
+    "load_config",
     "original_module",
     "pick_device",
     "place_model",
     "portable",
     "precision",
+    "register_device_generator",
+    "temporary",
+    "trees",
 ]

@@ -16,11 +16,14 @@ from drivetrain.description import (
     CONTRACT,
     BackendInfo,
     Capabilities,
+    Feeding,
     PrecisionPolicy,
     ProcessGroupSettings,
     Readiness,
     RunSettings,
+    Statement,
     always_ready,
+    nothing_implied,
 )
 from drivetrain.topology import Mesh, Place, Topology
 
@@ -42,10 +45,14 @@ class StepResult:
     Args:
         skipped: the update was not applied (non-finite gradients); parameters are untouched.
         grad_norm: norm before clipping where it was computed for this step, else ``None``.
+        pending: for a device that runs behind the host: waits for it, puts right what the host counted for an update
+            that was not applied, and returns ``skipped``. Called once: before the optimizer's next step, or when
+            somebody asks for the verdict, a learning rate or a state. ``skipped`` then means nothing.
     """
 
     skipped: bool = False
     grad_norm: Tensor | None = None
+    pending: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -54,7 +61,8 @@ class PortableState:
 
     Args:
         tensors: ``model.<fqn>`` for parameters and persistent buffers, ``optim.<fqn>.<slot>`` for optimizer state.
-            Values are plain tensors when every rank holds all of it, DTensors when it is sharded.
+            Values are plain tensors when every rank holds all of it; sharded ones are DTensors or, where an engine cuts
+            a tensor as one row of elements, :class:`drivetrain.api.FlatShard`.
         optimizers: for each optimizer its parameter groups, each with ``"params"`` (names, in order) beside its
             hyper-parameters (numbers, booleans, strings, None, lists of these).
         extra: further JSON-able state of the engine, such as the loss scaler's.
@@ -217,12 +225,14 @@ class Backend(ABC):
         settings: what the run asked for.
         topology: set by :meth:`start`.
         scaler: the ``torch.amp.GradScaler`` in use, when the backend scales losses with one.
+        feeding: how batches come to the device; an engine that wants more than a copy sets it in :meth:`start`.
     """
 
     capabilities: ClassVar[Capabilities]
     settings: RunSettings
     topology: Topology
     scaler: torch.amp.GradScaler | None = None
+    feeding: Feeding = Feeding()
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -257,8 +267,35 @@ class Backend(ABC):
         """Entered around model construction (meta device, ``zero.Init``); default nothing."""
         return nullcontext()
 
+    def meet_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
+        """Learn how the script batches its data; default nothing. Not collective.
+
+        Called before each :meth:`prepare`, and again when a loader is prepared or the window's length changes, for
+        engines whose own configuration may say the same. It raises :class:`~drivetrain.api.UsageError` where that
+        differs.
+
+        Args:
+            sizes: samples in a full batch of one data-parallel rank, for each prepared loader that has such a number.
+            accumulation_steps: micro-batches in a full window.
+        """
+        return
+
+    def prepare_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
+        """The scheduler that moves where the script prepared ``scheduler``; default itself. Not collective.
+
+        Args:
+            scheduler: the script's; a ``DummyScheduler`` asks for the one that the engine's configuration describes.
+            optimizers: what really steps, of those whose learning rate it sets.
+        """
+        from drivetrain.runtime.placeholders import scheduler_without_engine
+
+        return scheduler_without_engine(scheduler, type(self).__name__)
+
     def sync(self) -> None:
-        """Run what a lazy device has recorded; default nothing."""
+        """Run what a lazy device has recorded; default nothing. Not collective.
+
+        Called at the end of each optimizer step, and before a state is saved, loaded or exported.
+        """
         return
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -321,6 +358,7 @@ __all__ = [
     "Backend",
     "BackendInfo",
     "Capabilities",
+    "Feeding",
     "Mesh",
     "Place",
     "PortableState",
@@ -329,9 +367,11 @@ __all__ = [
     "Readiness",
     "ReduceOp",
     "RunSettings",
+    "Statement",
     "StepResult",
     "TensorSpec",
     "Topology",
     "Trainable",
     "always_ready",
+    "nothing_implied",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from drivetrain.backend import CONTRACT, BackendInfo, Readiness
 from drivetrain.errors import (
@@ -70,6 +71,23 @@ def import_object(target: str, owner: str) -> object:
     except Exception as error:
         what = f"{target} could not be imported: {type(error).__name__}: {error}"
         raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
+
+
+def import_rules(infos: Iterable[tuple[str, BackendInfo]]) -> dict[str, Mapping[str, Any]]:
+    """Rules for sections of other libraries' files, from all backends with their owners."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for owner, info in infos:
+        for section, target in info.imports.items():
+            if section in found:
+                raise BackendConflictError(
+                    f"two plugins bring rules for the section {section!r}: {found[section][0]} and {owner}",
+                    cure="Uninstall one of the two.",
+                )
+            rules = import_object(target, owner)
+            if not isinstance(rules, Mapping):
+                raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
+            found[section] = (owner, rules)
+    return {section: rules for section, (_, rules) in found.items()}
 
 
 def conflict(name: str, plugins: Sequence[Plugin]) -> BackendConflictError:

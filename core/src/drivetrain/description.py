@@ -73,6 +73,24 @@ def always_ready() -> Readiness:
     return Readiness(True)
 
 
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One value that somebody wrote, and where, for an error that shows both sides.
+
+    Args:
+        value: as it was read.
+        where: in words: ``ds.json:12``, ``train.yaml:3:18``, ``the script``.
+    """
+
+    value: Any
+    where: str
+
+
+def nothing_implied(_section: Any, _origins: Mapping[str, str]) -> Mapping[str, Statement]:
+    """A section that says nothing about the core's keys."""
+    return {}
+
+
 @dataclass(frozen=True)
 class BackendInfo:
     """A backend's description, returned by the hook ``drivetrain_backends``.
@@ -89,6 +107,14 @@ class BackendInfo:
         probe: can it run here? Imports nothing heavy.
         preference: who is taken when the user names no backend: the highest that fits the world (a backend that is
             not ``multi_process`` fits a world of 1). ``None``: only when named.
+        implied: what the backend's own section says about ``mixed_precision`` and ``gradient_accumulation_steps``, by
+            key, given the validated section and where each of its keys was written (``RunSettings.origins``). It holds
+            where neither script nor configuration says anything; where one does and differs, the core raises.
+        names: ``{"Name": "package.module:Name"}``: what scripts of Accelerate import for this engine, found by
+            ``from drivetrain.utils import Name`` too.
+        imports: by the name of a section of Accelerate's configuration files, ``"package.module:RULES"``: a mapping
+            from each key of that section to the :class:`drivetrain.api.Rule` that says what becomes of it. The module
+            imports nothing heavy.
     """
 
     name: str
@@ -101,6 +127,9 @@ class BackendInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
     probe: Callable[[], Readiness] = always_ready
     preference: int | None = None
+    implied: Callable[[Any, Mapping[str, str]], Mapping[str, Statement]] = nothing_implied
+    names: Mapping[str, str] = field(default_factory=dict)
+    imports: Mapping[str, str] = field(default_factory=dict)
 
 
 # ---- what a backend is told -----------------------------------------------------------------------------------------
@@ -154,6 +183,24 @@ class ProcessGroupSettings:
 
 
 @dataclass(frozen=True)
+class Feeding:
+    """How a backend wants batches to come to its device. The default: one copy, when the batch is shown.
+
+    Args:
+        ahead: copy the next batch in a thread while the script works on this one. Samples are still read by the
+            script's own thread, so that random numbers are drawn in the same order.
+        arrived: called with each tensor of a batch that has come to the device, in that thread.
+        filler: fill the last batch of an epoch up to the size of the others, for a device that compiles anew for each
+            shape: rows are repeated, and their labels become this number, which the loss must ignore. What is gathered
+            for metrics leaves them out. ``None`` leaves batches as they are.
+    """
+
+    ahead: bool = False
+    arrived: Callable[[Any], object] | None = None
+    filler: int | None = None
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Everything a backend is told at birth.
 
@@ -166,6 +213,7 @@ class RunSettings:
         process_group: how to form the process group.
         handlers: the user's keyword handlers that this backend reads, by class name.
         place_on_device: move parameters to the device in ``prepare``.
+        origins: where each key of the section that was given was written, by dotted key below the section.
     """
 
     place: Place = field(default_factory=Place)
@@ -176,3 +224,4 @@ class RunSettings:
     process_group: ProcessGroupSettings = field(default_factory=ProcessGroupSettings)
     handlers: Mapping[str, Any] = field(default_factory=dict)
     place_on_device: bool = True
+    origins: Mapping[str, str] = field(default_factory=dict)

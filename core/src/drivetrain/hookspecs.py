@@ -179,6 +179,20 @@ def drivetrain_trackers() -> Mapping[str, str]:
 
 
 @hookspec
+def drivetrain_checkpoint_formats() -> Mapping[str, str]:
+    """Name checkpoint formats of other programs that this plugin reads, and perhaps writes.
+
+    Called when ``drivetrain checkpoint convert`` or :func:`drivetrain.checkpoint.convert` looks for one, in one
+    process. Returns ``{"name": "package.module:Class"}``, where the class is a
+    :class:`drivetrain.api.CheckpointFormat`; the module must not need the other program. An exception marks the plugin
+    as broken.
+
+    .. versionadded:: 0.1
+    """
+    raise AssertionError
+
+
+@hookspec
 def drivetrain_devices() -> Sequence[Mapping[str, str]]:
     """Describe device kinds beyond those torch knows.
 

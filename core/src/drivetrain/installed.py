@@ -146,6 +146,12 @@ class PluginReport:
     hooks: tuple[str, ...] = field(default_factory=tuple)
     broken: str = ""
 
+    @classmethod
+    def of(cls, plugin: Plugin, hooks: tuple[str, ...]) -> PluginReport:
+        """What is known of a loaded plugin, with the hooks that it implements."""
+        backends = tuple(info.name for info in plugin.infos)
+        return cls(plugin.name, plugin.distribution, plugin.version, backends, hooks, plugin.reason)
+
 
 # ---- checks of what a plugin says -------------------------------------------------------------------------------
 

@@ -181,6 +181,15 @@ class Registry:
             raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=checks.REPORT_IT)
         return kind
 
+    def import_rules(self) -> dict[str, Mapping[str, Any]]:
+        """Return how sections of other libraries' files are read: rules by key, by the section's name there.
+
+        Raises:
+            BackendBrokenError, BackendConflictError: rules cannot be imported, or two plugins bring some for one name.
+        """
+        self.load_all()
+        return checks.import_rules((plugin.owner, info) for plugin in self._plugins for info in plugin.infos)
+
     def load_all(self) -> None:
         """Import every plugin. May be called twice."""
         if not self._all_loaded:
@@ -213,17 +222,7 @@ class Registry:
     def plugins(self) -> list[PluginReport]:
         """Say for each plugin, backend or not, whose it is and which hooks it implements."""
         self.load_all()
-        return [
-            PluginReport(
-                name=plugin.name,
-                distribution=plugin.distribution,
-                version=plugin.version,
-                backends=tuple(info.name for info in plugin.infos),
-                hooks=self._hooks_of(plugin),
-                broken=plugin.reason,
-            )
-            for plugin in self._plugins
-        ]
+        return [PluginReport.of(plugin, self._hooks_of(plugin)) for plugin in self._plugins]
 
     def _report(self, plugin: Plugin, info: BackendInfo) -> BackendReport:
         try:
@@ -257,21 +256,12 @@ class Registry:
                 _logger.exception("plugin %s (%s) failed in %s%s", plugin.name, plugin.owner, _PREFIX, event)
 
     def trackers(self) -> dict[str, str]:
-        """Return ``{"name": "package.module:Class"}`` of all plugins' experiment trackers.
+        """Return ``{"name": "package.module:Class"}`` of all plugins' experiment trackers, as :meth:`_targets`."""
+        return self._targets("trackers", "tracker")
 
-        Raises:
-            BackendConflictError: two plugins claim one name.
-        """
-        found: dict[str, tuple[Plugin, str]] = {}
-        for plugin, answer in self._collect("trackers"):
-            for name, target in dict(answer).items():
-                if name in found:
-                    raise BackendConflictError(
-                        f"two plugins bring a tracker named {name!r}: {found[name][0].owner} and {plugin.owner}",
-                        cure="Uninstall one of the two.",
-                    )
-                found[name] = (plugin, target)
-        return {name: target for name, (_, target) in sorted(found.items())}
+    def checkpoint_formats(self) -> dict[str, str]:
+        """Return ``{"name": "package.module:Class"}`` of all plugins' checkpoint formats, as :meth:`_targets`."""
+        return self._targets("checkpoint_formats", "checkpoint format")
 
     def devices(self) -> list[Mapping[str, str]]:
         """Return all plugins' descriptions of device kinds beyond those torch knows."""
@@ -367,6 +357,19 @@ class Registry:
     def _hook(self, event: str) -> pluggy.HookCaller:
         hook: pluggy.HookCaller = getattr(self._manager.hook, _PREFIX + event)
         return hook
+
+    def _targets(self, event: str, noun: str) -> dict[str, str]:
+        """Return names and classes of one kind. Raises :class:`BackendConflictError` when two plugins claim a name."""
+        found: dict[str, tuple[Plugin, str]] = {}
+        for plugin, answer in self._collect(event):
+            for name, target in dict(answer).items():
+                if name in found:
+                    raise BackendConflictError(
+                        f"two plugins bring a {noun} named {name!r}: {found[name][0].owner} and {plugin.owner}",
+                        cure="Uninstall one of the two.",
+                    )
+                found[name] = (plugin, target)
+        return {name: target for name, (_, target) in sorted(found.items())}
 
     def _implementing(self, event: str) -> list[Plugin]:
         """Plugins that implement a hook, in the order of the registry."""

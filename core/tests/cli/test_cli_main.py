@@ -58,7 +58,9 @@ def test_an_unknown_subcommand_is_guessed_or_the_list_is_given(drivetrain):
     done = drivetrain("lanch")
     assert done.returncode == 2
     assert "There is no subcommand 'lanch'. Did you mean 'launch'?" in done.stderr
-    assert "There are: backends, checkpoint, config, env, launch, test." in drivetrain("xyzzy").stderr
+    there = drivetrain("xyzzy").stderr.partition("There are: ")[2]
+    # Plugins add their own.
+    assert {"backends", "checkpoint", "config", "env", "launch", "test"} <= set(there.rstrip(".\n").split(", "))
 
 
 def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):

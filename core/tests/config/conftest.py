@@ -54,6 +54,9 @@ class FakeRegistry:
         name = self.resolve(name)
         return BackendInfo(name, "a test", "nowhere:Nothing", config="nowhere:Nothing" if self.sections[name] else None)
 
+    def import_rules(self):
+        return {}
+
     def load_section(self, info):
         return self.sections[info.name]
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from drivetrain.errors import EnvironmentVariableError
-from drivetrain.launch.environment import CONFIG, LAUNCHER, available_cores, read_place, worker_environment
+from drivetrain.launch.environment import (
+    CONFIG,
+    LAUNCHER,
+    available_cores,
+    first_host,
+    meeting_point,
+    read_place,
+    worker_environment,
+)
 from drivetrain.topology import Place
 
 TORCHRUN = {
@@ -97,3 +105,120 @@ def test_workers_share_the_cores_unless_the_user_said_how_many_threads():
     assert added == {CONFIG: "{}", LAUNCHER: "drivetrain", "OMP_NUM_THREADS": "1"}
     assert worker_environment("{}", 1, {})["OMP_NUM_THREADS"] == str(available_cores())
     assert "OMP_NUM_THREADS" not in worker_environment("{}", 2, {"OMP_NUM_THREADS": "3"})
+
+
+DEEPSPEED = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+    "MASTER_ADDR": "node0", "MASTER_PORT": "29500",
+}  # fmt: skip
+RAY = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-node0-7@1",
+}  # fmt: skip
+INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+}  # fmt: skip
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "node[03-04]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [(DEEPSPEED, "environment"), (RAY, "environment"), (OPEN_MPI, "mpirun"), (INTEL_MPI, "mpirun"), (SRUN, "srun")],
+)
+def test_every_launcher_is_read(environ, launcher):
+    assert read_place(environ) == Place(5, 8, 1, 4, 1, 2, launcher)
+
+
+def test_unequal_shares_of_slurm():
+    environ = {**SRUN, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_LOCALID": "1"}
+    assert read_place(environ).local_world_size == 3
+    assert read_place({**environ, "SLURM_NODEID": "0"}).local_world_size == 4
+
+
+def test_the_shell_of_a_batch_job_is_one_process():
+    assert read_place(BATCH_SCRIPT) == Place()
+    assert read_place({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+
+
+def test_torchrun_under_srun_or_mpirun_counts_alone():
+    one_a_machine = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    assert read_place({**one_a_machine, **TORCHRUN}) == Place(5, 8, 1, 4, 1, 2, "torchrun")
+    assert read_place({**OPEN_MPI, **TORCHRUN, LAUNCHER: "drivetrain"}).launcher == "drivetrain"
+
+
+def test_two_launchers_that_agree_are_one():
+    assert read_place({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
+    assert read_place({**OPEN_MPI, **RAY}) == Place(5, 8, 1, 4, 1, 2, "environment")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**OPEN_MPI, **RAY, "RANK": "4", "LOCAL_RANK": "0"},
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        {**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_two_launchers_that_contradict_each_other_are_refused(environ):
+    with pytest.raises(EnvironmentVariableError) as caught:
+        read_place(environ)
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if name in environ:
+            assert f"{name}={environ[name]}" in caught.value.whose
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": None}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK is 'x', not a number"),
+        ({"OMPI_COMM_WORLD_RANK": "9"}, "rank 9 does not exist"),
+    ],
+)
+def test_half_an_environment_of_mpirun_is_refused(changes, word):
+    environ = {name: value for name, value in {**OPEN_MPI, **changes}.items() if value is not None}
+    with pytest.raises(EnvironmentVariableError) as caught:
+        read_place(environ)
+    assert word in caught.value.what
+
+
+def test_where_tasks_of_a_cluster_meet():
+    host, port = meeting_point(SRUN)
+    assert host == "node03"
+    assert 20000 <= port < 30000
+    assert meeting_point({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) == (host, port)
+    assert meeting_point({**SRUN, "SLURM_JOB_ID": "78"}) != (host, port)
+    assert meeting_point({**SRUN, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "1"}) is None
+    assert meeting_point(TORCHRUN) is None
+    assert meeting_point({}) is None
+    assert meeting_point(BATCH_SCRIPT) is None
+
+
+def test_mpirun_on_one_machine_meets_there_and_on_several_must_be_told():
+    here = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+    assert meeting_point(here)[0] == "127.0.0.1"
+    assert meeting_point({**here, "MASTER_PORT": "4321"}) == ("127.0.0.1", 4321)
+    assert meeting_point({**OPEN_MPI, "MASTER_ADDR": "10.0.0.1"})[0] == "10.0.0.1"
+    with pytest.raises(EnvironmentVariableError, match="mpirun -x MASTER_ADDR"):
+        meeting_point(OPEN_MPI)
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("node03", "node03"), ("node03,node07", "node03"), ("node[03-05,9],gpu1", "node03"), ("node[9]", "node9"),
+        ("n[1,3]-ib,x", "n1-ib"), ("rack[1-2]node[3-4]", "rack1node3"), ("gpu1,node[03-05]", "gpu1"),
+    ],
+)  # fmt: skip
+def test_the_first_host_of_slurms_list(listed, first):
+    assert first_host(listed) == first

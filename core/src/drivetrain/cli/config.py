@@ -1,4 +1,4 @@
-"""``drivetrain config``: write a configuration file, or show where each value comes from."""
+"""``drivetrain config``: write a configuration file, take over Accelerate's, or show where each value comes from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from drivetrain.cli.imported import import_file
 from drivetrain.cli.options import configuration_options, normalise, resolve
 
 DEFAULT_FILE = "drivetrain.yaml"
@@ -65,3 +66,6 @@ def show(config_file: str | None, settings: tuple[str, ...], as_json: bool, **fl
     widths = [max(len(text[column]) for text in texts) for column in (0, 1)]
     for key, value, origin in texts:
         click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+config.add_command(import_file)

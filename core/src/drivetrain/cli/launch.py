@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.cli.options import configuration_options, normalise, resolve
+from drivetrain.cli.options import FLAGS, SWITCHES, configuration_options, normalise, resolve
+
+if TYPE_CHECKING:
+    from drivetrain.config import ResolvedConfig
+    from drivetrain.launch.shown import Typed
 
 
 @click.command(
@@ -19,6 +26,8 @@ from drivetrain.cli.options import configuration_options, normalise, resolve
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program; start it without Python in front.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print the line that says what is launched.")
+@click.option("--print", "printed", is_flag=True, help="Show what each machine would run and with what; run nothing.")
+@click.option("--slurm", metavar="FILE", help="Write a batch file for Slurm's sbatch instead of running anything.")
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -27,6 +36,8 @@ def launch(
     module: bool,
     no_python: bool,
     quiet: bool,
+    printed: bool,
+    slurm: str | None,
     script: str,
     script_args: tuple[str, ...],
     **flags: Any,
@@ -36,10 +47,50 @@ def launch(
     One failing process stops the others; its traceback is shown once, and its exit code is the launcher's.
     """
     resolved = resolve(config_file, settings, flags)
+    command = [script, *script_args]
+    if printed or slurm:
+        switches = [f"--{name}" for name in SWITCHES if flags.get(name)]
+        switches += ["-m"] * module + ["--no_python"] * no_python + ["--quiet"] * quiet
+        _show(resolved, _typed(config_file, settings, flags, switches, command), slurm=slurm, module=module)
+        return
     from drivetrain.launch import local
     from drivetrain.launch.plan import describe, make_plan
 
     plan = make_plan(resolved)
     if not quiet:
         click.echo(describe(plan, resolved), err=True)
-    sys.exit(local.launch(resolved, [script, *script_args], module=module, no_python=no_python, plan=plan))
+    sys.exit(local.launch(resolved, command, module=module, no_python=no_python, plan=plan))
+
+
+def _typed(
+    config_file: str | None,
+    settings: Sequence[str],
+    flags: dict[str, Any],
+    switches: Sequence[str],
+    command: Sequence[str],
+) -> Typed:
+    """What was typed, in pieces."""
+    from drivetrain.launch.shown import Typed
+
+    pairs = [] if config_file is None else [("config", str(Path(config_file).absolute()))]
+    pairs += [(name, flags[name]) for name in FLAGS if flags.get(name) is not None]
+    return Typed((*pairs, *(("set", setting) for setting in settings)), tuple(switches), tuple(command))
+
+
+def _show(resolved: ResolvedConfig, typed: Typed, *, slurm: str | None, module: bool) -> None:
+    """Write what would be run. The machines may be others than this one, whose devices are therefore not looked at."""
+    from drivetrain.launch import local, shown
+    from drivetrain.launch.plan import make_plan
+
+    if slurm is not None and resolved.config.main_process_ip is None:
+        # The batch file fills it in.
+        resolved = replace(resolved, config=resolved.config.model_copy(update={"main_process_ip": "first"}))
+    plan = make_plan(resolved, elsewhere=True)
+    if slurm is None:
+        worker = local.worker_command(typed.command, module=module, no_python="--no_python" in typed.switches)
+        for line in shown.machines(plan, typed, local.worker_variables(resolved, plan), worker):
+            click.echo(line)
+        return
+    devices = 0 if resolved.config.use_cpu or plan.on_cpu else plan.processes_here
+    Path(slurm).write_text(shown.batch_file(plan, typed, accelerators=devices), encoding="utf-8")
+    click.echo(f"Wrote {slurm}. Submit it: sbatch {slurm}")

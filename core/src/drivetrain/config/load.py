@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from drivetrain.config.foreign import FOREIGN, complaint
+from drivetrain.config.importing import judge_key, may_be_foreign
 from drivetrain.config.locate import Path, Problem, locate
 from drivetrain.config.origin import DEFAULT, Origin
-from drivetrain.config.problems import model_problems, spell_out, suggest, unknown_key, wants_text
+from drivetrain.config.problems import model_problems, show, spell_out, suggest, unknown_key, wants_text
 from drivetrain.config.resolved import ResolvedConfig, all_origins, check_section, leaves, mistakes
+from drivetrain.config.rules import Rule, Verdict
 from drivetrain.config.schema import CORE_KEYS, Config
 from drivetrain.config.sources import Tree, environment_paths, flag_paths, lay, tree_of, unknown_variable
 from drivetrain.errors import BackendError, BackendNotFoundError, ConfigError
@@ -29,6 +30,8 @@ CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
 """The file to read when none is named."""
 
+_MISSING = object()
+
 
 class Backends(Protocol):
     """What loading asks of :class:`drivetrain.registry.Registry`."""
@@ -37,6 +40,7 @@ class Backends(Protocol):
     def info(self, name: str) -> BackendInfo: ...
     def load_section(self, info: BackendInfo) -> type[BaseModel] | None: ...
     def names(self) -> tuple[str, ...]: ...
+    def import_rules(self) -> Mapping[str, Mapping[str, Rule]]: ...
 
 
 def load_config(
@@ -123,6 +127,7 @@ class _Loading:
         self, environ: Mapping[str, str], overrides: Mapping[str, Any], settled: AbstractSet[Path] = frozenset()
     ) -> ResolvedConfig:
         """Lay the layers, validate, and raise or return. Paths in ``settled`` are out of the environment's reach."""
+        self._import()
         lay(self.tree, self._environment(environ, settled), self._is_text)
         flags = ((path, value, Origin("flag", ".".join(map(str, path)))) for path, value in flag_paths(overrides))
         lay(self.tree, flags, self._is_text)
@@ -142,6 +147,39 @@ class _Loading:
         if name is not None:
             config = config.model_copy(update={"distributed_type": name})
         return ResolvedConfig(config, checked, self._origins(config, checked))
+
+    def _import(self) -> None:
+        """Turn Accelerate's own keys into ours, each at the place of the key that it came from."""
+        file = dict(self.tree.values)
+        for key in filter(may_be_foreign, file):
+            for verdict in judge_key(key, self.tree.values.pop(key), file, self.registry):
+                path = tuple(verdict.key.split("."))
+                if verdict.pile == "not supported":
+                    self._follow(path, verdict)
+                for ours, value in (verdict.carried or {}).items():
+                    self._carry(verdict.key, ours, value)
+
+    def _follow(self, path: Path, verdict: Verdict) -> None:
+        """A key that cannot be honoured stops the run where the numbers would change, else it is mentioned."""
+        shown = "" if isinstance(verdict.value, (dict, list)) else f": {show(verdict.value)}"
+        sentence = f"{verdict.key}{shown} is not supported; {verdict.says}"
+        if verdict.stops:
+            self.problems.append(Problem(self._at(path), sentence))
+        else:
+            warnings.warn(f"{self._at(path)}: {sentence}; the run goes on without it.", UserWarning, stacklevel=5)
+
+    def _carry(self, theirs: str, key: str, value: Any) -> None:
+        """Write one of our keys, unless the file says it itself."""
+        path, ours = tuple(theirs.split(".")), tuple(key.split("."))
+        there: Any = self.tree.values
+        for part in ours:
+            there = there.get(part, _MISSING) if isinstance(there, dict) else _MISSING
+        if there is _MISSING:
+            self.tree.put(ours, value, self._at(path))
+            self.tree.keys[ours] = self.tree.keys.get(path) or self._at(path)
+        elif there != value:
+            both = f"{theirs} means {key}: {show(value)}, and the file says {show(there)} there"
+            self._complain(path, f"{both}; keep one of the two")
 
     # ---- layers -------------------------------------------------------------------------------------------------
 
@@ -182,17 +220,13 @@ class _Loading:
     # ---- validation ---------------------------------------------------------------------------------------------
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The core's keys and the rest; Accelerate's own keys are judged here and go no further."""
+        """The core's keys and the rest, which are sections of backends or mistakes."""
         core: dict[str, Any] = {}
         rest: dict[str, Any] = {}
         for key, value in self.tree.values.items():
             if key in CORE_KEYS:
                 if value is not None:
                     core[key] = _without_null(value)
-            elif key in FOREIGN:
-                sentence = complaint(key, value)
-                if sentence:
-                    self.problems.append(Problem(self._at((key,)), sentence))
             else:
                 rest[key] = value
         return core, rest

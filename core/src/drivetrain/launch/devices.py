@@ -74,10 +74,10 @@ def kind_from(description: Mapping[str, str]) -> DeviceKind:
 
 
 def known_kinds(described: Iterable[Mapping[str, str]] = ()) -> tuple[DeviceKind, ...]:
-    """All kinds: what plugins describe goes before what the core knows of the same type."""
+    """All kinds: what a plugin describes stands for what the core knows of the same type, others follow."""
     brought = tuple(map(kind_from, described))
     types = {kind.type for kind in brought}
-    return (*brought, *(kind for kind in KINDS if kind.type not in types))
+    return (*(kind for kind in KINDS if kind.type not in types), *brought)
 
 
 def hiding(environ: Mapping[str, str], device_type: str, kinds: Iterable[DeviceKind] = KINDS) -> str | None:

@@ -64,8 +64,8 @@ def launch(
     if not (module or no_python) and not Path(command[0]).exists():
         raise UsageError(f"there is no script {command[0]!r}", cure="Correct the path, or use -m for a module's name.")
     plan = make_plan(resolved) if plan is None else plan
-    words = list(command) if no_python else _python_command(command, module=module)
-    added = worker_environment(handed_over(resolved, plan), plan.processes_here) | dict(plan.selection.variables)
+    words = worker_command(command, module=module, no_python=no_python)
+    added = worker_variables(resolved, plan)
     added[worker.PARENT] = str(os.getpid())
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -85,7 +85,20 @@ def launch(
     return 0
 
 
-def handed_over(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
+def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> list[str]:
+    """What is started for each worker."""
+    if no_python:
+        return list(command)
+    # Unbuffered, so that lines of different ranks arrive when they are written.
+    return [sys.executable, "-u", worker.__file__, *(["-m"] if module else []), *command]
+
+
+def worker_variables(resolved: ResolvedConfig, plan: LaunchPlan) -> dict[str, str]:
+    """What is added to the environment of each worker, besides what the agent says about ranks."""
+    return worker_environment(_handed_over(resolved, plan), plan.processes_here) | dict(plan.selection.variables)
+
+
+def _handed_over(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
     """The configuration as the workers get it: a run for which no accelerator was chosen stays on the CPU."""
     if plan.on_cpu and resolved.config.accelerator_ids is not None:
         resolved = replace(resolved, config=resolved.config.model_copy(update={"use_cpu": True}))
@@ -160,8 +173,3 @@ def agent_surroundings(added: Mapping[str, str], debug: bool = False) -> Iterato
         if in_main:
             for name, handler in handlers.items():
                 signal.signal(getattr(signal, name), handler)
-
-
-def _python_command(command: Sequence[str], *, module: bool) -> list[str]:
-    # Unbuffered, so that lines of different ranks arrive when they are written.
-    return [sys.executable, "-u", worker.__file__, *(["-m"] if module else []), *command]

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
 from drivetrain.installed import core_version
 from drivetrain.launch.devices import known_kinds
+from drivetrain.launch.environment import DEFAULT_PORT
 from drivetrain.launch.inventory import Inventory, take_inventory
 from drivetrain.launch.selection import Selection, Wish, check_count, choose
 from drivetrain.registry import get_registry
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
-
-DEFAULT_PORT = 29500
-"""Where machines meet when no port is given: torch's own default."""
-
 
 @dataclass(frozen=True)
 class LaunchPlan:

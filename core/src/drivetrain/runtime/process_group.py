@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from drivetrain.backend import Place, ProcessGroupSettings
 from drivetrain.errors import BackendBlockedError, EnvironmentVariableError
 from drivetrain.launch.devices import hiding, known_kinds
+from drivetrain.launch.environment import meeting_point
 from drivetrain.registry import get_registry
 
 # Gloo's worker threads may still hold the last collective's tensor when the interpreter begins to shut down, and then
@@ -92,7 +93,7 @@ def ensure_process_group(
     timeout = default_pg_timeout
     if settings.timeout_seconds is not None:
         timeout = timedelta(seconds=settings.timeout_seconds)
-    init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or "env://"
+    init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or _meeting_method()
     dist.init_process_group(
         chosen,
         store=_alone() if place.world_size == 1 else _meet(place, init_method, timeout),
@@ -104,6 +105,12 @@ def ensure_process_group(
         atexit.register(_destroy)
     _Formed.holders += 1
     return ProcessGroupHandle(chosen, counted=True)
+
+
+def _meeting_method() -> str:
+    """By the common variables, or where the tasks of a cluster's launcher agree to meet."""
+    point = meeting_point(os.environ)
+    return "env://" if point is None else f"tcp://{point[0]}:{point[1]}"
 
 
 def _check_devices(communication_backend: str, device_type: str) -> None:

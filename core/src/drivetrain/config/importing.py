@@ -1,0 +1,93 @@
+"""Read a configuration file of Accelerate as it stands: each of its keys ends in one of three piles.
+
+The same verdicts serve ``drivetrain config import``, which prints them, and every loading of a file, which obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from drivetrain.config.accelerate import RULES, SECTIONS, UNSUPPORTED_VALUES
+from drivetrain.config.problems import unknown_key
+from drivetrain.config.rules import Rule, Verdict, judge, judge_section
+from drivetrain.config.schema import CORE_KEYS
+from drivetrain.errors import BackendError
+
+
+class Importers(Protocol):
+    """What is asked of the registry; a test can stand in for it."""
+
+    def resolve(self, name: str) -> str: ...
+    def names(self) -> tuple[str, ...]: ...
+    def import_rules(self) -> Mapping[str, Mapping[str, Rule]]: ...
+
+
+def may_be_foreign(key: str) -> bool:
+    """Whether this top-level key is one of Accelerate's that is not ours, or looks like the section of an engine."""
+    return key not in CORE_KEYS and (key in RULES or key in SECTIONS or key.endswith("_config"))
+
+
+def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
+    """What becomes of a key for which :func:`may_be_foreign` holds: one verdict for each key inside it.
+
+    Args:
+        key: at the top of the file.
+        value: what it holds.
+        values: the whole file.
+        registry: who knows the engines.
+    """
+    if key in RULES:
+        return [judge(key, value, RULES[key])]
+    if not value:
+        return [Verdict(key, value, "no meaning here", "says nothing special")]
+    rules = SECTIONS[key] if key in SECTIONS else registry.import_rules().get(key)
+    return [_stranger(key, value, values, registry)] if rules is None else list(judge_section(key, value, rules))
+
+
+def judge_file(values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
+    """Every key of a file, ours included, in the order of the file."""
+    verdicts: list[Verdict] = []
+    for key, value in values.items():
+        if may_be_foreign(key):
+            verdicts += judge_key(key, value, values, registry)
+        elif key in CORE_KEYS:
+            verdicts.append(_own(key, value, registry))
+        else:
+            verdicts.append(_stranger(key, value, values, registry))
+    return verdicts
+
+
+def _own(key: str, value: Any, registry: Importers) -> Verdict:
+    """A key that means the same here."""
+    known = UNSUPPORTED_VALUES.get(key, {})
+    if isinstance(value, str) and value.lower() in known:
+        return Verdict(key, value, "not supported", known[value.lower()], stops=True)
+    if key == "distributed_type":
+        name = "no" if value is False else str(value)
+        try:
+            return Verdict(key, value, "carried over", "", {key: registry.resolve(name)})
+        except BackendError as error:
+            return Verdict(key, value, "not supported", str(error), stops=True)
+    if value is None:
+        return Verdict(key, value, "no meaning here", "says nothing special")
+    return Verdict(key, value, "carried over", "", {key: value})
+
+
+def _stranger(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> Verdict:
+    """A backend's own section, the section of an engine that is not installed, or a key that nobody knows."""
+    engine = key.removesuffix("_config")
+    try:
+        name = registry.resolve(engine)
+    except BackendError as error:
+        if "pip install" not in error.cure:
+            says = unknown_key(key, {*CORE_KEYS, *registry.names()})
+        elif str(values.get("distributed_type", "")).lower() != engine.lower():
+            # Accelerate's files hold sections of engines that the run does not use.
+            return Verdict(key, value, "no meaning here", f"distributed_type is not {engine}, which is not installed")
+        else:
+            says = str(error)
+        return Verdict(key, value, "not supported", says, stops=True)
+    if name == key:
+        return Verdict(key, value, "carried over", "", {key: value})
+    return Verdict(key, value, "not supported", f"write a section '{name}:' with the backend's own keys", stops=True)

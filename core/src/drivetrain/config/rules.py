@@ -1,0 +1,114 @@
+"""How keys of another library's configuration file become ours: rules as data, and what applying them to a file gives.
+
+A plugin writes rules for the section of Accelerate's file that is its engine's (``BackendInfo.imports``); the rules of
+keys that belong to no engine are in ``config/accelerate.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.suggest import closest
+
+Pile = Literal["carried over", "no meaning here", "not supported"]
+
+PILES: tuple[Pile, ...] = ("carried over", "no meaning here", "not supported")
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values by which ``accelerate config`` writes that a question was not asked."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key. Exactly one of ``to``, ``into``, ``why`` and ``instead`` decides about ordinary values.
+
+    Args:
+        to: our dotted key, such as ``"mesh.tp"``: the value is carried over.
+        into: gives our dotted keys and their values, for a value that says several things; may be empty. Raises
+            ``ValueError`` with what to write instead.
+        convert: turns the value into ours, with ``to``. Raises ``ValueError`` with what to write instead.
+        why: the key has no meaning here, for this reason.
+        instead: the value is not supported; what to write or do.
+        nothing: values that say nothing special; the key then has no meaning here.
+        changes_results: a run that goes on without an unsupported value would give other numbers; the launch stops.
+    """
+
+    to: str = ""
+    into: Callable[[Any], Mapping[str, Any]] | None = None
+    convert: Callable[[Any], Any] | None = None
+    why: str = ""
+    instead: str = ""
+    nothing: tuple[Any, ...] = ()
+    changes_results: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one key of a file.
+
+    Args:
+        key: as it stands in the file, dotted.
+        value: what it holds there.
+        pile: one of :data:`PILES`.
+        says: our keys with their values, why it has no meaning, or what to do instead.
+        carried: our dotted keys and values; empty in the other piles.
+        stops: the launch must not go on.
+    """
+
+    key: str
+    value: Any
+    pile: Pile
+    says: str
+    carried: Mapping[str, Any] | None = None
+    stops: bool = False
+
+
+def judge(key: str, value: Any, rule: Rule) -> Verdict:
+    """Apply one rule to one value."""
+    # `==` alone would take 0 for False and 1 for True.
+    if any(value == each and type(value) is type(each) for each in (*_EMPTY, *rule.nothing)):
+        return Verdict(key, value, "no meaning here", rule.why or "says nothing special")
+    if rule.why:
+        return Verdict(key, value, "no meaning here", rule.why)
+    if rule.instead:
+        return Verdict(key, value, "not supported", rule.instead, stops=rule.changes_results)
+    try:
+        if rule.into is not None:
+            carried = dict(rule.into(value))
+        else:
+            carried = {rule.to: value if rule.convert is None else rule.convert(value)}
+    except ValueError as error:
+        return Verdict(key, value, "not supported", str(error), stops=rule.changes_results)
+    if not carried:
+        return Verdict(key, value, "no meaning here", "it is what happens anyway")
+    return Verdict(key, value, "carried over", "", carried)
+
+
+def judge_section(name: str, values: Any, rules: Mapping[str, Rule]) -> Iterator[Verdict]:
+    """Apply rules to every key of a section; a key without a rule is not supported."""
+    if not isinstance(values, Mapping):
+        if values not in _EMPTY:
+            yield Verdict(name, values, "not supported", "expected keys and values", stops=True)
+        return
+    for key, value in values.items():
+        rule = rules.get(key)
+        if rule is None:
+            guess = closest(str(key), rules)
+            says = f"nobody knows this key{f'; did you mean {guess!r}?' if guess else ''}"
+            yield Verdict(f"{name}.{key}", value, "not supported", says, stops=True)
+        else:
+            yield judge(f"{name}.{key}", value, rule)
+
+
+def flag(value: Any) -> bool:
+    """A boolean as Accelerate's files hold it: ``true``, ``'yes'``, ``'False'``. Raises ``ValueError`` for the rest."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError("write true or false")

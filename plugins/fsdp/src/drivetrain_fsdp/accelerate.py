@@ -1,0 +1,86 @@
+"""What becomes of the keys of Accelerate's section ``fsdp_config``, versions 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.api import Rule, flag
+
+_HYBRID = (
+    "write mesh: {{dp_replicate: <machines>, dp_shard: <ranks of one machine>}} "
+    "and fsdp: {{reshard_after_forward: {}}}"
+)
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""In the order of their numbers, which old files hold, from 1."""
+
+
+def _strategy(value: Any) -> Mapping[str, Any]:
+    """FSDP1's strategies, as names or numbers."""
+    name = str(value).upper()
+    if name.isdecimal() and 1 <= int(name) <= len(_STRATEGIES):
+        name = _STRATEGIES[int(name) - 1]
+    if name == "NO_SHARD":
+        raise ValueError("write distributed_type: ddp")
+    if name.startswith("HYBRID"):
+        raise ValueError(_HYBRID.format("false" if name.endswith("2") else "true"))
+    if name not in _STRATEGIES:
+        raise ValueError(f"known are {', '.join(_STRATEGIES)}")
+    return {"fsdp.reshard_after_forward": name == "FULL_SHARD"}
+
+
+def _reshard(value: Any) -> Mapping[str, Any]:
+    """A truth value in version 2, a strategy in version 1."""
+    try:
+        return {"fsdp.reshard_after_forward": flag(value)}
+    except ValueError:
+        return _strategy(value)
+
+
+def _policy(value: Any) -> Mapping[str, Any]:
+    if str(value).upper() in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+        return {}
+    raise ValueError("the blocks of the model are units in any case; choose them by fsdp: {transformer_layer_cls: ...}")
+
+
+def _ahead(value: Any) -> Mapping[str, Any]:
+    return {"fsdp.forward_prefetch": 1} if flag(value) else {}
+
+
+def _behind(value: Any) -> Mapping[str, Any]:
+    if str(value).upper() in ("BACKWARD_PRE", "1"):
+        return {}
+    raise ValueError("the next unit is always gathered while the present one computes")
+
+
+def _whole(value: Any) -> int:
+    try:
+        return int(float(value))
+    except (TypeError, ValueError):
+        raise ValueError("write a number of parameters") from None
+
+
+RULES: Mapping[str, Rule] = {
+    "fsdp_version": Rule(why="torch's fully_shard (FSDP2) trains, whichever version the other keys are of"),
+    "fsdp_reshard_after_forward": Rule(into=_reshard, changes_results=False),
+    "fsdp_sharding_strategy": Rule(into=_strategy, changes_results=False),
+    "fsdp_cpu_offload": Rule(to="fsdp.cpu_offload", convert=flag),
+    "fsdp_offload_params": Rule(to="fsdp.cpu_offload", convert=flag),
+    "fsdp_auto_wrap_policy": Rule(into=_policy, changes_results=False),
+    "fsdp_transformer_layer_cls_to_wrap": Rule(to="fsdp.transformer_layer_cls"),
+    "fsdp_min_num_params": Rule(to="fsdp.min_num_params", convert=_whole, nothing=(0,)),
+    "fsdp_backward_prefetch": Rule(into=_behind, changes_results=False),
+    "fsdp_backward_prefetch_policy": Rule(into=_behind, changes_results=False),
+    "fsdp_forward_prefetch": Rule(into=_ahead),
+    "fsdp_activation_checkpointing": Rule(to="fsdp.activation_checkpointing", convert=flag),
+    "fsdp_activation_checkpointing_offload": Rule(
+        instead="recomputed activations stay on the device", nothing=(False, "false"), changes_results=False
+    ),
+    "fsdp_state_dict_type": Rule(why="a checkpoint is always written in shards and loads under any backend"),
+    "fsdp_use_orig_params": Rule(why="parameters always keep their names"),
+    "fsdp_sync_module_states": Rule(why="every rank always starts from the same values"),
+    "fsdp_cpu_ram_efficient_loading": Rule(
+        why="a model built under accelerator.init_empty_weights() is filled shard by shard, one built whole is cut"
+    ),
+}
+"""By key of ``fsdp_config``."""
