@@ -7,17 +7,33 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoints, gathering, loaders, peers, report, sharded, sharded_saves, startup, steps
+from benchmarks import (
+    async_save,
+    checkpoints,
+    gathering,
+    loaders,
+    peers,
+    pipelines,
+    report,
+    sharded,
+    sharded_saves,
+    startup,
+    steps,
+    zero,
+)
 from benchmarks.pairs import Samples
+from benchmarks.pipelines import PipelineCase
 from benchmarks.report import Section, Target
 from benchmarks.sharded import ShardedCase
 from benchmarks.steps import StepCase
+from benchmarks.zero import ZeroCase
 
-GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup", "fsdp", "gpu")
+GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup", "fsdp", "saves", "deepspeed", "pipelines", "gpu")
 
 STEPS = [
     StepCase(),
@@ -41,6 +57,26 @@ SHARDED_STEPS = [
     ShardedCase(world=2, accumulation=4),
     ShardedCase(world=2, width=768, blocks=3, rows=64),
 ]
+PIPELINES = [
+    PipelineCase("gpipe"),
+    PipelineCase("1f1b"),
+    PipelineCase("1f1b", weights=(1.0, 1.5, 1.0, 1.2)),
+    PipelineCase("1f1b", weights=(2.0, 1.0, 1.0, 1.0)),
+    PipelineCase("interleaved_1f1b"),
+    PipelineCase("zero_bubble"),
+    PipelineCase("zbv"),
+    PipelineCase("dualpipev"),
+]
+ZERO_STEPS = [
+    *(ZeroCase(stage) for stage in (0, 1, 2, 3)),
+    ZeroCase(2, accumulation=4),
+    ZeroCase(2, clip=1.0),
+    *(ZeroCase(stage, width=768, blocks=6, rows=64) for stage in (1, 2, 3)),
+    *(ZeroCase(stage, world=2) for stage in (2, 3)),
+]
+# What a step may cost beyond the bare engine's: microseconds of a small one, a ratio of one of at least 20 ms.
+ZERO_TARGETS = {64: Target("more", 20.0), 768: Target("ratio", 1.01)}
+ZERO_LARGE = ZeroCase(2, world=2, width=1024, blocks=8)
 SMALL = ShardedCase(world=2)
 LARGE = ShardedCase(world=2, width=1024, blocks=16)
 # Microseconds of CPU that a step may cost beyond the bare loop. One process and a small network only: the noise of
@@ -150,21 +186,69 @@ def _peaks(case: ShardedCase, rounds: int) -> tuple[dict[str, Samples], list[str
     return found, list(missing.values())
 
 
+def measure_deepspeed(quick: bool) -> Iterator[Section]:
+    """Training under DeepSpeed: steps, set-up, checkpoints."""
+    for case in [ZeroCase(2)] if quick else ZERO_STEPS:
+        micro_batches, rounds = (4, 4) if quick else (1, 60) if case.width > 64 else (20, 100)
+        samples, missing = _spawn(zero.measure, case.world, case, micro_batches, rounds)
+        target = ZERO_TARGETS[case.width] if case.world == 1 else None
+        per = "step" if case.accumulation == 1 else "micro-batch"
+        title = f"deepspeed, training step: {case.title}; bare is DeepSpeed by hand"
+        yield Section(title, "cpu", "us", per, samples, target, missing)
+    case = ZeroCase(2, world=2) if quick else ZERO_LARGE
+    samples, missing = _spawn(zero.set_up, case.world, case, 1 if quick else 8)
+    title = f"deepspeed, prepare(model, optimizer): {case.title}; bare is deepspeed.initialize"
+    yield Section(title, "wall", "ms", "call", samples, remarks=missing)
+    found, missing = _spawn(zero.checkpoints, case.world, case, 2 if quick else 8)
+    for verb, samples in found.items():
+        title = f"deepspeed, {verb}_state: {case.title}, with its Adam state; bare is {verb}_checkpoint"
+        yield Section(title, "wall", "ms", "call", samples, remarks=missing)
+
+
+def measure_pipelines(quick: bool) -> Iterator[Section]:
+    """Idle time of real pipelines beside what the planner predicts."""
+    for case in [PipelineCase("1f1b", (1.0, 1.0), 0.005, 4)] if quick else PIPELINES:
+        samples, meaning = _spawn(pipelines.measure, case.world, case, 2 if quick else 8)
+        title = f"Pipeline, idle time: {case.title}; the first line is torch's schedule, run"
+        yield Section(title, "wall", "ms", "rank and step", samples, remarks=meaning)
+
+
+def measure_saves(quick: bool) -> Iterator[Section]:
+    """What a loop waits for saves beside it, of several sizes."""
+    for backend in ("ddp", "fsdp"):
+        for megabytes in (16,) if quick else (16, 64, 256):
+            with tempfile.TemporaryDirectory(prefix="drivetrain-bench-") as folder:
+                times = _spawn(async_save.measure, 2, backend, megabytes, 2 if quick else 20, folder)
+            samples = {
+                sharded_saves.BLOCKING: Samples([], times["blocking"]),
+                sharded_saves.BESIDE: Samples([], times["waits"]),
+            }
+            first = f"The first one, which makes room for the copy: {1000 * times['first'][0]:.1f} ms"
+            title = f"{backend}, what the loop waits for a save of {megabytes} MB: 2 processes"
+            yield Section(title, "wall", "ms", "call", samples, WAIT_TARGET, [first])
+
+
 def measure_gpu(quick: bool) -> Iterator[Section]:
     """A billion parameters on one accelerator, where there is one."""
     import torch
 
-    from benchmarks import llama
+    from benchmarks import llama, zero_offload
 
-    title = "fsdp, a Llama-shaped model of 1.1 billion parameters in bf16, activation checkpointing, one device"
-    reason = llama.unable()
-    if reason is not None:
-        yield Section(title, "wall", "ms", "step", {}, remarks=[f"skipped: {reason}"])
-        return
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    samples, meaning = _spawn(llama.measure, 1, llama.Shape(), device.type, 1 if quick else 3, 2 if quick else 10)
-    yield Section(title, "wall", "ms", "step", samples, remarks=meaning)
+    model = "a Llama-shaped model of 1.1 billion parameters in bf16, activation checkpointing, one device"
+    gigabytes = f"{zero_offload.LIMIT_BYTES / 1e9:.0f} GB"
+    parts = {
+        f"fsdp, {model}": llama,
+        f"deepspeed, ZeRO-3 with CPU offload: {model} held to {gigabytes}; bare is DeepSpeed by hand": zero_offload,
+    }
+    for title, part in parts.items():
+        reason = part.unable()
+        if reason is not None:
+            yield Section(title, "wall", "ms", "step", {}, remarks=[f"skipped: {reason}"])
+            continue
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        samples, meaning = _spawn(part.measure, 1, llama.Shape(), device.type, 1 if quick else 3, 2 if quick else 10)
+        yield Section(title, "wall", "ms", "step", samples, remarks=meaning)
 
 
 def conditions() -> list[str]:

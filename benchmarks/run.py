@@ -22,7 +22,9 @@ DECLARED = [
         "requirements-bench.txt",
         "core/pyproject.toml",
         "plugins/ddp/pyproject.toml",
+        "plugins/deepspeed/pyproject.toml",
         "plugins/fsdp/pyproject.toml",
+        "plugins/megatron/pyproject.toml",
     )
 ]
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from drivetrain.registry import get_registry
+from drivetrain.testing import preload
+
+if find_spec("deepspeed") is not None:
+    # Slow to import; the second is imported by the first engine of a process.
+    preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 WORLD_SIZES = (1, 2, 4)
 

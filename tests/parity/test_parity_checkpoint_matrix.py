@@ -25,14 +25,16 @@ from drivetrain.testing import spawn
 
 @dataclass(frozen=True)
 class Case:
-    """A backend on a world; ``mesh`` where it is not the default one."""
+    """A backend on a world; ``mesh`` and ``section`` where they are not the default ones."""
 
     backend: str
     world_size: int
     mesh: tuple[tuple[str, int], ...] = ()
+    section: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        return "-".join([f"{self.backend}x{self.world_size}", *(f"{axis}{size}" for axis, size in self.mesh)])
+        settings = [f"{key}{value}" for key, value in (*self.mesh, *self.section)]
+        return "-".join([f"{self.backend}x{self.world_size}", *settings])
 
 
 BACKENDS = [
@@ -42,6 +44,11 @@ BACKENDS = [
     Case("fsdp", 2),
     Case("fsdp", 4),
     Case("fsdp", 4, (("dp_replicate", 2), ("dp_shard", 2))),
+    Case("deepspeed", 2, section=(("zero_stage", 0),)),
+    Case("deepspeed", 2, section=(("zero_stage", 1),)),
+    Case("deepspeed", 2, section=(("zero_stage", 2),)),
+    Case("deepspeed", 2, section=(("zero_stage", 3),)),
+    Case("deepspeed", 4, section=(("zero_stage", 3),)),
 ]
 
 GLOBAL_BATCH, STEPS, CUT, EPOCHS = 8, 6, 4, 2
@@ -100,6 +107,7 @@ class Run:
     def __init__(self, case: Case, seed: int) -> None:
         overrides = {"distributed_type": case.backend, "use_cpu": True}
         overrides |= {f"mesh.{axis}": size for axis, size in case.mesh}
+        overrides |= {f"{case.backend}.{key}": value for key, value in case.section}
         self.accelerator = Accelerator(config=load_config(overrides=overrides, environ={}))
         torch.manual_seed(seed)
         model = Net()

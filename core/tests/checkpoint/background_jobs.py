@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import threading
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, ProjectConfiguration
+from drivetrain import Accelerator, ProjectConfiguration, load_config
 from drivetrain.checkpoint import saving
 from drivetrain.errors import CheckpointError
 
@@ -47,9 +48,9 @@ def held_back(seconds=None):
     gate = threading.Event()
     write = saving.SaveWork._write
 
-    def late(self):
+    def late(self, folder):
         assert gate.wait(seconds if seconds is not None else 30) or seconds is not None
-        return write(self)
+        return write(self, folder)
 
     saving.SaveWork._write = late
     try:
@@ -171,3 +172,83 @@ def observed_job(folder):
     return at_once, told
 
 
+
+
+class Growing:
+    """A registered object whose tensor may be larger at each save, on one rank only; or that cannot say its state."""
+
+    def __init__(self):
+        self.values, self.fails = torch.zeros(1), False
+
+    def state_dict(self):
+        if self.fails:
+            raise RuntimeError("no state today")
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+def planning_job(folder, backend):
+    """Saves of a run that stays or does not stay as it is: how many were planned anew, and what each one holds.
+
+    Each is ``(planned, error, loaded)``: whether plans were exchanged, what was raised, whether the numbers of its
+    moment are read back.
+    """
+    planned = []
+    offer = saving.SaveWork._offer
+
+    def counted(self, problem):
+        planned.append(1)
+        return offer(self, problem)
+
+    saving.SaveWork._offer = counted
+    accelerator = Accelerator(cpu=True, config=load_config(overrides={"distributed_type": backend}, environ={}))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    growing = Growing()
+    accelerator.register_for_checkpointing(growing)
+    found = []
+
+    def save(name):
+        planned.clear()
+        at_save, error = whole(accelerator, model), ""
+        try:
+            accelerator.save_state(folder / name, blocking=False)
+        except CheckpointError as problem:
+            error = str(problem)
+        step(accelerator, model, optimizer)
+        accelerator.wait_for_checkpoint()
+        loaded = None
+        if not error:
+            moved = whole(accelerator, model)
+            accelerator.load_state(folder / name)
+            loaded = torch.equal(whole(accelerator, model), at_save) and not torch.equal(moved, at_save)
+        found.append((len(planned), error, loaded))
+
+    save("before the first step")
+    step(accelerator, model, optimizer)
+    save("with the optimizer's state")
+    save("the same again")
+    save("and again")
+    growing.values = torch.arange(3.0) if accelerator.is_main_process else growing.values
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*custom.0 has another state.*")
+        save("one rank has more")
+        rows = growing.values.tolist()
+        growing.values = torch.zeros(1)
+        growing.fails = accelerator.process_index == 1
+        save("a rank cannot")
+        growing.fails = False
+    save("as it was at first")
+    save("and again, at last")
+    accelerator.end_training()
+    return found, rows
+
+
+def whole(accelerator, model):
+    """All parameters of the model on every rank."""
+    parts = [tensor.flatten() for _, tensor in model.trainable.full_state_dict()]
+    return torch.cat(parts).detach().clone()

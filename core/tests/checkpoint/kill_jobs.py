@@ -170,45 +170,73 @@ def highest(folder):
     return max((int(path.name.split("_")[1]) for path in folder.glob("checkpoint_*")), default=-1)
 
 
-def full_disk_job(folder, times):
-    """Saves, some in the background, with a disk that is full at random points of random ranks.
+@contextlib.contextmanager
+def limited(chance, backend):
+    """One rank may write files up to a random size only."""
+    victim, limit = chance.randrange(backend.topology.world_size), chance.randrange(0, 60_000)
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if victim == backend.topology.rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, whole)
 
-    Returns how many failed, what was wrong with the newest checkpoint after any of them, and the newest iteration.
+
+@contextlib.contextmanager
+def filled(chance, backend, folder):
+    """A random number of bytes is left on the disk of this folder."""
+    filler, left = Path(folder).parent / "filler", chance.randrange(0, 160_000)
+    if backend.topology.rank == 0:
+        disk = os.statvfs(folder)
+        filler.write_bytes(bytes(max(disk.f_bavail * disk.f_frsize - left, 0)))
+    backend.barrier()
+    try:
+        yield
+    finally:
+        backend.barrier()
+        if backend.topology.rank == 0:
+            filler.unlink()
+
+
+def full_disk_job(folder, times, small=False):
+    """Saves, some in the background, with a disk that is full at random points.
+
+    ``small``: the folder lies on a disk of its own, which is really full; else a limit on one rank's files stands for
+    that. Returns how many failed, what was wrong with the newest checkpoint after any of them, what failed saves left,
+    the newest iteration, and what the errors said.
     """
     with checkpoint_jobs.started() as backend:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         run = resumed(backend, folder)
         state, naming = run[3:]
         saver = BackgroundSaver(backend)
-        failures, problems = 0, []
-        whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+        problems, errors = [], []
         for number in range(times):
             chance = random.Random(number)
             info = advance(run)
-            victim, limit = chance.randrange(backend.topology.world_size), chance.randrange(0, 60_000)
-            if victim == backend.topology.rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, whole[1]))
             try:
-                if number % 2:
-                    saver.start(naming.next_path(), state, info=info, afterwards=naming.prune)
-                    advance(run)
-                    saver.wait()
-                else:
-                    save(naming.next_path(), state, backend, info=info)
-            except CheckpointError:
-                failures += 1
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+                with filled(chance, backend, folder) if small else limited(chance, backend):
+                    if number % 2:
+                        saver.start(naming.next_path(), state, info=info, afterwards=naming.prune)
+                        advance(run)
+                        saver.wait()
+                    else:
+                        save(naming.next_path(), state, backend, info=info)
+            except CheckpointError as problem:
+                errors.append(str(problem))
             naming.iteration += 1
             if backend.topology.rank == 0 and naming.complete():
                 found = inspect(naming.latest())
                 problems += found.problems
                 gain = read_tensor(found.path, "model.gain", found.manifest.tensors["model.gain"]).item()
                 problems += [] if gain == found.manifest.info["iteration"] else [f"{gain} in {found.path}"]
+                naming.prune()
             backend.barrier()
         saver.close()
         left = [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
         newest = naming.complete()[-1].iteration
-        return failures, problems, left, newest
+        return len(errors), problems, left, newest, errors
 
 
 def load_job(folder):

@@ -9,7 +9,19 @@ from drivetrain.checkpoint import inspect
 from drivetrain.checkpoint.background import HostBuffer
 from drivetrain.checkpoint.storage import PlannedFile
 from drivetrain.checkpoint.tensorfile import Source
+from drivetrain.registry import get_registry
 from drivetrain.testing import spawn
+
+
+def sharding_or_not():
+    """A backend of whole replicas and one of shards, of those installed that fill several processes of a CPU."""
+    reports = [report for report in get_registry().reports() if report.ready]
+    found = {}
+    for report in reports:
+        able = get_registry().info(report.name).capabilities
+        if able.multi_process and able.async_save and (not able.devices or "cpu" in able.devices):
+            found.setdefault(able.sharded_save, report.name)
+    return sorted(found.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -55,6 +67,17 @@ def test_a_script_that_ends_with_a_save_ends_after_it(background, tmp_path):
 
 def test_observers_hear_of_it_when_it_is_complete_and_on_the_main_thread(background, tmp_path):
     assert spawn(background.observed_job, 1, tmp_path) == [([], [("one", True)])]
+
+
+@pytest.mark.parametrize("backend", sharding_or_not())
+def test_what_was_planned_holds_while_the_state_is_laid_out_alike(background, tmp_path, backend):
+    for found, rows in spawn(background.planning_job, 2, tmp_path, backend):
+        assert [planned for planned, _, _ in found] == [1, 1, 0, 0, 1, 1, 1, 0], "anew where something is new, only"
+        failures = [error for _, error, _ in found if error]
+        assert len(failures) == 1
+        assert "rank 1 of 2: could not collect the state: RuntimeError: no state today" in failures[0], "at the call"
+        assert [loaded for _, error, loaded in found if not error] == [True] * 7
+        assert rows == [0.0, 1.0, 2.0], "the main process's state counts"
 
 
 def planned(*tensors):

@@ -53,12 +53,13 @@ class Net(nn.Module):
         return self.head(self.norm(x) * self.gain)
 
 
-def run(place: Place, folder: str, steps: range, *, load: bool) -> tuple[dict[str, Tensor], list[float]]:
+def run(place: Place, folder: str, steps: range, load: str | None) -> tuple[dict[str, Tensor], list[float]]:
+    """Train these steps; save after the third under the folder's name, or load another one's first."""
     backend, _, mesh = place
     path = Path(folder) / f"config-{backend}-{os.environ.get('RANK', '0')}.yaml"
     path.write_text(json.dumps({"distributed_type": backend, "use_cpu": True, "mesh": mesh}))
     accelerator = Accelerator(config=path)
-    torch.manual_seed(5 + load)
+    torch.manual_seed(5 if load is None else 6)
     model: Any = Net()
     # Statistics of a batch are those of a rank's part of it: they would differ with the world.
     model.norm.eval()
@@ -66,10 +67,10 @@ def run(place: Place, folder: str, steps: range, *, load: bool) -> tuple[dict[st
     optimizer: Any = torch.optim.AdamW([{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}], lr=0.02)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    if load:
+    if load is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*random state.*")
-            accelerator.load_state(f"{folder}/cut")
+            accelerator.load_state(load)
     losses = []
     for step in steps:
         words = torch.randint(11, (8,), generator=torch.Generator().manual_seed(step))
@@ -80,17 +81,49 @@ def run(place: Place, folder: str, steps: range, *, load: bool) -> tuple[dict[st
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if step == 2 and not load:
+        if step == 2 and load is None:
             accelerator.save_state(f"{folder}/cut")
     state = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
     accelerator.end_training()
     return state, losses
 
 
+End = tuple[dict[str, Tensor], list[float]]
+
+
+def write(world: int, folder: str) -> dict[str, End]:
+    """Every place of this world in turn: the whole run, saved in its middle."""
+    found = {}
+    for name, place in PLACES.items():
+        if place[1] == world:
+            (Path(folder) / name).mkdir(parents=True, exist_ok=True)
+            found[name] = run(place, f"{folder}/{name}", range(6), None)
+    return found
+
+
+def read(world: int, folder: str) -> dict[tuple[str, str], End]:
+    """Every journey that ends in this world in turn."""
+    return {
+        (source, target): run(PLACES[target], f"{folder}/{target}", range(3, 6), f"{folder}/{source}/cut")
+        for source, target in JOURNEYS
+        if PLACES[target][1] == world
+    }
+
+
+@pytest.fixture(scope="module")
+def journeys(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, End], dict[tuple[str, str], End]]:
+    """What the main process saw of each whole run, and of each resumed one: one job for each world."""
+    folder = str(tmp_path_factory.mktemp("journeys"))
+    worlds = sorted({place[1] for place in PLACES.values()})
+    written = [spawn(write, world, world, folder)[0] for world in worlds]
+    resumed = [spawn(read, world, world, folder)[0] for world in worlds]
+    return {k: v for each in written for k, v in each.items()}, {k: v for each in resumed for k, v in each.items()}
+
+
 @pytest.mark.parametrize(("source", "target"), JOURNEYS)
-def test_journeys(source: str, target: str, tmp_path: Path) -> None:
-    whole, losses = spawn(run, PLACES[source][1], PLACES[source], str(tmp_path), range(6), load=False)[0]
-    resumed, rest = spawn(run, PLACES[target][1], PLACES[target], str(tmp_path), range(3, 6), load=True)[0]
+def test_journeys(source: str, target: str, journeys: Any) -> None:
+    whole, losses = journeys[0][source]
+    resumed, rest = journeys[1][source, target]
     torch.testing.assert_close(rest, losses[3:], rtol=0, atol=1e-6)
     assert list(whole) == list(resumed)
     for name, tensor in whole.items():

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from drivetrain.testing.kit import Kit, run_case
 from drivetrain.testing.suite import *  # noqa: F403
 
 
 class Requirements(BaseRequirements):  # noqa: F405
     backend = "fsdp"
     world_sizes = (2, 4)
+    shared_ranks = True
+
+
+class Replicas(Requirements):
+    mesh = {4: {"dp_replicate": 2, "dp_shard": 2}}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "honesty.every_rank_saves_its_part",
+        "honesty.saves_beside_training",
+        "clipping.clips_as_one_process_does",
+        "windows.ragged_windows",
+        "state.resumed_equals_uninterrupted",
+    ],
+)
+def test_replicas_of_shards(case: str, tmp_path: Path) -> None:
+    run_case(case, Kit.of(Replicas, 4, tmp_path), 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -185,24 +186,45 @@ def test_prepared_model_reads_weights(tmp_path: Path) -> None:
     assert_same(spawn(load_later, 2, str(tmp_path))[0], expected)
 
 
+SIDE, DEPTH = 1024, 24
+
+
+def many() -> nn.Sequential:
+    return nn.Sequential(*nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)))
+
+
 def peak(tmp: str, section: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the model, of this rank's part, and how far resident memory rose above the start."""
-    width, depth = 1024, 24
-    whole = 4 * depth * width * width
-    accelerator = accelerator_with(tmp, **section)
+    """Bytes of the model, of this rank's part, and how far resident memory rose above the start.
+
+    With files to read, memory of its own only (sampled): their pages are the system's, which maps neighbours along.
+    """
+    accelerator = accelerator_with(tmp)
     with accelerator.init_empty_weights():
-        torch.rand(width, width)
-        model: Any = Net(width, 1)
+        torch.rand(SIDE, SIDE)
+        model: Any = Net(SIDE, 1)
     accelerator.prepare(model)  # Warm: what the first collectives and kernels load is not the model's.
+    accelerator.end_training()
+    accelerator = accelerator_with(tmp, **section)
     Path("/proc/self/clear_refs").write_text("5")
-    start = _resident("VmRSS")
+    start, own, done = _resident("VmRSS"), [_resident("RssAnon")], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.0005):
+            own.append(_resident("RssAnon"))
+
+    watching = threading.Thread(target=watch)
+    if section:
+        watching.start()
     with accelerator.init_empty_weights():
-        model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
-    model = accelerator.prepare(nn.Sequential(*model))
-    rose = _resident("VmHWM") - start
+        model = many()
+    model = accelerator.prepare(model)
+    done.set()
+    if section:
+        watching.join()
+    rose = max(own) - own[0] if section else _resident("VmHWM") - start
     part = sum(4 * parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
     accelerator.end_training()
-    return {"whole": whole, "part": part, "rose": rose, "one": 4 * width * width}
+    return {"whole": 4 * DEPTH * SIDE * SIDE, "part": part, "rose": rose, "one": 4 * SIDE * SIDE}
 
 
 def _resident(key: str) -> int:
@@ -216,6 +238,13 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
         assert found["part"] * 4 == found["whole"]
         # Rank 0 holds a parameter as it is replayed and as it is sent; libraries keep a little.
         assert found["rose"] <= found["part"] + 2 * found["one"] + (8 << 20), found
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is read from /proc")
+def test_no_rank_reads_the_whole_model(tmp_path: Path) -> None:
+    save_file(many().state_dict(), tmp_path / "model.safetensors")
+    for found in spawn(peak, 4, str(tmp_path), {"weights": str(tmp_path / "model.safetensors")}):
+        assert 0 < found["rose"] <= found["part"] + 2 * found["one"] + (8 << 20), found
 
 
 # ---- optimizers made before sharding

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import UnsupportedError
-from drivetrain_fsdp.deferred import Recording, deferred
+from drivetrain.api import Recording, UnsupportedError, deferred
 
 SIDE = 70
 """Squared it is more than deferred.SMALL."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.background import BackgroundSaver
     from drivetrain.checkpoint.converting import Converted, convert
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
+    from drivetrain.checkpoint.formats import CheckpointFormat, convert_to
     from drivetrain.checkpoint.inspection import Inspection, inspect
     from drivetrain.checkpoint.loading import load
     from drivetrain.checkpoint.manifest import Manifest, read_manifest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BackgroundSaver": "background",
+    "CheckpointFormat": "formats",
     "Converted": "converting",
     "Inspection": "inspection",
     "Manifest": "manifest",
@@ -29,6 +31,7 @@ _HOMES = {
     "Rng": "state",
     "TrainingState": "state",
     "convert": "converting",
+    "convert_to": "formats",
     "export_checkpoint": "export",
     "export_model": "export",
     "inspect": "inspection",
@@ -48,6 +51,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BackgroundSaver",
+    "CheckpointFormat",
     "Converted",
     "Inspection",
     "Manifest",
@@ -55,6 +59,7 @@ __all__ = [
     "Rng",
     "TrainingState",
     "convert",
+    "convert_to",
     "export_checkpoint",
     "export_model",
     "inspect",

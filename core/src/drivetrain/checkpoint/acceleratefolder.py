@@ -31,6 +31,12 @@ def read_accelerate(folder: Path) -> Foreign:
         raise CheckpointError(f"{folder} is no folder", cure="Accelerate's save_state writes a folder.")
     found = Foreign("a save_state folder of Accelerate")
     _add_models(found, folder)
+    add_rest(found, folder)
+    return found
+
+
+def add_rest(found: Foreign, folder: Path) -> None:
+    """Take what Accelerate leaves beside the models: optimizers, schedulers, the scaler, random states."""
     for path in sorted(folder.glob("optimizer*"), key=_number):
         if is_dcp_folder(path):
             found.add_tree(read_dcp_folder(path), path.name)
@@ -49,7 +55,6 @@ def read_accelerate(folder: Path) -> Foreign:
         )
     for pattern, reason in _NOT_READ.items():
         found.left_out += [f"{path.name}: {reason}" for path in folder.glob(pattern)]
-    return found
 
 
 def _take_rng(found: Foreign, coordinate: int, state: Mapping[str, Any]) -> None:

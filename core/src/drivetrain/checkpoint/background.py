@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.checkpoint.ranks import Ranks
-from drivetrain.checkpoint.saving import SaveWork
+from drivetrain.checkpoint.saving import SaveHooks, SaveWork
+from drivetrain.checkpoint.settled import PlanMemory
 from drivetrain.checkpoint.storage import PlannedFile
 from drivetrain.checkpoint.tensorfile import Source
 from drivetrain.errors import CheckpointError
@@ -87,6 +88,7 @@ class BackgroundSaver:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffer = HostBuffer(backend.topology.device)
+        self._plans = PlanMemory()
         self._group: Any = None
         self._thread: threading.Thread | None = None
         self._target: Path | None = None
@@ -98,7 +100,7 @@ class BackgroundSaver:
         state: TrainingState,
         *,
         info: Mapping[str, Any] | None = None,
-        hooks: Callable[[Path], Collection[int]] | None = None,
+        hooks: SaveHooks | None = None,
         alone: bool = False,
         afterwards: Callable[[], object] | None = None,
     ) -> Path:
@@ -122,15 +124,14 @@ class BackgroundSaver:
         """
         assert self._thread is None, "the save before is waited for"
         work = SaveWork(Path(path).absolute(), state, self._backend, frozenset(), dict(info or {}))
-        ranks = Ranks(self._backend, alone=alone)
+        # Its group is at rest until the thread begins.
+        ranks = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
         with work.whole_or_gone(ranks):
-            work.begin(ranks, hooks)
-            work.hold(self._buffer.keep)
-        beside = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
+            work.begin_beside(ranks, hooks, self._buffer.keep, self._plans)
         self._target = work.target
         # A thread that set to work at once would keep this one off the interpreter for a switch interval, 5 ms.
         returned = threading.Event()
-        arguments = (returned, work, beside, afterwards)
+        arguments = (returned, work, ranks, afterwards)
         # Not a daemon: a script that ends while it runs ends after it.
         self._thread = threading.Thread(target=self._run, args=arguments, name="drivetrain-save")
         self._thread.start()
@@ -165,6 +166,7 @@ class BackgroundSaver:
         except CheckpointError as problem:
             logger.error("%s", problem)  # noqa: TRY400 (the sentence says it all; the traceback is the thread's)
         self._buffer.release()
+        self._plans = PlanMemory()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -71,7 +71,9 @@ def judge(differences: Differences, where: str, *, strict: bool) -> str:
     return "; ".join(soft)
 
 
-def compare_groups(saved: Any, here: Any, tied: Mapping[str, str], what: str) -> list[str]:
+def compare_groups(
+    saved: Any, here: Any, tied: Mapping[str, str], what: str, ungrouped: Collection[str] = ()
+) -> list[str]:
     """Sentences about optimizers and parameter groups that differ; empty when they fit.
 
     Groups are the same when they hold the same parameters, in any order, and stand at the same position: schedulers
@@ -82,13 +84,14 @@ def compare_groups(saved: Any, here: Any, tied: Mapping[str, str], what: str) ->
         here: the same of what is prepared.
         tied: first name of each other name of a tied parameter, on both sides.
         what: begins the sentences, e.g. ``"model 0"``.
+        ungrouped: parameters of which the checkpoint does not know whether they were in a group; they do not count.
     """
     if len(saved) != len(here):
         return [f"{what} was saved with {len(saved)} optimizer(s) and has {len(here)} here"]
     sentences = []
     for number, (old, new) in enumerate(zip(saved, here, strict=True)):
-        before = [{tied.get(name, name) for name in group["params"]} for group in old]
-        after = [{tied.get(name, name) for name in group["params"]} for group in new]
+        before = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in old]
+        after = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in new]
         if before == after:
             continue
         where = f"optimizer {number} of {what}"

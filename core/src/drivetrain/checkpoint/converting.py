@@ -71,7 +71,7 @@ def convert(
     Args:
         source: the file or folder that the library wrote.
         target: folder of the new checkpoint; must not exist.
-        kind: ``"accelerate"``, ``"torch"``, ``"fabric"``, or ``"auto"`` to look.
+        kind: ``"accelerate"``, ``"torch"``, ``"fabric"``, the name of a plugin's format, or ``"auto"`` to look.
         parameters: names of the (first) model's parameters in its own order, as ``named_parameters()`` gives them: what
             ties the numbers in an optimizer's state to names when the model's file does not keep the order.
 
@@ -224,6 +224,8 @@ def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], repor
         for own, source in trainable.slots.items():
             sources[stored_name(own, index)] = source
         extra: dict[str, Any] = {"tied": trainable.tied, "numbers": trainable.numbers}
+        if index == 0:
+            extra["ungrouped"] = foreign.ungrouped
         if index == 0 and foreign.scaler is not None:
             extra["loss_scaler"] = foreign.scaler
         entries.append(

@@ -15,6 +15,8 @@ from torch import Tensor
 from drivetrain.checkpoint.tensorfile import Source, TensorFile
 from drivetrain.errors import CheckpointError
 
+__all__ = ["Foreign", "Source", "Tensors", "add_safetensors", "clean", "load_pickle", "try_pickle"]
+
 Tensors = dict[str, Source]
 
 _WRAPPERS = ("module.", "_forward_module.")
@@ -36,6 +38,7 @@ class Foreign:
         scaler: state of the loss scaler.
         rng: random state of each process, as a run captures it.
         notes: plain values that stood beside these.
+        ungrouped: parameters of the first model of which nobody knows whether an optimizer held them: frozen ones.
         left_out: sentences about what is not carried over.
     """
 
@@ -48,6 +51,7 @@ class Foreign:
     scaler: dict[str, Any] | None = None
     rng: dict[int, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    ungrouped: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add_model(
@@ -98,8 +102,12 @@ class Foreign:
         self.left_out.extend(sentences)
 
 
-def load_pickle(path: Path) -> Any:
+def load_pickle(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None = None) -> Any:
     """``torch.load(weights_only=True)`` on the CPU, which builds tensors and plain values and calls nothing else.
+
+    Args:
+        path: the file; tensors in it are mapped, not read, where its form allows.
+        stand_ins: classes of ours to build in the place of others, by full name, such as ``"package.module.Class"``.
 
     Raises:
         CheckpointError: there is something else in it, or it is damaged.
@@ -107,6 +115,7 @@ def load_pickle(path: Path) -> Any:
     rebuild: Any = _reconstruct
     arrays: list[Any] = [np.ndarray, np.dtype, rebuild, type(np.dtype(np.uint32))]
     arrays.append((rebuild, "numpy.core.multiarray._reconstruct"))  # As NumPy 1 spelled it.
+    arrays += [(ours, name) for name, ours in (stand_ins or {}).items()]
     try:
         with torch.serialization.safe_globals(arrays):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))

@@ -190,7 +190,8 @@ class _Load:
             found.missing.add(f"optimizer state of model {index}")
         elif trainable.optimizers and template.optimizers:
             both = {**template.extra.get("tied", {}), **tied}
-            found.others += compare_groups(saved["optimizers"], template.optimizers, both, f"model {index}")
+            ungrouped = saved["extra"].get("ungrouped", ())
+            found.others += compare_groups(saved["optimizers"], template.optimizers, both, f"model {index}", ungrouped)
 
     def _lay_out(self, tree: Any, like: Any = None) -> None:
         """Make room for the tensors of encoded state: on the CPU, or sharded as they are now."""

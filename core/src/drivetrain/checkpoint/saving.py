@@ -10,35 +10,38 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
+from drivetrain.checkpoint.collecting import Collected, collect
 from drivetrain.checkpoint.files import commit, data_folder, stage
-from drivetrain.checkpoint.manifest import Manifest, stored_name
+from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.ranks import Ranks
+from drivetrain.checkpoint.settled import PlanMemory, Settled, in_shards, layout_of
 from drivetrain.checkpoint.state import TrainingState
 from drivetrain.checkpoint.storage import (
     PlannedFile,
     Written,
     index_tensors,
     plan_files,
-    plan_save,
+    planner_of,
     settle_plans,
     write_files,
 )
 from drivetrain.checkpoint.tensorfile import Source
-from drivetrain.checkpoint.tree import Encoder
 from drivetrain.errors import CheckpointError
-from drivetrain.topology import DATA_AXES
 
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
+
+T = TypeVar("T")
+
+SaveHooks = Callable[[Path], Collection[int]]
+Keep = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
 
 
 def save(
@@ -48,7 +51,7 @@ def save(
     *,
     skip_models: Collection[int] = (),
     info: Mapping[str, Any] | None = None,
-    hooks: Callable[[Path], Collection[int]] | None = None,
+    hooks: SaveHooks | None = None,
     alone: bool = False,
 ) -> Path:
     """Write a checkpoint. Collective over all ranks, which must share the file system.
@@ -92,7 +95,9 @@ class _Offer:
 
 
 class SaveWork:
-    """One rank's part of one save: :meth:`begin`, perhaps :meth:`hold`, :meth:`finish`, all in :meth:`whole_or_gone`.
+    """One rank's part of one save: :meth:`begin` or :meth:`begin_beside`, then :meth:`finish`.
+
+    All of it in :meth:`whole_or_gone`.
 
     Args:
         target: the checkpoint's folder, absolute.
@@ -110,6 +115,10 @@ class SaveWork:
         self._skip_models, self._info = skip_models, info
         self._rank = backend.topology.rank
         self._staging: Path | None = None
+        self._folder: Path | None = None
+        self._collected: Collected | None = None
+        self._offers: list[_Offer] = []
+        self._settled: Settled | None = None
         self._files: list[PlannedFile] | None = None
         self._unheld: Exception | None = None
 
@@ -126,29 +135,71 @@ class SaveWork:
             self._abandon()
             raise
 
-    def begin(self, ranks: Ranks, hooks: Callable[[Path], Collection[int]] | None = None) -> None:
-        """Run the hooks and learn what every rank has to offer. Collective over ``ranks``; tensors are not copied."""
-        if hooks is not None:
-            made = _present(ranks.agree("make the folder", self._stage)[0])
-            ranks.agree("run the save hooks", lambda: self._skip(hooks(made)))
-        self._offers = ranks.agree("collect the state", self._collect)
-        self._folder = _present(self._offers[0].staging)
+    def begin(self, ranks: Ranks, hooks: SaveHooks | None = None) -> None:
+        """Run the hooks and learn what every rank has to offer. Collective over ranks; tensors are not copied."""
+        self._run_hooks(ranks, hooks)
+        self._tell(ranks)
 
-    def hold(self, keep: Callable[[Sequence[PlannedFile]], list[PlannedFile]]) -> None:
-        """Let ``keep`` copy what this rank will write, so that training may change it.
+    def begin_beside(self, ranks: Ranks, hooks: SaveHooks | None, keep: Keep, plans: PlanMemory) -> None:
+        """The same, and let ``keep`` copy what this rank will write, so that training may change it.
 
-        Not collective: a rank waits for its own copy only. If it fails, :meth:`finish` tells all ranks.
+        Collective over ``ranks``, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
+
+        Args:
+            ranks: all that save.
+            hooks: see :func:`save`.
+            keep: copies the sources of these files.
+            plans: the plan of the save before is taken again where it fits on every rank: they then exchange three
+                numbers instead of plans, while they copy. This save's plan is put there.
         """
+        self._run_hooks(ranks, hooks)
+        problem: Exception | None = None
+        fits, mark = False, 0
         try:
-            self._files = keep(self._settle())
-        except Exception as problem:  # noqa: BLE001  Raised in finish, where the other ranks hear of it.
-            self._unheld = problem
-        self._state = TrainingState()  # Nothing of the run is needed, nor kept alive, from here on.
+            collected = self._collect()
+            fits = plans.fits(layout_of(collected.tensors), ranks.world_size)
+            mark = zlib.crc32(json.dumps(collected.marks()).encode())
+        except Exception as caught:  # noqa: BLE001  Raised below, where the other ranks hear of it.
+            problem = caught
+        all_fit = ranks.ask_whether_same(fits, mark)
+        if fits:
+            self._settled = plans.last
+            self._hold(keep)
+        if not all_fit():
+            self._settled = None
+            self._tell(ranks, problem)
+            self._hold(keep)
+        plans.last = self._settled
+        # Nothing of the run is needed, nor kept alive, from here on.
+        self._state = TrainingState()
+        self._collected = replace(_present(self._collected), tensors={})
 
     def finish(self, ranks: Ranks) -> None:
         """Write, and let the folder appear. Collective over ``ranks`` at the end of each of the two."""
-        parts = ranks.agree("write its part of the checkpoint", self._write)
-        ranks.agree("complete the checkpoint", lambda: self._complete(parts))
+        if self._folder is None:  # On all ranks alike: nothing was planned.
+            self._folder = _present(ranks.agree("hear of the folder", lambda: self._staging)[0])
+        folder = self._folder
+        parts = ranks.agree("write its part of the checkpoint", lambda: self._write(folder))
+        ranks.agree("complete the checkpoint", lambda: self._complete(folder, parts))
+
+    def _run_hooks(self, ranks: Ranks, hooks: SaveHooks | None) -> None:
+        if hooks is None:
+            return
+        made = self._folder = _present(ranks.agree("make the folder", self._stage)[0])
+        ranks.agree("run the save hooks", lambda: self._skip(hooks(made)))
+
+    def _tell(self, ranks: Ranks, problem: Exception | None = None) -> None:
+        """Exchange what every rank would write, or ``problem``. Collective over ``ranks``."""
+        self._offers = ranks.agree("collect the state", lambda: self._offer(problem))
+        self._folder = _present(self._offers[0].staging)
+
+    def _hold(self, keep: Keep) -> None:
+        """Copy; a failure is raised in :meth:`finish`, where the other ranks hear of it."""
+        self._unheld = None
+        try:
+            self._files = keep(self._settle())
+        except Exception as problem:  # noqa: BLE001
+            self._unheld = problem
 
     def _stage(self) -> Path | None:
         """On the main process: make the staging folder, once."""
@@ -160,63 +211,52 @@ class SaveWork:
         """Leave out these models too."""
         self._skip_models |= frozenset(models)
 
-    def _collect(self) -> _Offer:
-        """Put the whole state into the words of the format. Nothing is copied; a folder is made, nothing written."""
-        encoder = Encoder()
-        tensors: dict[str, Tensor] = {}
-        self._trainables = []
-        for index, trainable in enumerate(self._state.trainables):
-            portable = trainable.portable_state()
-            for own, tensor in portable.tensors.items():
-                if not (own.startswith("model.") and index in self._skip_models):
-                    tensors[stored_name(own, index)] = tensor
-            where = f"trainables.{index}"
-            self._trainables.append(
-                {
-                    "optimizers": encoder.encode(portable.optimizers, f"{where}.optimizers"),
-                    "extra": encoder.encode(portable.extra, f"{where}.extra"),
-                }
-            )
-        self._counters = encoder.encode(self._state.counters, "counters")
-        self._objects = {
-            name: encoder.encode(item.state_dict(), f"objects.{name}") for name, item in self._state.objects.items()
-        }
-        # Replicated by contract; if they are not, words and numbers still come from one rank, the main process.
-        tensors.update(
-            (name, tensor) for name, tensor in encoder.tensors.items() if self._rank == 0 or isinstance(tensor, DTensor)
-        )
-        self._rng = self._capture_rng()
-        self._planner, plan = plan_save(tensors)
-        self._stage()
-        sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, DTensor))
-        marks = {name: zlib.crc32(json.dumps(tree).encode()) for name, tree in self._objects.items()}
-        return _Offer(plan, sharded, marks, self._staging)
+    def _collect(self) -> Collected:
+        """Put the state into words, once, and make the folder; nothing is copied or written."""
+        if self._collected is None:
+            self._collected = collect(self._state, self._backend.topology, self._skip_models)
+            self._stage()
+        return self._collected
+
+    def _offer(self, problem: Exception | None) -> _Offer:
+        """What this rank would write; raises what went wrong before."""
+        if problem is not None:
+            raise problem
+        collected = self._collect()
+        plan = planner_of(collected.tensors).create_local_plan()
+        sharded = frozenset(name for name, tensor in collected.tensors.items() if in_shards(tensor))
+        return _Offer(plan, sharded, collected.marks(), self._staging)
 
     def _settle(self) -> list[PlannedFile]:
         """This rank's share of what all offered, and its random state. Nothing is copied yet."""
-        if self._rank == 0:
-            _warn_about_differences(self._offers)
-        plan, self._metadata = settle_plans(self._planner, [offer.plan for offer in self._offers], self._rank)
-        data = data_folder(self._folder).name
-        files = plan_files(self._planner, plan, f"{data}/tensors-{self._rank:05d}")
-        if self._rng is not None:
-            tree, tensors = self._rng
+        collected = _present(self._collected)
+        planner = planner_of(collected.tensors)
+        if self._settled is None:
+            if self._rank == 0:
+                _warn_about_differences(self._offers)
+            plan, metadata = settle_plans(planner, [offer.plan for offer in self._offers], self._rank)
+            sharded = frozenset[str]().union(*(offer.sharded for offer in self._offers))
+            self._settled = Settled(layout_of(collected.tensors), len(self._offers), plan, metadata, sharded)
+        files = plan_files(planner, self._settled.plan, f"tensors-{self._rank:05d}")
+        if collected.rng is not None:
+            tree, tensors = collected.rng
             sources = tuple(Source.of(key, value) for key, value in tensors.items())
-            name = f"{data}/rng-{self._backend.topology.dp_rank:05d}.safetensors"
+            name = f"rng-{self._backend.topology.dp_rank:05d}.safetensors"
             files.append(PlannedFile(name, sources, metadata={"tree": json.dumps(tree)}))
         return files
 
-    def _write(self) -> Written:
+    def _write(self, folder: Path) -> Written:
         """Write this rank's share."""
         if self._unheld is not None:
             raise self._unheld
         files = self._settle() if self._files is None else self._files
-        written = write_files(files, self._folder)
-        if self._rng is not None:
-            written.rng[self._backend.topology.dp_rank] = files[-1].name
+        data = data_folder(folder)
+        written = write_files(files, data)
+        if _present(self._collected).rng is not None:
+            written.rng[self._backend.topology.dp_rank] = f"{data.name}/{files[-1].name}"
         return written
 
-    def _complete(self, parts: list[Written]) -> None:
+    def _complete(self, folder: Path, parts: list[Written]) -> None:
         """On the main process: check that all parts are here, write the manifest, let the folder appear."""
         if self._rank != 0:
             return
@@ -224,13 +264,13 @@ class SaveWork:
         files = {name: entry for part in parts for name, entry in part.files.items()}
         for rank, part in enumerate(parts):
             for name, entry in part.files.items():
-                file = self._folder / name
+                file = folder / name
                 if not file.exists() or file.stat().st_size != entry.size:
                     raise CheckpointError(
                         f"the main process does not see {name}, which rank {rank} wrote",
                         cure="All machines must share the file system of the checkpoint's folder.",
                     )
-        sharded = {name for offer in self._offers for name in offer.sharded}
+        collected, settled = _present(self._collected), _present(self._settled)
         manifest = Manifest(
             backend=type(self._backend).__name__,
             mesh=topology.mesh.sizes,
@@ -238,33 +278,24 @@ class SaveWork:
             created=time.time(),
             libraries=library_versions(),
             info=self._info,
-            counters=self._counters,
-            trainables=tuple(self._trainables),
-            objects=self._objects,
-            tensors=index_tensors(self._metadata, sharded, parts),
+            counters=collected.counters,
+            trainables=collected.trainables,
+            objects=collected.objects,
+            tensors=index_tensors(settled.metadata, settled.sharded, parts),
             files=dict(sorted(files.items())),
             rng={coordinate: name for part in parts for coordinate, name in part.rng.items()},
         )
-        commit(self._folder, self.target, manifest)
+        commit(folder, self.target, manifest)
 
     def _abandon(self) -> None:
         """Remove what a failed save wrote."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)  # Gone already when only the last sync failed.
 
-    def _capture_rng(self) -> tuple[Any, dict[str, Tensor]] | None:
-        """Random state, on the first rank of each data-parallel coordinate."""
-        topology = self._backend.topology
-        place = topology.mesh.coordinates(topology.rank)
-        if self._state.rng is None or any(at for axis, at in place.items() if axis not in DATA_AXES):
-            return None
-        encoder = Encoder()
-        return encoder.encode(self._state.rng.capture(), "rng"), encoder.tensors
 
-
-def _present(staging: Path | None) -> Path:
-    assert staging is not None, "the main process makes the staging folder"
-    return staging
+def _present(value: T | None) -> T:
+    assert value is not None, "an earlier phase of the save makes it"
+    return value
 
 
 def _warn_about_differences(offers: list[_Offer]) -> None:

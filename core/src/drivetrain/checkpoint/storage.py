@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ class Written:
     rng: dict[int, str] = field(default_factory=dict)
 
 
-def plan_save(tensors: dict[str, Any]) -> tuple[DefaultSavePlanner, SavePlan]:
-    """This rank's offer: every chunk that it holds. Not collective."""
+def planner_of(tensors: dict[str, Any]) -> DefaultSavePlanner:
+    """What finds the bytes of a planned chunk in these tensors. Not collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
-    return planner, planner.create_local_plan()
+    return planner
 
 
 def settle_plans(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) -> tuple[SavePlan, Metadata]:
@@ -73,7 +74,7 @@ def settle_plans(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file that this rank is going to write: its path below the folder, what goes in, and the chunks that makes."""
+    """One file that this rank is going to write: its name, what goes in, and the chunks that makes."""
 
     name: str
     sources: tuple[Source, ...]
@@ -85,9 +86,9 @@ def plan_files(planner: DefaultSavePlanner, plan: SavePlan, prefix: str) -> list
     """Share this rank's chunks out to files. Nothing is copied or written. Not collective.
 
     Args:
-        planner: the one that settled ``plan``.
+        planner: of the tensors that were planned.
         plan: this rank's part.
-        prefix: path of the files below the folder, without their numbers.
+        prefix: names of the files without their numbers.
     """
     files = []
     for number, items in enumerate(_files(plan.items)):
@@ -98,16 +99,20 @@ def plan_files(planner: DefaultSavePlanner, plan: SavePlan, prefix: str) -> list
     return files
 
 
-def write_files(files: Sequence[PlannedFile], folder: Path) -> Written:
-    """Write these files, one chunk in memory at a time, and put them on the disk. Not collective."""
+def write_files(files: Sequence[PlannedFile], data: Path) -> Written:
+    """Write these files into the folder ``data``, one chunk in memory at a time, and put them on the disk.
+
+    Not collective. What is returned names files by their path below the checkpoint, of which ``data`` is a part.
+    """
     written = Written()
     for file in files:
-        written.files[file.name] = write_tensors(folder / file.name, file.sources, file.metadata)
-        written.chunks.extend(file.chunks)
+        path = f"{data.name}/{file.name}"
+        written.files[path] = write_tensors(data / file.name, file.sources, file.metadata)
+        written.chunks.extend((name, replace(chunk, file=path)) for name, chunk in file.chunks)
     return written
 
 
-def index_tensors(metadata: Metadata, sharded: set[str], written: list[Written]) -> dict[str, TensorEntry]:
+def index_tensors(metadata: Metadata, sharded: AbstractSet[str], written: list[Written]) -> dict[str, TensorEntry]:
     """The manifest's index, from the common plan and what each rank says it wrote.
 
     Raises:

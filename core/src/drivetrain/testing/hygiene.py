@@ -17,6 +17,9 @@ FOREIGN_VARIABLES = {
     "KMP_INIT_AT_FORK": "torch, on importing its compiler",
     "KMP_DUPLICATE_LIB_OK": "torch, on importing its compiler",
     "TORCHINDUCTOR_CACHE_DIR": "torch, on using its compiler",
+    "PJRT_DEVICE": "torch_xla, on being told its device, which a process keeps",
+    "SKIP_MEGASCALE_PJRT_CLIENT": "XLA, on starting its client",
+    "XLA_USE_SPMD": "torch_xla, on making one mesh of all devices, which a process keeps",
 }
 
 # Before torch.distributed is imported nobody can have formed a group.
@@ -30,7 +33,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self.environment = _environment()
+        self.environment = own_environment()
         self.folder = Path.cwd()
         self.threads = {thread.ident for thread in threading.enumerate()}
         self.settings = {name: read() for name, (read, _) in _settings().items()}
@@ -39,7 +42,7 @@ class Snapshot:
         """One sentence for each thing that is no longer as it was."""
         found = [
             f"environment variable {name}: {before!r} became {after!r}"
-            for name, before, after in _changes(self.environment, _environment())
+            for name, before, after in _changes(self.environment, own_environment())
         ]
         if Path.cwd() != self.folder:
             found.append(f"current folder: {self.folder} became {Path.cwd()}")
@@ -59,7 +62,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Bring back what can be brought back, so that one leak is not told of every later test."""
-        for name in set(_environment()) - set(self.environment):
+        for name in set(own_environment()) - set(self.environment):
             del os.environ[name]
         os.environ.update(self.environment)
         os.chdir(self.folder)
@@ -80,7 +83,8 @@ def unchanged() -> Iterator[None]:
     assert not leaks, "left behind: " + "; ".join(leaks)
 
 
-def _environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
+    """This process's environment without what only pytest and engines write."""
     return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
 
 

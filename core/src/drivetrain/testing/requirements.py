@@ -21,6 +21,8 @@ class BaseRequirements:
         atol: largest difference from the single-process run in float32. Raise it with a reason only.
         gaps: cases that this backend cannot pass, by name, each with its reason. A gap is an expected failure: a case
             that passes in spite of it fails, and so does a gap that names no case.
+        shared_ranks: run the cases of a room in one group of ranks, one after the other, which takes a third of the
+            time. A case that does not pass there is run again on ranks of its own, and that counts.
         setup: ``"module:function"`` called without arguments in every rank first; for a backend that is not installed.
     """
 
@@ -32,4 +34,5 @@ class BaseRequirements:
     device: ClassVar[str | None] = "cpu"
     atol: ClassVar[float] = 1e-6
     gaps: ClassVar[Mapping[str, str]] = {}
+    shared_ranks: ClassVar[bool] = False
     setup: ClassVar[str] = ""

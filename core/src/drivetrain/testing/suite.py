@@ -30,6 +30,7 @@ from drivetrain.testing.kit import Kit, all_cases, prepare_rank, run_case, run_i
 from drivetrain.testing.processes import spawn
 from drivetrain.testing.requirements import BaseRequirements
 from drivetrain.testing.scenario import assert_same_state, reference
+from drivetrain.testing.together import passed_together
 
 LIGHT_PLUGIN = """
 import sys
@@ -91,8 +92,37 @@ def _journeys(requirements: type[BaseRequirements]) -> list[Any]:
     ]
 
 
+_TOGETHER = pytest.StashKey[dict[tuple[str, str, int], frozenset[str]]]()
+"""For each module, room and world the cases that passed in one group of ranks."""
+
+
 def test_conformance(request: pytest.FixtureRequest, conformance_case: str, world_size: int, tmp_path: Path) -> None:
-    run_case(conformance_case, Kit.of(request.module.Requirements, world_size, tmp_path), world_size)
+    requirements = request.module.Requirements
+    if requirements.shared_ranks and conformance_case in _passed_together(request, conformance_case, world_size):
+        return
+    run_case(conformance_case, Kit.of(requirements, world_size, tmp_path), world_size)
+
+
+def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int) -> frozenset[str]:
+    """What passed of this session's tests of a room in a world; they run when the first of them is asked for."""
+    known = request.session.stash.setdefault(_TOGETHER, {})
+    room, _, _ = case.partition(".")
+    key = (request.module.__name__, room, world_size)
+    if key not in known:
+        wanted = [
+            str(item.callspec.params["conformance_case"])
+            for item in request.session.items
+            if isinstance(item, pytest.Function)
+            and item.module is request.module
+            and item.originalname == "test_conformance"
+            and item.callspec.params["world_size"] == world_size
+            and str(item.callspec.params["conformance_case"]).startswith(f"{room}.")
+            and item.get_closest_marker("xfail") is None
+        ]
+        folders = request.getfixturevalue("tmp_path_factory").mktemp
+        kits = {name: Kit.of(request.module.Requirements, world_size, folders(name)) for name in wanted}
+        known[key] = passed_together(kits, world_size, folders("together")) if len(kits) > 1 else frozenset()
+    return known[key]
 
 
 def _kits(module: ModuleType, journey: Any, folder: Path) -> list[tuple[Kit, int]]:

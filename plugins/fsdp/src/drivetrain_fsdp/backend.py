@@ -17,6 +17,7 @@ from drivetrain.api import (
     Backend,
     Mesh,
     PortableState,
+    Recording,
     StepResult,
     TensorSpec,
     Topology,
@@ -26,6 +27,7 @@ from drivetrain.api import (
     UsageError,
     clipping,
     collectives,
+    deferred,
     ensure_process_group,
     original_module,
     pick_device,
@@ -34,7 +36,6 @@ from drivetrain.api import (
 from drivetrain_fsdp import state
 from drivetrain_fsdp.buffers import Buffers
 from drivetrain_fsdp.config import FSDPConfig
-from drivetrain_fsdp.deferred import Recording, deferred
 from drivetrain_fsdp.filling import Filling
 from drivetrain_fsdp.hidden import drop_unreduced
 from drivetrain_fsdp.plugin import FSDP
@@ -82,7 +83,7 @@ class FSDPTrainable(Trainable):
         # Parameters gathered first in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             output = self._engine.forward(self._model, args, kwargs)
-        self._reshard()
+        self.reshard()
         return output
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
@@ -132,6 +133,8 @@ class FSDPTrainable(Trainable):
         self._engine.unscale(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        # A forward without a backward (model.generate) leaves some parameters whole, and their copies would go stale.
+        self._backend.reshard()
         return self._engine.step(optimizer, closure)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -149,7 +152,7 @@ class FSDPTrainable(Trainable):
         return self._former.include(parameters) or any(self.holds(parameter) for parameter in parameters)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        self._reshard()
+        self.reshard()
         remap(optimizer, self._former, self.module, self._backend.topology)
         self.optimizers.append(optimizer)
 
@@ -162,7 +165,7 @@ class FSDPTrainable(Trainable):
         return state.portable_template(self.module, self.optimizers, saved)
 
     def load_portable_state(self, portable: PortableState) -> None:
-        self._reshard()
+        self.reshard()
         state.load_portable_state(self.module, self.optimizers, self._engine, portable)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +174,7 @@ class FSDPTrainable(Trainable):
 
     def release(self) -> None:
         """Stop what was put on the module; it stays in shards, since no rank may have room for all of it."""
-        self._reshard()
+        self.reshard()
         for undo in self._sharded.undo:
             undo()
         self._sharded.undo.clear()
@@ -179,10 +182,10 @@ class FSDPTrainable(Trainable):
 
     def _settle(self) -> None:
         """Shards in their places, and buffers the same on every rank. Collective over all ranks."""
-        self._reshard()
+        self.reshard()
         self._buffers.agree()
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Let the names of parameters stand for shards again, where a forward left them whole."""
         for module in self._sharded.stay_whole:
             module.reshard()
@@ -288,6 +291,11 @@ class FSDPBackend(Backend):
         """Drop gradients of this optimizer's parameters that are not reduced yet, in every model."""
         for trainable in self._trainables:
             trainable.forget_gradients(optimizer)
+
+    def reshard(self) -> None:
+        """Let parameters of every model be shards; an optimizer may hold those of several."""
+        for trainable in self._trainables:
+            trainable.reshard()
 
     def forget(self, trainable: FSDPTrainable) -> None:
         """A model was released."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import Topology, UsageError
-from drivetrain_fsdp.deferred import Recording
+from drivetrain.api import Recording, Topology, UsageError
 from drivetrain_fsdp.shards import Reader, from_rank_zero, part_like, replace_buffer, replace_parameter
 from drivetrain_fsdp.weights import WeightFiles, check_shape, complain_about_missing, names_of, saved_name
 

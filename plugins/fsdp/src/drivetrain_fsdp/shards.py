@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import Topology
-from drivetrain_fsdp.temporary import temporary
+from drivetrain.api import Topology, temporary
 
 Box = tuple[slice, ...]
 Reader = Callable[[Box], Tensor]

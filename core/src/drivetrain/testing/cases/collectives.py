@@ -136,10 +136,11 @@ def splits_between_processes(kit: Kit) -> None:
     with accelerator.split_between_processes(items) as mine:
         parts = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
         held = list(mine)
+    topology = accelerator.backend.topology
     assert sum(parts) == 7
-    assert held == items[sum(parts[: accelerator.process_index]) :][: len(held)]
+    assert held == items[sum(parts[: topology.dp_rank]) :][: len(held)]
     with accelerator.split_between_processes(items, apply_padding=True) as mine:
-        assert len(mine) == -(-7 // accelerator.num_processes)
+        assert len(mine) == -(-7 // topology.dp_size)
 
 
 @case()

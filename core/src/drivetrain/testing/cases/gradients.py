@@ -5,7 +5,6 @@ Plain gradient descent shows a wrong factor that an adaptive optimizer would hid
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from drivetrain.testing import models
+from drivetrain.testing.hygiene import own_environment
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import (
     Scenario,
@@ -210,9 +210,9 @@ def two_accelerators(kit: Kit) -> None:
 def start_stop_start(kit: Kit) -> None:
     """A process may train, end, and train again, though some rank comes late."""
     for _ in range(3):
-        environment = dict(os.environ)
+        environment = own_environment()
         compare(kit, Scenario())
         kit.made.pop().end_training()
         # Who meets under the same names again could read what a late rank 0 left there the time before.
         time.sleep(0.2 if environment.get("RANK") == "0" else 0.0)
-        assert dict(os.environ) == environment, "end_training left environment variables behind"
+        assert own_environment() == environment, "end_training left environment variables behind"

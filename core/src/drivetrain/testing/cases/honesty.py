@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from drivetrain.checkpoint.ranks import Ranks
 from drivetrain.errors import BackendBlockedError, DrivetrainError, UnsupportedError
 from drivetrain.testing import models
 from drivetrain.testing.kit import Kit, case
@@ -194,17 +196,35 @@ def optimizer_is_the_users(kit: Kit) -> None:
 
 @case(applies=lambda capabilities: capabilities.sharded_save)
 def every_rank_saves_its_part(kit: Kit) -> None:
-    """``sharded_save``: no rank holds all parameters, and what the ranks hold adds up to them once."""
+    """``sharded_save``: ranks hold the parameters once together, or ``dp_replicate`` times where that was asked for."""
     accelerator, model, optimizer = _ready(kit)
     _backward(accelerator, model)
     optimizer.step()
-    held = 0
-    for tensor in model.trainable.portable_state().tensors.values():
-        local = getattr(tensor, "to_local", None)
-        held += (tensor if local is None else local()).numel() if tensor.dim() else 0
+    mesh, copies = accelerator.backend.topology.mesh, kit.config.get("mesh", {}).get("dp_replicate", 1)
+    boxes = {
+        (name, *box)
+        for name, tensor in model.trainable.portable_state().tensors.items()
+        if tensor.dim()
+        for box in _boxes(tensor)
+    }
+    held = sum(math.prod(sizes) for _, _, sizes in boxes)
     total = sum(parameter.numel() for parameter in models.build("dense").parameters())
-    everyones = accelerator.gather(torch.tensor([held], device=accelerator.device)).sum().item()
-    assert everyones == total, f"ranks hold {everyones} elements of {total}"
+    everyones = Ranks(accelerator.backend).gather(boxes)
+    together = sum(math.prod(sizes) for _, _, sizes in set().union(*everyones))
+    assert together == total, f"ranks hold {together} different elements of {total}"
+    if mesh.dp_size == mesh.world_size:  # Along other axes some parameters are whole by design.
+        every = sum(math.prod(sizes) for part in everyones for _, _, sizes in part)
+        assert every == total * copies, f"ranks hold {every} elements, {total} in each of {copies} replica(s) expected"
+    if mesh.world_size > copies:
+        assert held < total, "one rank holds all parameters of its replica"
+
+
+def _boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of what this rank holds of a tensor, as torch's planners ask for it."""
+    listing = getattr(tensor, "__create_chunk_list__", None)
+    if listing is None:
+        return [((0,) * tensor.dim(), tuple(tensor.shape))]
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listing()]
 
 
 @case(applies=lambda capabilities: capabilities.async_save)

@@ -152,8 +152,9 @@ def random_numbers_go_on(kit: Kit) -> None:
     accelerator = kit.accelerator()
     model: Any = models.build("dense")
     model, _ = accelerator.prepare(model, adamw(model))
-    torch.manual_seed(40 + accelerator.process_index)
-    random.seed(50 + accelerator.process_index)
+    # A checkpoint holds the random state of each data-parallel coordinate.
+    torch.manual_seed(40 + accelerator.backend.topology.dp_rank)
+    random.seed(50 + accelerator.backend.topology.dp_rank)
     accelerator.save_state(str(kit.shared / "random"))
     expected = (torch.rand(3).tolist(), random.random())
     accelerator.load_state(str(kit.shared / "random"))
