@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from drivetrain.runtime.optimizer import PreparedOptimizer as AcceleratedOptimizer
     from drivetrain.runtime.partial_state import PartialState
+    from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
     from drivetrain.runtime.rng import set_seed, synchronize_rng_state, synchronize_rng_states
     from drivetrain.runtime.scheduler import PreparedScheduler as AcceleratedScheduler
     from drivetrain.runtime.train_step import TrainStepOutput
@@ -74,6 +75,8 @@ _HOME = {
     "DistributedDataParallelKwargs": "kwargs",
     "DistributedOperationException": "errors:CollectiveMismatchError",
     "DistributedType": "distributed_type",
+    "DummyOptim": "runtime.placeholders",
+    "DummyScheduler": "runtime.placeholders",
     "GeneralTracker": "tracking",
     "GradScalerKwargs": "kwargs",
     "GradientAccumulationPlugin": "kwargs",
@@ -121,7 +124,9 @@ def __getattr__(name: str) -> Any:
     if name in globals():  # Asked for by way of drivetrain.utils.
         return globals()[name]
     if name not in _HOME:
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+        if not name[:1].isupper():  # A submodule, or what Python itself asks for.
+            raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+        return import_module("drivetrain.brought").brought(name)
     home, _, own_name = _HOME[name].partition(":")
     value = getattr(import_module(f"drivetrain.{home}"), own_name or name)
     globals()[name] = value
@@ -143,6 +148,8 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",

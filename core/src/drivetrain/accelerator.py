@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs
+from drivetrain.launch.environment import read_place
 from drivetrain.registry import get_registry
 from drivetrain.runtime import assembly, at_hand, lifetime, loading
+from drivetrain.runtime.choosing import choose_backend
 from drivetrain.runtime.current import set_current_backend
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.model import PreparedModel
@@ -60,6 +62,7 @@ class Accelerator(RunServices):
         dynamo_backend: compile every model with this ``torch.compile`` backend.
         config: a configuration or its file; ``None`` takes the launcher's, else defaults.
         distributed_type: name of the backend; ``None`` takes the configuration's, else the best for the world.
+        engine_arguments: ``<backend>_plugin``: that backend's section, as its model or a mapping; chooses it, too.
         step_scheduler_per_process: move schedulers once per process at each update, Accelerate's way.
 
     Raises:
@@ -90,18 +93,21 @@ class Accelerator(RunServices):
         step_scheduler_per_process: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
-        assembly.refuse_engine_arguments(engine_arguments)
         self._config = resolved = assembly.resolve_config(config)
+        choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
         self._handlers = handlers = assembly.Handlers.of(kwargs_handlers)
         self._loader_config = assembly.loader_configuration(resolved, dataloader_config, split_batches)
         self._project = assembly.project_configuration(resolved, project_config, project_dir)
-        accumulation = assembly.accumulation(resolved, gradient_accumulation_steps, gradient_accumulation_plugin)
+        accumulation = assembly.accumulation(
+            resolved, choice, gradient_accumulation_steps, gradient_accumulation_plugin
+        )
         self.device_placement = device_placement
         self.rng_types = rng_types if rng_types is not None else ["generator"]
-        self._info, self.backend = assembly.start_backend(
+        self._info = choice.info
+        self.backend = assembly.start_backend(
+            choice,
             resolved,
             handlers,
-            distributed_type=distributed_type,
             mixed_precision=mixed_precision,
             cpu=cpu,
             place_on_device=device_placement,
@@ -159,10 +165,13 @@ class Accelerator(RunServices):
             raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
         placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
 
-        def prepare_loader(each: Any) -> Any:
-            return self.prepare_data_loader(each, placement.get(id(each))) if loading.is_loader(each) else each
+        def load(each: Any) -> Any:
+            return self._prepare_loader(each, placement.get(id(each))) if loading.is_loader(each) else each
 
-        prepared = self._preparer.prepare(args, prepare_loader)
+        # Loaders first, since an engine may have to know their batch size when it prepares the model.
+        loaded = [load(each) for each in args]
+        self._meet_batches()
+        prepared = self._preparer.prepare(loaded)
         registry = get_registry()
         if registry.listens("prepared"):
             registry.notify("prepared", accelerator=self, objects=tuple(prepared))
@@ -191,9 +200,14 @@ class Accelerator(RunServices):
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks at the first one."""
+        prepared = self._prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        self._meet_batches()
+        return prepared
+
+    def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
         place = self.device_placement if device_placement is None else device_placement
         prepared = loading.prepare_data_loader(
-            data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn_for_dispatch
+            data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn
         )
         if not any(prepared is each for each in self._dataloaders):
             self._dataloaders.append(prepared)

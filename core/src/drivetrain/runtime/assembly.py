@@ -28,6 +28,7 @@ from drivetrain.kwargs import (
 from drivetrain.launch.environment import read_place
 from drivetrain.logging import set_rank
 from drivetrain.registry import get_registry
+from drivetrain.runtime.choosing import Choice
 from drivetrain.runtime.precision import policy_for
 from drivetrain.tracking import Trackers
 
@@ -80,52 +81,50 @@ def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig
 
 
 def start_backend(
+    choice: Choice,
     resolved: ResolvedConfig,
     handlers: Handlers,
     *,
-    distributed_type: str | None,
     mixed_precision: str | None,
     cpu: bool,
     place_on_device: bool,
-) -> tuple[BackendInfo, Backend]:
-    """Choose, check and start the backend. Collective over all ranks.
+) -> Backend:
+    """Check and start the chosen backend. Collective over all ranks.
 
     Script arguments that are given win over the configuration.
 
     Raises:
         BackendNotFoundError, BackendBlockedError, ...: see :class:`drivetrain.registry.Registry`.
-        ConfigError: the backend's section is wrong.
+        UsageError: the backend's section contradicts what script or configuration say.
     """
-    config, registry = resolved.config, get_registry()
+    config, registry, info = resolved.config, get_registry(), choice.info
     place = read_place(os.environ)
-    asked = distributed_type or config.distributed_type
-    info = registry.info(asked) if asked else registry.default(place.world_size)
-    precision = mixed_precision or config.mixed_precision
+    spoken = None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)).lower()
+    precision = choice.settle("mixed_precision", spoken, resolved)
     device_type = "cpu" if cpu or config.use_cpu else None
     mesh = config.mesh.sizes()
     scaler, autocast = handlers.of_type(GradScalerKwargs), handlers.of_type(AutocastKwargs)
     policy = policy_for(
-        str(getattr(precision, "value", precision)).lower(),
+        precision,
         output=config.output_dtype,
         scaler=scaler.to_dict(),
         autocast_cache=autocast.cache_enabled,
     )
     _check(info, place, policy.name, mesh, registry.owner(info.name))
-    backend_type = registry.load_backend(info)
-    section_type = registry.load_section(info)
     settings = RunSettings(
         place=place,
         mesh=mesh,
-        section=None if section_type is None else resolved.validated_section(section_type, info.name),
+        section=choice.section,
         precision=policy,
         device_type=device_type,
         process_group=_process_group(resolved, handlers),
         handlers=handlers.for_backend(info),
         place_on_device=place_on_device,
+        origins=choice.origins,
     )
-    backend = backend_type(settings)
+    backend = registry.load_backend(info)(settings)
     backend.start()
-    return info, backend
+    return backend
 
 
 def _check(info: BackendInfo, place: Place, precision: str, mesh: Mapping[str, int], owner: str) -> None:
@@ -164,25 +163,6 @@ def _process_group(resolved: ResolvedConfig, handlers: Handlers) -> ProcessGroup
     )
 
 
-def refuse_engine_arguments(given: Mapping[str, Any]) -> None:
-    """Arguments of Accelerate that belong to one engine: here they are that backend's config section.
-
-    Raises:
-        UsageError: any that is not ``None``, with what to write instead.
-        TypeError: a word that is no argument anywhere.
-    """
-    for name, value in given.items():
-        engine = name.removesuffix("s").removesuffix("_plugin")
-        if engine == name.removesuffix("s") and name != "parallelism_config":
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
-        if value is not None:
-            place = "mesh:" if name == "parallelism_config" else f"{engine.removesuffix('_lm')}:"
-            raise UsageError(
-                f"Accelerator takes no {name}; what an engine needs stands in the configuration",
-                cure=f"Write it in the section `{place}` of the config file (`drivetrain config` makes one).",
-            )
-
-
 def loader_configuration(
     resolved: ResolvedConfig, given: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
@@ -207,12 +187,12 @@ def project_configuration(
 
 
 def accumulation(
-    resolved: ResolvedConfig, steps: int, plugin: GradientAccumulationPlugin | None
+    resolved: ResolvedConfig, choice: Choice, steps: int, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    """How long a window is: the script's word, else the configuration's.
+    """How long a window is: the script's word, else the configuration's, else what the backend's section says.
 
     Raises:
-        UsageError: the script says it twice.
+        UsageError: the script says it twice, or the section something else.
     """
     configured = resolved.config.gradient_accumulation_steps
     if plugin is not None and steps != 1:
@@ -228,9 +208,9 @@ def accumulation(
             configured,
             resolved.origin("gradient_accumulation_steps"),
         )
-    if plugin is not None:
-        return plugin
-    return GradientAccumulationPlugin(num_steps=configured if steps == 1 else steps)
+    spoken = None if plugin is None and steps == 1 else said
+    settled = choice.settle("gradient_accumulation_steps", spoken, resolved)
+    return plugin if plugin is not None else GradientAccumulationPlugin(num_steps=settled)
 
 
 def data_seed(config: DataLoaderConfiguration, backend: Backend) -> int:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.backend import PrecisionPolicy, StepResult
 from drivetrain.errors import UnsupportedError
-from drivetrain.runtime import clipping, precision
+from drivetrain.runtime import clipping, precision, scaling
 
 _APPLIED = StepResult()
 
@@ -32,13 +32,20 @@ class TorchEngine:
         policy: the run's precision policy.
         device: this process's device.
         agree: makes a verdict the same on every rank (logical or); identity when gradients are replicated.
+        norm: ``norm(gradients, norm_type)``, global over every axis along which gradients are shared out.
     """
 
-    def __init__(self, policy: PrecisionPolicy, device: str, agree: Callable[[bool], bool] | None = None) -> None:
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        device: str,
+        agree: Callable[[bool], bool] | None = None,
+        norm: Callable[[list[Tensor], float], Tensor] = clipping.total_norm,
+    ) -> None:
         self.policy, self.device = policy, device
-        self._agree = agree
+        self._agree, self._norm = agree, norm
         self.scaler = (
-            torch.amp.GradScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
+            scaling.LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
         )
         self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
         self._output = None if policy.output is None else precision.dtype_of(policy.output)
@@ -89,7 +96,7 @@ class TorchEngine:
         for optimizer in optimizers:
             self.unscale(optimizer)
         grads = clipping.gradients(parameters)
-        norm = clipping.total_norm(grads, norm_type)
+        norm = self._norm(grads, norm_type)
         # Reading the value here costs one device synchronisation a step, the price of never applying a NaN.
         value = norm.item()
         finite = math.isfinite(value)

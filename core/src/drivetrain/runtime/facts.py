@@ -23,6 +23,7 @@ class RunFacts(ProcessControl):
     _debug: bool
     _loader_config: DataLoaderConfiguration
     _project: ProjectConfiguration
+    _dataloaders: list[Any]
     gradient_state: GradientState
 
     @property
@@ -99,6 +100,13 @@ class RunFacts(ProcessControl):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self._trainer.set_steps(value)
+        self._meet_batches()
+
+    def _meet_batches(self) -> None:
+        """Tell the backend how the script batches its data; see :meth:`drivetrain.api.Backend.meet_batches`."""
+        totals = [loader.total_batch_size for loader in self._dataloaders]
+        sizes = [total // self._topology.dp_size for total in totals if total is not None]
+        self._job.meet_batches(sizes, self._trainer.steps)
 
     # ---- mesh ------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,28 @@ if TYPE_CHECKING:
 
 
 @final
+class Verdict:
+    """Whether one step was skipped, on a device that runs behind the host; what waits for the answer.
+
+    Args:
+        pending: see :class:`~drivetrain.api.StepResult`.
+    """
+
+    def __init__(self, pending: Callable[[], bool]) -> None:
+        self._pending: Callable[[], bool] | None = pending
+        self._skipped = False
+        self.waiting: list[Callable[[], None]] = []
+        """Called once the answer is there: what the script did to schedulers in the meantime."""
+
+    def __call__(self) -> bool:
+        """The answer; the first call waits for the device."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._skipped = pending()
+        return self._skipped
+
+
+@final
 class PreparedOptimizer(Optimizer):
     """A prepared optimizer. It is a ``torch.optim.Optimizer`` for schedulers and type checks, and holds nothing itself.
 
@@ -32,8 +54,9 @@ class PreparedOptimizer(Optimizer):
         self._records: list[Record] = []
         self._trainer = trainer
         self._skipped = False
-        self.applied = 0
-        """Number of updates really applied, for schedulers."""
+        self._applied = 0
+        self._open: Verdict | None = None
+        """The last step's, while nobody has asked for it."""
 
     def bind(self, record: Record, optimizer: Optimizer) -> None:
         """Tell which model's parameters it holds, and what steps them."""
@@ -46,8 +69,31 @@ class PreparedOptimizer(Optimizer):
         return self._records
 
     @property
+    def unsettled(self) -> Verdict | None:
+        """The last step's verdict while it is not known whether that step was applied; ``None`` when it is."""
+        return self._open
+
+    def settle(self) -> None:
+        """Learn whether the last step was applied; then what waited for it happens. Waits for a lazy device."""
+        verdict, self._open = self._open, None
+        if verdict is not None:
+            self._skipped = verdict()
+            self._applied += not self._skipped
+            for move in verdict.waiting:
+                move()
+
+    @property
+    def applied(self) -> int:
+        """Number of updates really applied, for schedulers."""
+        if self._open is not None:
+            self.settle()
+        return self._applied
+
+    @property
     def param_groups(self) -> Any:
         """The engine optimizer's own list."""
+        if self._open is not None:
+            self.settle()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -57,6 +103,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The engine optimizer's own mapping."""
+        if self._open is not None:
+            self.settle()
         return self.optimizer.state
 
     @state.setter
@@ -92,6 +140,8 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """The last step that was due left the parameters untouched, because gradients were not finite."""
+        if self._open is not None:
+            self.settle()
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -104,10 +154,15 @@ class PreparedOptimizer(Optimizer):
         for record in self._records:  # `is_ready`, without the cost of asking it at each step
             if not record.ready:
                 return
+        if self._open is not None:
+            self.settle()
         result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
-        self._skipped = result.skipped
-        self.applied += not result.skipped
-        self._trainer.stepped(self._records, result)
+        if result.pending is None:
+            self._skipped = result.skipped
+            self._applied += not result.skipped
+        else:
+            self._open = Verdict(result.pending)
+        self._trainer.stepped(self._records, self)
 
     def unscale(self) -> None:
         """Take the loss scale out of the gradients now, where a window ends."""
@@ -127,10 +182,12 @@ class PreparedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The engine optimizer's own, as this rank holds it."""
+        self.settle()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Passed on."""
+        self.settle()
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:

@@ -62,7 +62,8 @@ def portable_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> P
                     numbers[key] = type(value).__name__
                 else:
                     others.setdefault(name, {})[str(slot)] = value
-    state.extra = _without_empty(tied=tied, numbers=numbers, slots=others, modules=_extra_states(module))
+    frozen = [_clean(name) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    state.extra = _without_empty(tied=tied, numbers=numbers, slots=others, modules=_extra_states(module), frozen=frozen)
     return state
 
 
@@ -116,7 +117,7 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
     names, tied = _names(module)
     saved_tied = {**state.extra.get("tied", {}), **tied}
     for optimizer, saved in zip(optimizers, state.optimizers, strict=bool(state.optimizers)):
-        _check_groups(_groups(optimizer, names), saved, saved_tied)
+        _check_groups(_groups(optimizer, names), saved, saved_tied, state.extra.get("ungrouped", ()))
     for name, live in _model_tensors(module):
         value = state.tensors.get(f"model.{name}")
         if value is not None:
@@ -144,6 +145,11 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
             _take_hyper_parameters(group, old)
         # What load_state_dict ends with: an optimizer's own hook for state of an older shape (Adam's step as a number).
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def first_names(module: nn.Module) -> dict[int, str]:
+    """The name by which the checkpoint knows each parameter and buffer, by its ``id``."""
+    return _names(module)[0]
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -203,9 +209,11 @@ def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, An
     ]
 
 
-def _check_groups(here: list[dict[str, Any]], saved: list[dict[str, Any]], tied: Mapping[str, str]) -> None:
-    ours = [{tied.get(name, name) for name in group["params"]} for group in here]
-    theirs = [{tied.get(name, name) for name in group["params"]} for group in saved]
+def _check_groups(
+    here: list[dict[str, Any]], saved: list[dict[str, Any]], tied: Mapping[str, str], ungrouped: Sequence[str]
+) -> None:
+    ours = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in here]
+    theirs = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in saved]
     if ours != theirs:
         differing = sorted(set().union(*ours) ^ set().union(*theirs)) or ["their order or split"]
         raise CheckpointMismatchError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from drivetrain.backend import Backend
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.optimizer import PreparedOptimizer
+from drivetrain.runtime.placeholders import DummyScheduler, refuse_without_engine
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.scheduler import PreparedScheduler
 from drivetrain.runtime.training import Trainer
@@ -45,18 +46,15 @@ class Preparer:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
 
-    def prepare(self, objects: Sequence[Any], prepare_loader: Callable[[Any], Any] | None) -> list[Any]:
-        """Prepare what can be prepared, in the same order; other objects come back as they are. Collective.
+    def prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
 
-        Args:
-            objects: models, optimizers, loaders, schedulers, anything.
-            prepare_loader: turns a data loader into a prepared one and returns anything else as it is.
+        Collective over all ranks.
         """
         # Optimizers first get their wrapper, so that each model finds those that hold its parameters.
         results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
         results = [self.model(each) if is_model(each) else each for each in results]
-        results = [self.scheduler(each) if is_scheduler(each) else each for each in results]
-        return [prepare_loader(each) if prepare_loader else each for each in results]
+        return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
     def model(self, model: nn.Module, *, training: bool = True) -> PreparedModel:
         """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
@@ -90,6 +88,8 @@ class Preparer:
         """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        if not self._backend.capabilities.owns_optimizer:
+            refuse_without_engine(optimizer, type(self._backend).__name__)
         prepared = PreparedOptimizer(optimizer, self._trainer)
         self.optimizers.append(prepared)
         for record in self._trainer.records:
@@ -106,6 +106,7 @@ class Preparer:
         followed = [each for each in self.optimizers if its is each or its is each.source]
         if followed and followed[0].optimizer is not followed[0].source:
             scheduler.optimizer = followed[0].optimizer
+        scheduler = self._backend.prepare_scheduler(scheduler, [each.optimizer for each in followed])
         prepared = PreparedScheduler(
             scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
         )
@@ -150,7 +151,7 @@ def is_scheduler(value: Any) -> bool:
     """A scheduler of torch, or of another library that follows its shape."""
     if isinstance(value, PreparedScheduler | nn.Module | Optimizer):
         return False
-    return isinstance(value, LRScheduler) or (
+    return isinstance(value, LRScheduler | DummyScheduler) or (
         isinstance(getattr(value, "optimizer", None), Optimizer)
         and callable(getattr(value, "step", None))
         and callable(getattr(value, "state_dict", None))

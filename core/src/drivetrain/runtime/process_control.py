@@ -193,8 +193,9 @@ class ProcessControl:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's share of some inputs, in order; when it does not come out even the first get one more.
 
-        Not collective; the inputs themselves are left as they were. A process for which none is left gets an empty
-        share, or with ``apply_padding`` a copy of the last input.
+        Processes that compute one model together (along ``tp``, ``cp`` or ``pp``) get the same share. Not collective;
+        the inputs themselves are left as they were. A process for which none is left gets an empty share, or with
+        ``apply_padding`` a copy of the last input.
 
         Args:
             inputs: a list, tuple, tensor, array, dataset, or a dict of lists, tuples, tensors of one length.
@@ -203,7 +204,7 @@ class ProcessControl:
         Raises:
             UsageError: dict values of different lengths, or something without items to share out.
         """
-        yield split(inputs, self.process_index, self.num_processes, apply_padding)
+        yield split(inputs, self._topology.dp_rank, self._topology.dp_size, apply_padding)
 
 
 def _only_where(here: Callable[[], bool], function: Callable[P, R] | None) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,34 @@ from drivetrain.launch.environment import read_place
 from drivetrain.runtime.current import current_backend, started_backend
 
 logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class DeviceGenerator:
+    """Random numbers of a device type that torch has no module for, so that ``torch.manual_seed`` does not reach them.
+
+    Args:
+        state: gives the state as a CPU tensor of bytes.
+        set_state: takes such a state.
+        seed: starts anew from a number, from 0 to 2**64 - 1.
+    """
+
+    state: Callable[[], Tensor]
+    set_state: Callable[[Tensor], None]
+    seed: Callable[[int], None]
+
+
+_generators: dict[str, DeviceGenerator] = {}
+
+
+def register_device_generator(device_type: str, generator: DeviceGenerator) -> None:
+    """Let :func:`set_seed`, checkpoints and synchronisation reach this device type's generator.
+
+    Called by a backend in ``start``; seeds it as torch's own generators are seeded. Once a process counts.
+    """
+    if device_type not in _generators:
+        _generators[device_type] = generator
+        generator.seed(torch.initial_seed())
+
 
 # Numpy's global generator is the one that datasets and augmentations draw from.
 _numpy = np.random
@@ -44,6 +73,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     _numpy.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
+    for generator in _generators.values():
+        generator.seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -139,12 +170,17 @@ def restore_rng(captured: Mapping[str, Any], device: str = "cpu") -> None:
 
 def _device_state(device: torch.device) -> Tensor:
     """State of an accelerator's generator; a kind that has one device only (mps) takes no index."""
+    if device.type in _generators:
+        return _generators[device.type].state()
     module = torch.get_device_module(device)
     state: Tensor = module.get_rng_state(device) if ":" in str(device) else module.get_rng_state()
     return state
 
 
 def _set_device_state(device: torch.device, state: Tensor) -> None:
+    if device.type in _generators:
+        _generators[device.type].set_state(state)
+        return
     module = torch.get_device_module(device)
     if ":" in str(device):
         module.set_rng_state(state, device)

@@ -106,6 +106,7 @@ class RunCheckpoints:
                 f"{type(self._backend).__name__} cannot save beside the training: its state cannot be copied at once",
                 cure="Leave blocking at True.",
             )
+        self._catch_up()
         naming = self._naming() if self._project.automatic_checkpoint_naming else None
         given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
         alone = not self._all_come(self._saving)
@@ -136,6 +137,7 @@ class RunCheckpoints:
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
         """Read one checkpoint, the newest when none is named. Collective over all ranks."""
+        self._catch_up()
         automatic = self._project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
             self._given(input_dir, "load_state")
@@ -153,6 +155,12 @@ class RunCheckpoints:
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
         return path, manifest
+
+    def _catch_up(self) -> None:
+        """Let a device that runs behind the host do what was recorded, and learn which steps it applied."""
+        for optimizer in self._preparer.optimizers:
+            optimizer.settle()
+        self._backend.sync()
 
     def all_export(self) -> bool:
         """Whether all ranks are in this ``save_model``; else only the main process writes, and nobody is waited for."""

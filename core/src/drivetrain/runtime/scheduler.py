@@ -37,6 +37,7 @@ class PreparedScheduler:
         self._seen = self._applied()
 
     def _applied(self) -> int:
+        """Updates applied so far; waits for a lazy device, and what waited for it happens."""
         applied = 0
         for optimizer in self.optimizers:
             applied += optimizer.applied
@@ -47,6 +48,11 @@ class PreparedScheduler:
         if not self._follow:
             self.scheduler.step(*args, **kwargs)
             return
+        for optimizer in self.optimizers:
+            if (verdict := optimizer.unsettled) is not None:
+                # Nobody looks at the learning rate yet, so nobody has to wait for the device.
+                verdict.waiting.append(lambda: self.step(*args, **kwargs))
+                return
         applied = self._applied()
         if applied == self._seen:
             return
@@ -60,20 +66,24 @@ class PreparedScheduler:
 
     def get_last_lr(self) -> list[float]:
         """Learning rates of the last move, one per parameter group."""
+        self._applied()
         rates: list[float] = self.scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
         """The user's scheduler's own."""
+        self._applied()
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Passed on; the next applied update moves it."""
+        self._applied()
         self.scheduler.load_state_dict(state_dict)
         self._seen = self._applied()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
+        if name in {"scheduler", "optimizers"}:
             raise AttributeError(name)
+        self._applied()
         return getattr(self.scheduler, name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain import checkpoint
+from drivetrain.checkpoint.ranks import Ranks
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
 from drivetrain.registry import get_registry
@@ -93,8 +94,12 @@ class RunServices(RunFacts):
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised its flag since the last call; lowers it. Collective."""
-        flag = torch.tensor([int(self._flag)], device=self.device)
-        seen = bool(self.backend.reduce(flag, "max").item())
+        topology = self.backend.topology
+        if topology.dp_size == topology.world_size:
+            flag = torch.tensor([int(self._flag)], device=self.device)
+            seen = bool(self.backend.reduce(flag, "max").item())
+        else:
+            seen = any(Ranks(self.backend).gather(self._flag))
         self._flag = False if seen else self._flag
         return seen
 
@@ -160,6 +165,7 @@ class RunServices(RunFacts):
         Collective, one tensor being gathered at a time. Where each rank holds everything, the main process may call it
         alone; it waits for the others for a while. Raises :class:`CheckpointError` when the folder cannot be written.
         """
+        self.backend.sync()
         module = model.module if isinstance(model, PreparedModel) else model
         named = model.trainable.full_state_dict() if isinstance(model, PreparedModel) else model.state_dict().items()
         checkpoint.export_model(

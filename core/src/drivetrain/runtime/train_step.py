@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
-from drivetrain.runtime.optimizer import PreparedOptimizer
+from drivetrain.runtime.optimizer import PreparedOptimizer, Verdict
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.training import Trainer
 from drivetrain.runtime.windows import Items
@@ -25,12 +25,17 @@ class TrainStepOutput:
     Args:
         loss: (sum over all data-parallel ranks and micro-batches of the loss) / denominator, 0-d, detached.
         grad_norm: norm before clipping, 0-d, when ``max_norm`` was given.
-        skipped: the update was not applied.
+        verdicts: of each optimizer's step: whether it was skipped, or what knows it once the device is done.
     """
 
     loss: Tensor
     grad_norm: Tensor | None
-    skipped: bool
+    verdicts: tuple[bool | Verdict, ...] = ()
+
+    @property
+    def skipped(self) -> bool:
+        """The update was not applied. Waits for a lazy device."""
+        return any(each if isinstance(each, bool) else each() for each in self.verdicts)
 
 
 def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -85,11 +90,11 @@ def train_step(
         norm = record.trainable.clip_grad_norm(parameters, max_norm)
     for optimizer in optimizers:
         optimizer.step()
-    skipped = any(optimizer.step_was_skipped for optimizer in optimizers)
+    verdicts = tuple(optimizer.unsettled or optimizer.step_was_skipped for optimizer in optimizers)
     for optimizer in optimizers:
         record.trainable.zero_grad(optimizer.optimizer)
     record.active = False
-    return TrainStepOutput(loss, norm, skipped)
+    return TrainStepOutput(loss, norm, verdicts)
 
 
 def _is_batch(value: Any) -> bool:

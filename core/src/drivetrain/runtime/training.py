@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from drivetrain.backend import Backend, StepResult
+from drivetrain.backend import Backend
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.windows import Items, Window
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.optimizer import PreparedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +192,10 @@ class Trainer:
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def stepped(self, records: Sequence[Record], result: StepResult) -> None:
-        """Note an optimizer step of these models."""
+    def stepped(self, records: Sequence[Record], optimizer: PreparedOptimizer) -> None:
+        """Note an optimizer step of these models. A lazy device is given what was recorded."""
         self.step += 1
+        self.backend.sync()
         manual = self._manual
         if self.open is None and manual.backwards:
             # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
@@ -199,7 +203,7 @@ class Trainer:
                 self._warn_of_length(manual.backwards)
             manual.reset()
         if self._on_step is not None:
-            self._on_step(self.step, result.skipped)
+            self._on_step(self.step, optimizer.step_was_skipped)
 
     def _warn_of_length(self, found: int) -> None:
         self._warned_length = True

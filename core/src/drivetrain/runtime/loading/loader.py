@@ -11,16 +11,20 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain.backend import Feeding
 from drivetrain.data.active import BatchInfo
 from drivetrain.data.position import Position, from_state, to_state
 from drivetrain.errors import UsageError
 from drivetrain.logging import get_logger
 from drivetrain.runtime import trees
 from drivetrain.runtime.loading.context import LoadingContext
+from drivetrain.runtime.loading.feeding import Feeder
 from drivetrain.runtime.loading.foreign import ForeignSource
 from drivetrain.runtime.loading.source import Item, Source, Start
 
 logger = get_logger(__name__)
+
+_COPY = Feeding()
 
 
 @dataclass
@@ -116,11 +120,17 @@ class PreparedDataLoader(DataLoader[Any]):
         nominal = self._source.cut.batch_size
         index = start.position.consumed // self._source.round_units if skipped is None else skipped
         items = self._source.open(start)
+        feeder = self._feeder(place, nominal, dp_rank)
+        accept = None if feeder is None else feeder.accept
         try:
             following = next(items, None)
+            if following is not None and accept is not None:
+                following = accept(following)
             while following is not None:
                 item: Item = following
                 following = next(items, None)
+                if following is not None and accept is not None:
+                    following = accept(following)
                 is_last = following is None
                 if cursor.owner is token:
                     self._advance(item, is_last)
@@ -133,11 +143,16 @@ class PreparedDataLoader(DataLoader[Any]):
                 info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal)
                 active.show(token, info)
                 index += 1
-                yield item.batch if place is None else place(item.batch)
+                if feeder is not None:
+                    yield feeder.deliver(item.batch)
+                else:
+                    yield item.batch if place is None else place(item.batch)
             self._finish(token)
         finally:
             active.leave(token)
             items.close()
+            if feeder is not None:
+                feeder.close()
 
     def _begin(self, token: object) -> tuple[Start, int | None]:
         """Settle where a new pass begins; ``(start, skip)``."""
@@ -192,6 +207,11 @@ class PreparedDataLoader(DataLoader[Any]):
             from drivetrain.runtime.rng import synchronize_rng_states
 
             synchronize_rng_states(wanted, backend=self._context.backend)
+
+    def _feeder(self, place: Callable[[Any], Any] | None, full: int, dp_rank: int) -> Feeder | None:
+        """What brings this pass's batches where the backend wants more than a copy."""
+        feeding = self._context.backend.feeding
+        return None if feeding == _COPY else Feeder(feeding, place, full, dp_rank)
 
     def _placement(self) -> Callable[[Any], Any] | None:
         if not self._put_on_device:

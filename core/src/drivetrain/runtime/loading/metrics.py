@@ -124,6 +124,8 @@ def _as_rows(value: Any) -> list[Any] | None:
 
 
 def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backend) -> list[Tensor]:
+    # What a lazy device has recorded so far is the same for every batch; what is cut below is not.
+    backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
     flat = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
     sizes = _exchange_sizes(flat, backend)
@@ -139,7 +141,7 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
             stacklevel=4,
         )
     if backend.topology.dp_size == 1:
-        return flat
+        return [leaf if keep == leaf.shape[0] else leaf[:keep] for leaf, (keep,) in zip(flat, keeps, strict=True)]
     filled = [_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)]
     parts = _gather_parts(filled, backend)
     return [_cut(part, keep) for part, keep in zip(parts, keeps, strict=True)]
