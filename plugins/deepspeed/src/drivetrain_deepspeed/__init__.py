@@ -1,0 +1,5 @@
+"""The backend ``deepspeed`` for Drivetrain: DeepSpeed's ZeRO behind the same loop."""
+
+from drivetrain_deepspeed.accelerate import DeepSpeedPlugin
+
+__all__ = ["DeepSpeedPlugin"]

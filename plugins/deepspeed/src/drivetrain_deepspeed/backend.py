@@ -1,0 +1,153 @@
+"""``deepspeed``: DeepSpeed's engine with ZeRO, driven by the core's windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    DummyScheduler,
+    Mesh,
+    Topology,
+    TorchEngine,
+    Trainable,
+    UsageError,
+    collectives,
+    ensure_process_group,
+    original_module,
+    pick_device,
+    precision,
+)
+from drivetrain_deepspeed import quiet, schedules
+from drivetrain_deepspeed.config import DeepSpeedConfig
+from drivetrain_deepspeed.engine_config import EngineConfig
+from drivetrain_deepspeed.loss_scale import LossScale
+from drivetrain_deepspeed.plugin import DEEPSPEED
+
+if TYPE_CHECKING:
+    # These import DeepSpeed, which must first be told the device: `start` does.
+    from drivetrain_deepspeed.making import MadeEngine
+    from drivetrain_deepspeed.trainable import DeepSpeedTrainable
+
+
+@final
+class DeepSpeedBackend(Backend):
+    """One engine for each model that is trained."""
+
+    capabilities = DEEPSPEED.capabilities
+
+    def start(self) -> Topology:
+        settings = self.settings
+        self.section: DeepSpeedConfig = settings.section or DeepSpeedConfig()
+        device = pick_device(settings.device_type, settings.place)
+        kind = device.partition(":")[0]
+        self.deepspeed = quiet.load(kind)
+        self._group = ensure_process_group(settings.place, kind, settings.process_group, alone=True)
+        mesh = Mesh(settings.mesh or {"dp_shard": settings.place.world_size})
+        self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
+        self.config = EngineConfig(self.section, settings.precision, mesh.dp_size, settings.origins)
+        scaling = settings.precision.loss_scaling
+        self.loss_scale = LossScale(self.config.loss_scaling()) if scaling else None
+        self.precision = TorchEngine(replace(settings.precision, loss_scaling=False), device)
+        self._trainables: list[DeepSpeedTrainable] = []
+        quiet.hold(settings.place)
+        with quiet.surroundings(settings.place):
+            self.deepspeed.init_distributed(dist_backend=self._group.communication_backend, verbose=False)
+        self._stopped = False
+        return self.topology
+
+    def meet_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
+        """The section may say batch sizes and windows too; they must be the script's."""
+        self.config.meet_batches(sizes, accumulation_steps)
+        if self._trainables:
+            # Before that, the loader whose batches train may be still to come.
+            self.config.check_batches()
+
+    def prepare_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
+        """The file's schedule in the place of a ``DummyScheduler``; a scheduler of the script contradicts it."""
+        written = self.config.written
+        if not schedules.names_one(written):
+            return super().prepare_scheduler(scheduler, optimizers)
+        if not isinstance(scheduler, DummyScheduler):
+            schedules.refuse_two(written, type(scheduler).__name__)
+        if not optimizers:
+            raise UsageError(
+                "DummyScheduler stands for a schedule of an optimizer that is not prepared",
+                cure="Prepare them together: optimizer, scheduler = accelerator.prepare(optimizer, scheduler).",
+            )
+        for trainable in self._trainables:
+            trainable.schedules.follow_script(optimizers)
+        return schedules.of_placeholder(written, scheduler, optimizers[0])
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Stage 3: each layer is built on every rank and at once cut into parts, rank 0's values; else nothing."""
+        from drivetrain_deepspeed.building import partitioned_construction
+
+        return partitioned_construction(self)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        from drivetrain_deepspeed.trainable import DeepSpeedTrainable
+
+        if training:
+            self.config.check_batches()
+        module = original_module(model)
+        self._refuse(module)
+        precision.cast_parameters(module, self.settings.precision)
+        place(module, self.topology)
+        trainable = DeepSpeedTrainable(self, model, optimizers)
+        self._trainables.append(trainable)
+        return trainable
+
+    def _refuse(self, module: nn.Module) -> None:
+        if not self.settings.place_on_device and self.topology.device != "cpu":
+            raise UsageError(
+                "DeepSpeed keeps its model on the device, device_placement=False asks for something else",
+                cure="Leave device_placement at True; offload_param in the section `deepspeed:` keeps parameters in "
+                "CPU memory.",
+            )
+        parameters = list(module.parameters())
+        if any(trainable.shares(parameters) for trainable in self._trainables):
+            raise UsageError(
+                f"{type(module).__name__} shares parameters with a model that was prepared before",
+                cure="Make one nn.Module of both and prepare that.",
+            )
+
+    def engine(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> MadeEngine:
+        """Make the engine of one model. Collective over all ranks."""
+        from drivetrain_deepspeed.making import make_engine
+
+        return make_engine(self, model, optimizers)
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Back-propagate through every engine that the loss depends on."""
+        from drivetrain_deepspeed.driving import backward
+
+        if isinstance(factor, Tensor) or factor != 1.0:
+            loss = loss * factor
+        drivers = [trainable.driver for trainable in self._trainables if trainable.driver is not None]
+        backward(loss, drivers, self.loss_scale)
+
+    def stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        for trainable in self._trainables:
+            trainable.release()
+        self._trainables.clear()
+        quiet.let_go()
+        self._group.release()
+
+
+def place(module: nn.Module, topology: Topology) -> None:
+    """Move to the device and give every rank rank 0's values; parameters in parts are both already. Collective."""
+    whole = [parameter for parameter in module.parameters() if "ds_tensor" not in vars(parameter)]
+    for tensor in (*whole, *module.buffers()):
+        tensor.data = tensor.data.to(topology.device)
+        if topology.world_size > 1:
+            tensor.data.copy_(collectives.broadcast(tensor.data, 0, topology))

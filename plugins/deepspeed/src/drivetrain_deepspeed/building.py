@@ -1,0 +1,101 @@
+"""Construction of a model that no rank may hold whole: DeepSpeed's ``zero.Init`` behind the core's context.
+
+``zero.Init`` cuts the parameters of each module when its constructor ends. Many models then initialise once more from
+the outside (``init_weights`` of Transformers); on parameters that are cut by then this would do nothing, without a
+word. Here a parameter that is touched is whole again for as long as it is at work.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+from deepspeed import comm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_deepspeed import quiet
+
+if TYPE_CHECKING:
+    from drivetrain_deepspeed.backend import DeepSpeedBackend
+
+_AT_WORK = 4
+"""Parameters that may be whole at a time: a module that is initialised, such as a norm, has fewer."""
+
+_SAME_WHEN_CUT = frozenset(
+    {"requires_grad", "dtype", "device", "grad", "grad_fn", "is_leaf", "layout", "requires_grad_"}
+)
+"""What is asked of a parameter that its cut form answers as well."""
+
+
+@contextmanager
+def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
+    """Under stage 3 cut each module's parameters as soon as it is built; under the others do nothing.
+
+    Collective: every rank builds the same modules in the same order. Values are rank 0's, those of a construction
+    without this context under the same seed.
+    """
+    if backend.config.stage < 3:
+        yield
+        return
+    config, _ = backend.config.dictionary()
+    with quiet.surroundings(backend.settings.place):
+        opened, cutting = _WholeAtWork(), backend.deepspeed.zero.Init(config_dict_or_path=config)
+        cutting._post_init_method = opened.without(cutting._post_init_method)  # noqa: SLF001
+        with cutting, opened:
+            yield
+        opened.close(0)
+
+
+@final
+class _WholeAtWork(TorchFunctionMode):
+    """Gathers cut parameters that an operation touches, and cuts them again when others come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole: OrderedDict[int, Any] = OrderedDict()
+        self._off = False
+
+    def without(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A function of DeepSpeed that cuts parameters, and looks at them afterwards."""
+
+        def call(module: Any) -> None:
+            self._off = True
+            try:
+                function(module)
+            finally:
+                self._off = False
+
+        return call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._off and _name(func) not in _SAME_WHEN_CUT:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and is_zero_param(value):
+                    self._open(value)
+        return func(*args, **kwargs)
+
+    def _open(self, parameter: Any) -> None:
+        if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            self.close(_AT_WORK - 1)
+            parameter.all_gather()
+            self._whole[parameter.ds_id] = parameter
+
+    def close(self, left: int) -> None:
+        """Cut again, oldest first, until so many are whole; every rank gets rank 0's values. Collective."""
+        while len(self._whole) > left:
+            _, parameter = self._whole.popitem(last=False)
+            comm.broadcast(parameter.data, 0, parameter.ds_process_group)
+            parameter.partition(has_been_updated=True)
+
+
+def _name(func: Any) -> str:
+    """``requires_grad`` for the getter and the setter of this attribute, else the function's own name."""
+    name = str(getattr(func, "__name__", ""))
+    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name

@@ -1,0 +1,301 @@
+"""Driving one DeepSpeed engine by explicit boundaries: the core says when a window ends, what divides it, how it clips.
+
+The engine is told that every backward is a window of its own (``gradient_accumulation_steps`` 1), divides no loss,
+clips nothing and never steps by itself. What its public methods do not reach is reached here and in ``gradients.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.api import StepResult, Topology, clipping, collectives
+from drivetrain_deepspeed import quiet
+from drivetrain_deepspeed.gradients import Gradients, WholeGradients
+from drivetrain_deepspeed.loss_scale import LossScale
+from drivetrain_deepspeed.parts import PartitionedGradients
+from drivetrain_deepspeed.slices import SlicedGradients
+
+_APPLIED = StepResult()
+
+
+@final
+class Driver:
+    """One engine and the gradients of its open window.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        topology: the job.
+        loss_scale: the run's, shared by all engines since one loss may reach several; ``None`` without loss scaling.
+        parameters: for each of the script's optimizers, by identity, the identities of its parameters.
+        max_norm: clip to this norm in a window in which the script does not clip; 0: do not.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        topology: Topology,
+        loss_scale: LossScale | None,
+        parameters: Mapping[int, frozenset[int]],
+        max_norm: float = 0.0,
+    ) -> None:
+        self.engine, self._topology, self._loss_scale = engine, topology, loss_scale
+        self._parameters, self._max_norm = parameters, max_norm
+        self.stage = int(engine.zero_optimization_stage())
+        self.zero: Any = engine.optimizer if self.stage else None
+        # DeepSpeed's own scalers for autocast in float16 let each rank decide alone, parameter group by group.
+        engine.torch_autocast_z0_gradscaler = None
+        if self.zero is not None:
+            self.zero.torch_autocast_gradscaler = None
+        self.gradients = self._gradients()
+        efficient = self.stage == 3 and engine._config.zero_config.memory_efficient_linear  # noqa: SLF001
+        self._linear = quiet.linear_of_stage_3 if efficient else nullcontext
+        self._reached = False
+        """The backward that runs has come to what this engine's forward returned."""
+        prologue = engine._backward_prologue  # noqa: SLF001
+
+        def reached() -> None:
+            if not self._reached:
+                self._reached = True
+                self.before_backward()
+            prologue()
+
+        engine._backward_prologue = reached  # noqa: SLF001
+        # It would divide by the engine's accumulation steps, of which there are none.
+        engine._backward_prologue_per_tensor = _unchanged  # noqa: SLF001
+        self._waiting: set[int] = set()
+        """Optimizers that have not stepped yet with the gradients that there are."""
+        self._scale = 1.0
+        """By how much the gathered gradients are too large."""
+        self._norm: Tensor | None = None
+        """2-norm over all parameters of the pieces as they are, where it is known and finite."""
+        self._refused: dict[int, Tensor] = {}
+        """By optimizer, a norm that is not finite: its step is skipped."""
+        self._clipped = False
+        self._closed = True
+        """The last backward reduced what its window has gathered."""
+
+    def _gradients(self) -> Gradients:
+        if self.stage == 0:
+            return WholeGradients(self.engine.module)
+        if self.stage == 3:
+            return PartitionedGradients(self.zero, self._topology.device)
+        return SlicedGradients(self.zero)
+
+    # ---- forward and backward --------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine's forward, with gradients."""
+        with self._linear():
+            return self.engine(*args, **kwargs)
+
+    def synchronise(self, enabled: bool) -> None:
+        """Whether the next backward closes a window."""
+        self.engine.set_gradient_accumulation_boundary(enabled)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the engine know that a backward of ours runs: it must not end it by itself."""
+        engine = self.engine
+        engine._running_engine_backward_count += 1  # noqa: SLF001
+        engine._running_engine_backward = True  # noqa: SLF001
+        try:
+            with self._linear():
+                yield
+        finally:
+            self._reached = False
+            engine._running_engine_backward_count -= 1  # noqa: SLF001
+            engine._running_engine_backward = engine._running_engine_backward_count > 0  # noqa: SLF001
+
+    def before_backward(self) -> None:
+        """A backward has come to this engine's outputs, and to none of its parameters yet."""
+        self._norm = None
+        if self._loss_scale is not None:
+            if self._waiting and self._scale != self._loss_scale.scale:
+                self.gradients.multiply(self._loss_scale.scale / self._scale)
+            self._scale = self._loss_scale.scale
+        self.gradients.before_backward()
+
+    def after_backward(self) -> None:
+        """A backward is over; where it came to this engine, reduce what it left. Collective then."""
+        if not self._reached and not self._touched():
+            return
+        self._reached = False
+        self.engine._backward_epilogue()  # noqa: SLF001
+        self._closed = bool(self.engine.is_gradient_accumulation_boundary())
+        self.gradients.after_backward(self._closed)
+        self._waiting.update(self._parameters)
+
+    def _touched(self) -> bool:
+        """A loss of parameters alone, without a forward, leaves gradients too."""
+        if isinstance(self.gradients, SlicedGradients):
+            return bool(self.zero.ready_for_gradients)
+        return False
+
+    # ---- between backward and step ---------------------------------------------------------------------------------
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply all gradients."""
+        self.gradients.multiply(factor)
+
+    def unscale(self) -> None:
+        """Take the loss scale out."""
+        if self._scale != 1.0:
+            self.gradients.multiply(1.0 / self._scale)
+            self._scale = 1.0
+
+    def clip_norm(self, wanted: frozenset[int] | None, max_norm: float, norm_type: float) -> Tensor:
+        """Clip and return the norm before clipping; see :meth:`drivetrain.api.Trainable.clip_grad_norm`.
+
+        Args:
+            wanted: identities of the parameters; ``None`` for all.
+            max_norm: limit.
+            norm_type: 2 and all parameters cost one pass over the gradients, which the step is spared; else two.
+        """
+        self._clipped = True
+        assert self._closed, "the core clips where a window ends"
+        self.unscale()
+        raw = self._raw_norm(wanted, norm_type)
+        norm = raw * self.gradients.factor
+        value = norm.item()
+        if not math.isfinite(value):
+            for optimizer, held in self._parameters.items():
+                if wanted is None or not wanted.isdisjoint(held):
+                    self._refused[optimizer] = norm
+            return norm
+        if wanted is None and norm_type == 2.0:
+            self._norm = raw
+        if value > max_norm:
+            ratio = max_norm / (value + 1e-6)
+            if wanted is None and ratio > 0:
+                self.gradients.multiply(ratio)
+            else:
+                self._norm = None
+                clipping.multiply(self.gradients.pieces(wanted), ratio)
+        return norm
+
+    def clip_value(self, wanted: frozenset[int] | None, clip_value: float) -> None:
+        """Clamp gradient elements."""
+        assert self._closed, "the core clips where a window ends"
+        self.unscale()
+        self.gradients.settle()
+        self._norm = None
+        clipping.clip_values(self.gradients.pieces(wanted), clip_value)
+
+    def _raw_norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
+        """Norm of the pieces of all ranks, as they are. Collective where they are parts."""
+        norm = self.gradients.norm(wanted, norm_type).to(self._topology.device)
+        if not self.gradients.partitioned:
+            return norm
+        if norm_type == math.inf:
+            return collectives.all_reduce(norm, "max", self._topology)
+        return collectives.all_reduce(norm**norm_type, "sum", self._topology) ** (1.0 / norm_type)
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer) -> StepResult:
+        """One update by one of the optimizers, or none where gradients are not finite. Collective."""
+        number = id(optimizer)
+        if number not in self._waiting:
+            return _APPLIED
+        alone = len(self._parameters) == 1
+        mine = None if alone else self._parameters[number]
+        self.unscale()
+        if self._max_norm and not self._clipped:
+            self.clip_norm(None, self._max_norm, 2.0)
+        known, refused = self._norm, self._refused.pop(number, None)
+        if refused is None and self._loss_scale is not None and known is None:
+            raw = self._raw_norm(mine, 2.0)
+            if not math.isfinite(raw.item()):
+                refused = raw
+            elif alone:
+                self._norm = raw
+        if refused is not None:
+            if self._loss_scale is not None:
+                self._loss_scale.update(overflow=True)
+            self.drop(optimizer)
+            return StepResult(skipped=True, grad_norm=refused)
+        self.engine.set_gradient_accumulation_boundary(True)
+        if alone:
+            self._step()
+        else:
+            self._step_one_of_several(optimizer)
+        skipped = self.zero is not None and bool(self.zero.overflow)
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow=skipped)
+        self._waiting.discard(number)
+        if not self._waiting:
+            self.gradients.end_window()
+            self._end_window()
+        return StepResult(skipped=skipped, grad_norm=known) if skipped or known is not None else _APPLIED
+
+    def _step(self) -> None:
+        """The engine's step, which applies our factor in the pass in which it divides by the loss scale.
+
+        A norm that is known already is not computed again.
+        """
+        zero, factor, norm = self.zero, self.gradients.factor, self._norm
+        if zero is None:
+            self.engine.step()
+            return
+        replaced = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        if norm is not None:
+            zero.__dict__[replaced] = (lambda: [norm]) if self.stage == 3 else (lambda **_: norm)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            zero.custom_loss_scaler, zero.external_loss_scale = True, 1.0 / factor
+        try:
+            self.engine.step()
+        finally:
+            zero.custom_loss_scaler, zero.external_loss_scale = False, None
+            zero.__dict__.pop(replaced, None)
+
+    def _step_one_of_several(self, optimizer: Optimizer) -> None:
+        """The engine steps all groups; those of other optimizers are left alone and keep their gradients."""
+        self.gradients.settle()
+        self._norm = None
+        self.engine.basic_optimizer.stepping = optimizer
+        kept = self.gradients.keep()
+        self._step()
+        self.gradients.give_back(kept)
+        for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
+            piece.zero_()
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget the gradients of one optimizer's parameters."""
+        if id(optimizer) not in self._waiting:
+            return
+        self._waiting.discard(id(optimizer))
+        if self._waiting:
+            for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
+                piece.zero_()
+        else:
+            self.gradients.drop()
+            self._end_window()
+
+    def _end_window(self) -> None:
+        self._scale, self._norm, self._clipped = 1.0, None, False
+        self._refused.clear()
+
+
+def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | None) -> None:
+    """Back-propagate through every engine that the loss depends on. Collective.
+
+    What ``engine.backward`` does, for several engines at once.
+    """
+    if loss_scale is not None:
+        loss = loss * loss_scale.scale
+    with ExitStack() as stack:
+        for driver in drivers:
+            stack.enter_context(driver.running())
+        loss.backward()  # type: ignore[no-untyped-call]
+        for driver in drivers:
+            driver.after_backward()
+
+
+def _unchanged(grad: Tensor) -> Tensor:
+    return grad

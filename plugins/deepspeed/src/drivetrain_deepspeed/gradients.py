@@ -1,0 +1,109 @@
+"""The gradients of one window where each ZeRO stage keeps them, and the few things that are done to them.
+
+DeepSpeed takes gradients out of ``parameter.grad`` while backward runs (stages 1 to 3), reduces them, and keeps this
+rank's part until its optimizer steps. What stands here reaches that part between the last backward and the step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from drivetrain.api import clipping
+
+
+class Gradients(ABC):
+    """What the backwards since the last step have gathered on this rank.
+
+    Attributes:
+        factor: what the gathered gradients are still to be multiplied by; applied by the step where that is free.
+        partitioned: each rank holds a part, so that norms are sums over ranks.
+    """
+
+    partitioned: bool
+    factor: float | Tensor = 1.0
+
+    @abstractmethod
+    def before_backward(self) -> None:
+        """Another backward begins; what is gathered must still be there after it."""
+
+    @abstractmethod
+    def after_backward(self, closing: bool) -> None:
+        """It is over, and reduced when ``closing``."""
+
+    @abstractmethod
+    def pieces(self, wanted: frozenset[int] | None = None) -> list[Tensor]:
+        """This rank's reduced gradients, live, without :attr:`factor`.
+
+        Args:
+            wanted: identities of the parameters asked for; ``None`` for all, which may be few large buffers.
+        """
+
+    def norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
+        """Norm of this rank's pieces, without :attr:`factor`, 0-d float32."""
+        pieces = [piece for piece in self.pieces(wanted) if piece.numel()]
+        return clipping.total_norm(pieces, norm_type).float()
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget what is gathered."""
+
+    @abstractmethod
+    def end_window(self) -> None:
+        """The engine has stepped, and has dropped what it knows of."""
+
+    @abstractmethod
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply all by a positive number or 0-d tensor, now or at the step."""
+
+    @abstractmethod
+    def keep(self) -> Any:
+        """What a step of the engine takes away, for :meth:`give_back`."""
+
+    @abstractmethod
+    def give_back(self, kept: Any) -> None:
+        """Put it where it was: another optimizer will step with it."""
+
+    def settle(self) -> None:
+        """Apply :attr:`factor` to the pieces."""
+        if isinstance(self.factor, Tensor) or self.factor != 1.0:
+            clipping.multiply(self.pieces(), self.factor)
+            self.factor = 1.0
+
+
+@final
+class WholeGradients(Gradients):
+    """Stage 0: averaged by all-reduce and kept in ``parameter.grad``, whole on every rank."""
+
+    partitioned = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = list(module.parameters())
+
+    def before_backward(self) -> None:
+        """Autograd accumulates, and averaging an average again changes nothing."""
+
+    def after_backward(self, closing: bool) -> None:
+        """Nothing is kept elsewhere."""
+
+    def pieces(self, wanted: frozenset[int] | None = None) -> list[Tensor]:
+        return clipping.gradients(each for each in self._all if wanted is None or id(each) in wanted)
+
+    def drop(self) -> None:
+        for parameter in self._all:
+            parameter.grad = None
+
+    def end_window(self) -> None:
+        """Nothing is kept elsewhere."""
+
+    def multiply(self, factor: float | Tensor) -> None:
+        clipping.multiply(self.pieces(), factor)
+
+    def keep(self) -> dict[nn.Parameter, Tensor]:
+        return {each: each.grad for each in self._all if each.grad is not None}
+
+    def give_back(self, kept: dict[nn.Parameter, Tensor]) -> None:
+        for parameter, grad in kept.items():
+            parameter.grad = grad

@@ -1,0 +1,50 @@
+"""What the backend ``deepspeed`` is, as data. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.api import BackendInfo, Capabilities, Statement, hookimpl
+
+
+def _implied(section: Any, origins: Mapping[str, str]) -> Mapping[str, Statement]:
+    from drivetrain_deepspeed.engine_config import implied
+
+    return implied(section, origins)
+
+
+DEEPSPEED = BackendInfo(
+    name="deepspeed",
+    aliases=("zero",),
+    summary="DeepSpeed ZeRO 0 to 3: optimizer states, gradients and parameters shared out over ranks, with offload.",
+    backend="drivetrain_deepspeed.backend:DeepSpeedBackend",
+    config="drivetrain_deepspeed.config:DeepSpeedConfig",
+    names={"DeepSpeedPlugin": "drivetrain_deepspeed.accelerate:DeepSpeedPlugin"},
+    imports={"deepspeed_config": "drivetrain_deepspeed.accelerate:RULES"},
+    requires=("deepspeed>=0.18",),
+    capabilities=Capabilities(
+        mesh_axes=frozenset({"dp_shard"}),
+        # Stage 3 shares parameters out, stages 2 and 3 reduce each micro-batch: what holds for every stage is said.
+        replicated=False,
+        accumulates_without_sync=False,
+        # In the place of a DummyOptim, the one that the section names; any other optimizer steps itself.
+        owns_optimizer=True,
+        optimizer_spans_models=False,
+        sharded_save=True,
+        async_save=True,
+    ),
+    implied=_implied,
+)
+
+
+@hookimpl
+def drivetrain_backends() -> list[BackendInfo]:
+    """One backend: ``deepspeed``."""
+    return [DEEPSPEED]
+
+
+@hookimpl
+def drivetrain_checkpoint_formats() -> dict[str, str]:
+    """What DeepSpeed itself writes: ``drivetrain checkpoint convert --from deepspeed``, and ``--to deepspeed``."""
+    return {"deepspeed": "drivetrain_deepspeed.native:DeepSpeedFormat"}

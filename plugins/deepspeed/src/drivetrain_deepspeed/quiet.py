@@ -1,0 +1,166 @@
+"""DeepSpeed's globals, kept in hand: importing it, the environment it reads, and what it would leave behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from drivetrain.api import Place
+from drivetrain_deepspeed.logs import Tamed
+
+_ACCELERATOR = "DS_ACCELERATOR"
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def load(kind: str) -> Any:
+    """Import DeepSpeed for this device type, or turn an imported one to it; returns the package.
+
+    The environment is as before afterwards: DeepSpeed reads ``DS_ACCELERATOR`` once.
+    """
+    with environment({_ACCELERATOR: kind}), warnings.catch_warnings():
+        # What DeepSpeed's modules warn of on import concerns its authors.
+        warnings.simplefilter("ignore")
+        package = importlib.import_module("deepspeed")
+        accelerators: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
+        importlib.import_module("deepspeed.ops")
+        if accelerators.get_accelerator().device_name() != kind:
+            accelerators.ds_accelerator = None
+            accelerators.get_accelerator()
+    return package
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for a while; whatever the block sets, as DeepSpeed does on import, goes too."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def surroundings(place: Place) -> Iterator[None]:
+    """What DeepSpeed finds while it makes an engine or parts of a model; taken away again.
+
+    * ``LOCAL_RANK``, which it reads from the environment.
+    * No shared-memory collectives: they are compiled when first used (half a minute, and an error without a compiler),
+      serve inference only, and crash with groups smaller than the job.
+    * Values are not sent from rank 0 again, which ``prepare`` has done, and 0-d parameters can be sent.
+    * ``torch.nn.functional.linear`` is as before afterwards; see :func:`linear_of_stage_3`.
+    * So is the note that autocast is on, which later engines would believe.
+    * Deprecations are its authors' to hear of: the first engine imports modules that warn of some.
+    """
+    with environment({"LOCAL_RANK": str(place.local_rank)}), _attributes(_replacements()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
+    parts = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    return [
+        (engine, "_broadcast_model", lambda _: None),
+        (parts, "_zero_init_param", _cut_first(parts._zero_init_param)),  # noqa: SLF001
+        (functional, "linear", functional.linear),
+        (autocast, "TORCH_AUTOCAST_INITIALIZED", False),
+        (autocast, "TORCH_AUTOCAST_DTYPE", None),
+    ]
+
+
+def _cut_first(theirs: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:
+    """Send a parameter from rank 0 and cut it, also one without dims, which theirs cannot view as bytes."""
+    comm = importlib.import_module("deepspeed.comm")
+
+    def cut(self: Any, parameter: Any) -> None:
+        if parameter.dim():
+            theirs(self, parameter)
+            return
+        self._convert_to_deepspeed_param(parameter)
+        group = self.get_partition_dp_group(parameter)
+        root = 0 if group == comm.get_world_group() else comm.get_global_rank(group, 0)
+        comm.broadcast(parameter.data.reshape(1), root, group)
+        parameter.partition()
+
+    return cut
+
+
+@contextmanager
+def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, and DeepSpeed's op off, for a while."""
+    ops = importlib.import_module("deepspeed.ops").__compatible_ops__
+    op = ops.get(_SHARED_MEMORY_OP)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    ops[_SHARED_MEMORY_OP] = False
+    for owner, name, value in values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        if op is not None:
+            ops[_SHARED_MEMORY_OP] = op
+
+
+class _Linear:
+    """``torch.nn.functional.linear`` as it is outside of a forward of stage 3, and how many are inside."""
+
+    inside = 0
+    plain: Any = None
+
+
+@contextmanager
+def linear_of_stage_3() -> Iterator[None]:
+    """A linear layer that keeps no gathered weight for its backward, as DeepSpeed puts in place for good.
+
+    Here it is in place while a model of stage 3 runs forward and backward, and for nobody else.
+    """
+    if not _Linear.inside:
+        _Linear.plain = functional.linear
+    functional.linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    _Linear.inside += 1
+    try:
+        yield
+    finally:
+        _Linear.inside -= 1
+        if not _Linear.inside:
+            functional.linear = _Linear.plain
+
+
+class _Held:
+    """How many backends of this process are at work."""
+
+    holders = 0
+    logs: Tamed | None = None
+
+
+def hold(place: Place) -> None:
+    """One more backend is at work."""
+    if not _Held.holders:
+        _Held.logs = Tamed(place.rank, place.world_size)
+    _Held.holders += 1
+
+
+def let_go() -> None:
+    """One fewer; with the last one go DeepSpeed's references to process groups and modules. Not collective."""
+    _Held.holders -= 1
+    if _Held.holders:
+        return
+    assert _Held.logs is not None
+    _Held.logs.release()
+    importlib.import_module("deepspeed.utils.groups")._release_process_group_references()  # noqa: SLF001
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    comm.cdb = None
+    importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()

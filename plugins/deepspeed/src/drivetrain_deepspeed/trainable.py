@@ -1,0 +1,172 @@
+"""One model under DeepSpeed: what the core asks, handed to the engine's driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    DummyOptim,
+    PortableState,
+    StepResult,
+    TensorSpec,
+    Trainable,
+    UnsupportedError,
+    UsageError,
+    original_module,
+)
+from drivetrain_deepspeed.driving import Driver
+from drivetrain_deepspeed.own_schedules import STATE as SCHEDULES
+from drivetrain_deepspeed.own_schedules import OwnSchedules
+from drivetrain_deepspeed.state import EngineState
+
+if TYPE_CHECKING:
+    from drivetrain_deepspeed.backend import DeepSpeedBackend
+
+LOSS_SCALE = "loss_scaler"
+"""Name of the loss scale in a portable checkpoint, as every backend writes it."""
+
+
+@final
+class DeepSpeedTrainable(Trainable):
+    """A module in a DeepSpeed engine. The engine is made once the module's optimizers are known, else at first use.
+
+    DeepSpeed averages over ranks, so a loss is multiplied by ``scale * dp_size``.
+
+    Where a script finds gradients between backward and step: stage 0, in ``parameter.grad``; stages 1 to 3, nowhere in
+    the parameters (``parameter.grad`` is ``None``): DeepSpeed has taken them away.
+    """
+
+    def __init__(self, backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._backend, self._model = backend, model
+        self.module, self.optimizers = original_module(model), list(optimizers)
+        self._dp_size = backend.topology.dp_size
+        self.schedules = OwnSchedules(backend.config.written)
+        self._driver: Driver | None = None
+        self._state: EngineState | None = None
+        self._all: frozenset[int] = frozenset()
+        self._ownerless: frozenset[int] = frozenset()
+        if optimizers:
+            self._start()
+
+    @property
+    def driver(self) -> Driver | None:
+        """The engine's, when it has been made and trains."""
+        return self._driver
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._state is None:
+            self._start()
+        if self._driver is None or not torch.is_grad_enabled():
+            return self._backend.precision.forward(self._model, args, kwargs)
+        return self._backend.precision.forward(self._driver.forward, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        if self._state is None:
+            self._start()
+        self._backend.backward(loss, scale * self._dp_size)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        if self._driver is not None:
+            self._driver.synchronise(enabled)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        self._trained.multiply(factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self._backend.config.check_clipping(max_norm)
+        return self._trained.clip_norm(self._wanted(parameters), max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._trained.clip_value(self._wanted(parameters), clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._trained.unscale()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        if closure is not None:
+            raise UnsupportedError(
+                "DeepSpeed's step takes no closure",
+                cure="Call backward before step(), and step() without arguments.",
+            )
+        return self.schedules.step(optimizer, self._trained.step)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        if self._driver is not None:
+            self._driver.drop(optimizer)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        if self._state is not None:
+            raise UsageError(
+                f"DeepSpeed's engine of {type(self.module).__name__} was made before this optimizer came",
+                cure="Prepare a model together with all of its optimizers.",
+            )
+        self.optimizers.append(optimizer)
+        if isinstance(optimizer, DummyOptim):
+            self._start()
+
+    def portable_state(self) -> PortableState:
+        state = self._saved.portable_state()
+        if self._backend.loss_scale is not None:
+            state.extra[LOSS_SCALE] = self._backend.loss_scale.state()
+        if moved := self.schedules.state():
+            state.extra[SCHEDULES] = moved
+        return state
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return self._saved.portable_template(saved)
+
+    def load_portable_state(self, state: PortableState) -> None:
+        self._saved.load_portable_state(state)
+        if self._backend.loss_scale is not None and state.extra.get(LOSS_SCALE):
+            self._backend.loss_scale.load_state(state.extra[LOSS_SCALE])
+        self.schedules.load(state.extra.get(SCHEDULES, ()))
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._saved.full_tensors()
+
+    def release(self) -> None:
+        """Destroy the engine; a module of stage 3 stays in parts, since no rank may have room for all of it."""
+        if self._driver is not None:
+            self._driver.engine.destroy()
+        self._driver = self._state = None
+
+    def _start(self) -> None:
+        """Make the engine. Collective over all ranks."""
+        trained = {id(each) for each in self.module.parameters() if each.requires_grad}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        held = {id(each) for group in groups for each in group["params"]}
+        self._all, self._ownerless = frozenset(trained & held), frozenset(trained - held)
+        engine = self._backend.engine(self._model, self.optimizers)
+        self.optimizers, self._driver, self._state = engine.optimizers, engine.driver, engine.state
+
+    @property
+    def _saved(self) -> EngineState:
+        if self._state is None:
+            self._start()
+        assert self._state is not None
+        return self._state
+
+    @property
+    def _trained(self) -> Driver:
+        if self._driver is None:
+            raise UsageError(
+                f"{type(self.module).__name__} was prepared without an optimizer",
+                cure="Prepare both: model, optimizer = accelerator.prepare(model, optimizer).",
+            )
+        return self._driver
+
+    def _wanted(self, parameters: Sequence[Tensor]) -> frozenset[int] | None:
+        """``None`` when these are all that are trained."""
+        given = frozenset(map(id, parameters))
+        if not given.isdisjoint(self._ownerless):
+            raise UnsupportedError(
+                f"{len(self._ownerless)} trained parameter(s) of {type(self.module).__name__} are in no optimizer, and "
+                "DeepSpeed does not reduce their gradients",
+                cure="Freeze them with requires_grad_(False), or give them to an optimizer.",
+            )
+        return None if given.issuperset(self._all) else given
