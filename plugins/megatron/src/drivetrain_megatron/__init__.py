@@ -1,0 +1,1 @@
+"""Drivetrain's backend for tensor and pipeline parallelism, with data parallelism around them."""

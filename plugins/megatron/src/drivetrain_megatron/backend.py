@@ -1,0 +1,201 @@
+"""``megatron``: layers shared over ``tp``, depth over ``pp``, replicas or shards over what is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    Mesh,
+    Place,
+    Recording,
+    ReduceOp,
+    Topology,
+    TorchEngine,
+    Trainable,
+    UsageError,
+    collectives,
+    deferred,
+    ensure_process_group,
+    original_module,
+    pick_device,
+    place_model,
+)
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.filling import Filling
+from drivetrain_megatron.norms import GlobalNorm
+from drivetrain_megatron.pipeline.deferred import settled
+from drivetrain_megatron.pipelined import PipelinedTrainable
+from drivetrain_megatron.plugin import MEGATRON
+from drivetrain_megatron.remapping import FormerParameters
+from drivetrain_megatron.replicas import Replicas
+from drivetrain_megatron.tensor import packing
+from drivetrain_megatron.tensor.sharded import full_tensor
+from drivetrain_megatron.trainable import MegatronTrainable
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class MegatronBackend(Backend):
+    """Ranks on a grid: ``tp`` varies fastest, so that it stays inside a machine, then data, then ``pp``."""
+
+    capabilities = MEGATRON.capabilities
+
+    def start(self) -> Topology:
+        settings = self.settings
+        self.section: MegatronConfig = settings.section or MegatronConfig()
+        device = pick_device(settings.device_type, settings.place)
+        kind = device.partition(":")[0]
+        mesh = Mesh(_sizes(settings.mesh, self.section, settings.place.world_size))
+        self.topology = Topology(settings.place, mesh, device)
+        _warn_of_nodes(mesh.sizes["tp"], settings.place)
+        self._group = ensure_process_group(settings.place, kind, settings.process_group, alone=True)
+        self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
+        sizes = mesh.sizes
+        # All axes in every layout: a size of 1 costs nothing, and nobody asks which of them exist.
+        self.mesh = init_device_mesh(kind, (sizes["pp"], mesh.dp_size, sizes["tp"]), mesh_dim_names=("pp", "dp", "tp"))
+        # Collective over all ranks, which are sure to be here now.
+        dp_group = collectives.dp_group(self.topology)
+        self._replicas = Replicas(dp_group, mesh.dp_size)
+        self._pipeline = self.mesh["pp"].get_group() if sizes["pp"] > 1 else None
+        self._norm = GlobalNorm(self._pipeline, device)
+        agree = self._any if settings.precision.loss_scaling and mesh.world_size > 1 else None
+        self._engine = TorchEngine(settings.precision, device, agree, self._norm)
+        self.scaler = self._engine.scaler
+        self._recordings: list[Recording] = []
+        return self.topology
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Construct without memory; ``prepare`` gives each rank its parts of what an ordinary construction gives."""
+        recording = Recording()
+        self._recordings.append(recording)
+        return deferred(recording)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        settings = self.settings
+        if self._pipeline is not None:
+            # The whole model may have no room on the device; each rank moves its own stages once they are known.
+            settings = replace(settings, place_on_device=False)
+        home = torch.device(self.topology.device if settings.place_on_device else "cpu")
+        filling = Filling(original_module(model), self._recordings)
+        if filling:
+            settings = replace(settings, place_on_device=False)
+        module = place_model(model, optimizers, settings, self.topology)
+        self._start_alike(module)
+        former = FormerParameters(module)
+        trainable: MegatronTrainable | PipelinedTrainable
+        cut = partial(packing.part, module)
+        common = (model, module, former, cut, self._engine, self._replicas, self.topology.dp_size)
+        if self._pipeline is None:
+            trainable = MegatronTrainable(*common)
+        else:
+            at = self.topology.device if self.settings.place_on_device else None
+            trainable = PipelinedTrainable(*common, self.section, self._pipeline, at, self._norm, self.mesh)
+        part: Callable[[str, Tensor], Tensor] = _whole
+        if self.topology.mesh.sizes["tp"] > 1:
+            from drivetrain_megatron.tensor_parallel import apply_tensor_parallel
+
+            part = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
+        if filling:
+            filling.fill(module, self.topology, home, part)
+            module.to(home)
+        for optimizer in optimizers:
+            trainable.add_optimizer(optimizer)
+        if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
+            trainable.lay_out(self.section.data_parallel, self.mesh)
+        return trainable
+
+    def _start_alike(self, module: nn.Module) -> None:
+        """Every rank begins with rank 0's values. Collective over all ranks."""
+        if self.topology.world_size > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.is_meta:
+                    continue
+                tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """As every backend's; logits that are shared over ``tp`` are made whole first, deferred values are read."""
+        return super().gather(full_tensor(settled(tensor)))
+
+    def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """As every backend's; logits that are shared over ``tp`` are made whole first, deferred values are read."""
+        return super().reduce(full_tensor(settled(tensor)), op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """As every backend's; deferred values are read first."""
+        return super().broadcast(full_tensor(settled(tensor)), src)
+
+    def _any(self, verdict: bool) -> bool:
+        flag = torch.tensor([int(verdict)], device=self.topology.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def stop(self) -> None:
+        self._group.release()
+
+
+def _whole(name: str, whole: Tensor) -> Tensor:  # noqa: ARG001 (as TensorParallel.part)
+    return whole
+
+
+def _warn_of_nodes(degree: int, place: Place) -> None:
+    """Say that ranks which talk within every layer sit on different machines."""
+    if place.num_nodes > 1 and place.local_world_size % degree and place.rank == 0:
+        logger.warning(
+            "tensor_parallel_size %d crosses machines of %d processes: its ranks exchange activations in every layer, "
+            "which is slow between machines. Choose a degree that divides %d.",
+            degree,
+            place.local_world_size,
+            place.local_world_size,
+        )
+
+
+def _sizes(asked: object, section: MegatronConfig, world_size: int) -> dict[str, int]:
+    """Axis sizes from ``mesh:`` and the section; the data-parallel axis takes what is left.
+
+    Raises:
+        UsageError: the two contradict each other, or the degrees do not divide the world.
+    """
+    sizes = dict(asked) if isinstance(asked, dict) else {}
+    for axis, key, wanted in (
+        ("tp", "tensor_parallel_size", section.tensor_parallel_size),
+        ("pp", "pipeline_parallel_size", section.pipeline_parallel_size),
+    ):
+        if wanted is not None and sizes.setdefault(axis, wanted) != wanted:
+            raise UsageError(
+                f"megatron.{key}: {wanted} contradicts mesh.{axis}: {sizes[axis]}", cure="Write it in one place."
+            )
+    if section.data_parallel == "fsdp" and section.schedule in {"zero_bubble", "zbv", "dualpipev"}:
+        raise UsageError(
+            f"the schedule {section.schedule} computes the gradients of weights by themselves, which parameters in "
+            "shards do not allow",
+            cure="Use data_parallel: zero1, or schedule: 1f1b or interleaved_1f1b.",
+        )
+    data_axis, other = "dp_replicate", "dp_shard"
+    if section.data_parallel == "fsdp":
+        data_axis, other = other, data_axis
+    if sizes.get(other, 1) > 1:
+        raise UsageError(
+            f"data_parallel: {section.data_parallel} lies along the mesh axis {data_axis}, not {other}",
+            cure=f"Write mesh.{data_axis}, or leave both out: they take the ranks that tp and pp leave.",
+        )
+    model_size = sizes.get("tp", 1) * sizes.get("pp", 1)
+    if world_size % model_size:
+        raise UsageError(
+            f"tensor_parallel_size x pipeline_parallel_size = {model_size} does not divide {world_size} processes",
+            cure=f"Start a multiple of {model_size} processes, or make the degrees smaller.",
+        )
+    sizes.setdefault(data_axis, world_size // model_size)
+    return sizes

@@ -1,0 +1,81 @@
+"""The config section ``megatron:``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
+DataParallel = Literal["ddp", "zero1", "fsdp"]
+
+
+def _names(value: Any) -> Any:
+    """One name, or several with commas between them, stand for a list."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return value
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("write a number, not a truth value")  # noqa: TRY004 (pydantic reports ValueErrors)
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Count = Annotated[int, BeforeValidator(_not_bool)]
+
+
+class MegatronConfig(BaseModel):
+    """Degrees of parallelism, how a model is cut, and in which order micro-batches run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: Literal["torch"] = Field("torch", description="What computes: torch's own DTensor and pipelining.")
+    tensor_parallel_size: Count | None = Field(
+        None, ge=1, description="Ranks that share each layer's matrices; null = the axis tp of `mesh:`, else 1."
+    )
+    pipeline_parallel_size: Count | None = Field(
+        None, ge=1, description="Ranks that share the model's depth; null = the axis pp of `mesh:`, else 1."
+    )
+    data_parallel: DataParallel = Field(
+        "ddp",
+        description="What the remaining ranks hold: ddp whole replicas, zero1 the optimizer's state in shards, fsdp "
+        "parameters in shards too.",
+    )
+    num_micro_batches: Count | None = Field(
+        None,
+        ge=1,
+        description="Parts into which a batch is cut to fill the pipeline; null = as many as the pipeline has stages.",
+    )
+    schedule: Schedule = Field("1f1b", description="In which order a rank runs forwards and backwards of the parts.")
+    stages_per_rank: Count = Field(
+        2,
+        ge=1,
+        description="Stages on each rank, for the schedules interleaved_1f1b and zero_bubble; others have 1 or 2.",
+    )
+    split_points: Names = Field(
+        (),
+        description="Names of the modules at which the second and each further stage begins, e.g. layers.6. Without "
+        "it: a plugin's, else balanced by bytes of parameters over the model's blocks.",
+    )
+    whole_inputs: Names = Field(
+        (),
+        description="Keyword inputs that go whole to each micro-batch, though they are as long as the batch.",
+    )
+    sequence_parallel: bool = Field(
+        False, description="Between the shared matrices, share the sequence too: norms and dropout hold a part each."
+    )
+    tp_plan: dict[str, str] | None = Field(
+        None,
+        description="How layers are shared over tp, by name with wildcards: {'layers.*.wq': colwise, ...}. Without it: "
+        "a plugin's, the model's own, else derived from the model.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MegatronConfig:
+        repeated = sorted({name for name in self.split_points if self.split_points.count(name) > 1})
+        if repeated:
+            raise ValueError(f"split_points names {', '.join(repeated)} twice")
+        return self

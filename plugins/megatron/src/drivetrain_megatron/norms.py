@@ -1,0 +1,47 @@
+"""The norm over every axis: what this stage holds, with the other stages of the pipeline."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.api import clipping
+
+
+@final
+class GlobalNorm:
+    """Norm of gradients over the pipeline's stages; sharding over the other axes is in the DTensors themselves.
+
+    Args:
+        group: the ranks of one pipeline; ``None`` when there is one stage.
+        device: where the norm is wanted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: str) -> None:
+        self._group, self._device = group, torch.device(device)
+        self._elsewhere: list[weakref.ref[Tensor]] = []
+
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Another rank of the pipeline holds these too and counts them."""
+        self._elsewhere += [weakref.ref(one) for one in parameters]
+
+    def __call__(self, grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
+        """A plain 0-d float tensor, the same on every rank. Collective over the pipeline and the DTensors' meshes."""
+        if self._group is None:
+            return clipping.total_norm(grads, norm_type)
+        alive = [ref() for ref in self._elsewhere]
+        elsewhere = {id(one.grad) for one in alive if one is not None}
+        own = [grad for grad in grads if id(grad) not in elsewhere]
+        norm = clipping.total_norm(own, norm_type).to(self._device, torch.float32)
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=self._group)
+            return norm
+        power = norm**norm_type
+        dist.all_reduce(power, group=self._group)
+        return power ** (1.0 / norm_type)

@@ -1,0 +1,99 @@
+"""One training call of a pipelined model, between the call and the optimizer's step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from drivetrain.api import UnsupportedError
+from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Deferred, Node, outputs, read
+from drivetrain_megatron.pipeline.passage import Passage
+from drivetrain_megatron.pipeline.planning import Arguments
+from drivetrain_megatron.pipeline.replay import LossFunction
+from drivetrain_megatron.pipeline.values import leaves, rebuilt
+
+
+class Reader(Protocol):
+    """Who runs a call forward once more."""
+
+    def read(self, call: ModelCall, node: Node) -> Any:
+        """A node's value now."""
+
+
+@final
+class ModelCall:
+    """What a script gave to the model, and what it was given back.
+
+    Args:
+        reader: runs it forward when a value is read too early.
+        arguments: of the whole batch.
+        rows: how the batch is cut.
+        way: how it goes through the model.
+        version: of the parameters.
+    """
+
+    def __init__(self, reader: Reader, arguments: Arguments, rows: Rows, way: Passage, version: int) -> None:
+        self._reader = reader
+        self.arguments, self.rows, self.way, self.version = arguments, rows, way, version
+        self._given: list[weakref.ref[Deferred]] = []
+        self._filled: list[tuple[Tensor, Node]] = []
+        self.recorded_only = False
+        """A read is refused: whoever asked for the output can do with a function instead."""
+
+    def outputs(self) -> Any:
+        """The model's output with deferred tensors."""
+        return rebuilt(
+            self.way.output,
+            [
+                outputs(Node(self, leaf, place=place)) if isinstance(leaf, Tensor) else leaf
+                for place, leaf in enumerate(leaves(self.way.output))
+            ],
+        )
+
+    def watch(self, tensor: Deferred) -> None:
+        """The script was given a deferred tensor."""
+        self._given.append(weakref.ref(tensor))
+
+    def living(self) -> list[Node]:
+        """The numbers that the script may still ask for and that have no value."""
+        alive = [ref() for ref in self._given]
+        self._given = [weakref.ref(one) for one in alive if one is not None]
+        return [one.node for one in alive if one is not None and one.node.value is None and not one.node.absent.dim()]
+
+    def fill(self, tensor: Tensor, node: Node) -> None:
+        """A plain number gets this node's value when it is known."""
+        self._filled.append((tensor, node))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Backward is over and its numbers are known."""
+        for tensor, node in self._filled:
+            tensor.copy_(read(node))
+        self._filled.clear()
+
+    def read(self, node: Node) -> Any:
+        """A node's value now. Collective over the pipeline."""
+        if self.recorded_only:
+            raise UnsupportedError("a value of the output is read while a loss is recorded", cure=TRAIN_STEP)
+        return self._reader.read(self, node)
+
+    def loss(self, function: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> Node:
+        """A loss that is computed by a function from outputs with values, one micro-batch at a time.
+
+        Args:
+            function: ``function(output, batch)``, a sum or a mean over samples.
+            output: of this call.
+            batch: tensors as long as the batch are cut with it.
+        """
+        found = [leaf.node if isinstance(leaf, Deferred) else leaf for leaf in leaves(output)]
+        number = self._number(next(leaf for leaf in found if isinstance(leaf, Node)).absent)
+        return Node(self, number, LossFunction(function), (rebuilt(output, found), batch))
+
+    @staticmethod
+    def _number(like: Tensor) -> Tensor:
+        return like.new_zeros(())

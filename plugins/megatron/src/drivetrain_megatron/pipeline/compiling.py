@@ -1,0 +1,264 @@
+"""Find out how a recorded loss is computed on one micro-batch at a time, and whether it can be.
+
+Which tensors of the recording are cut along with the batch, and which numbers stand for its size, is found by running
+the recording without values on the shapes of a micro-batch. That the parts then add up to the whole, in value and in
+gradient, is tried once per recording on a few rows of random outputs; a loss that mixes samples fails there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.api import UnsupportedError
+from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Node
+from drivetrain_megatron.pipeline.replay import CUT, SCALED, WHOLE, Choice, LossFunction, Program, arguments, run
+from drivetrain_megatron.pipeline.skeleton import NO_VALUE
+from drivetrain_megatron.pipeline.values import leaves, rebuilt
+
+_MOST_TRIALS = 64
+"""Ways of cutting that are tried; a recording with more tensors that could be cut or not is refused."""
+
+_CANNOT = (RuntimeError, ValueError, IndexError, TypeError)
+"""What torch raises for shapes that do not fit."""
+
+
+def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> Program:
+    """Find out how to compute a recording in parts.
+
+    Args:
+        nodes: inputs first; the last one is a number, a loss or what else the script made of the output.
+        rows: how the batch is cut.
+        part_outputs: the model's outputs for the first micro-batch, without values, by leaf.
+
+    Raises:
+        UnsupportedError: it cannot be computed in parts.
+    """
+    if len(rows) == 1:
+        return uncut(nodes)
+    options, absent = _options(nodes, rows, part_outputs)
+    varying = {id(node) for node, part in zip(nodes, absent, strict=True) if _varies(node.absent, part)}
+    if id(nodes[-1]) in varying:
+        raise UnsupportedError("a value for each sample is not a loss", cure="Reduce it: .mean() or .sum().")
+    frontier = tuple(
+        place
+        for place, node in enumerate(nodes)
+        if id(node) not in varying
+        and (node.func is None or any(id(one) in varying for one in node.inputs()))
+        and isinstance(node.absent, Tensor)
+    )
+    problem = "it was not tried"
+    kinds = ("mean", "sum") if any(isinstance(node.func, LossFunction) for node in nodes) else ("",)
+    for choices, kind in itertools.islice(itertools.product(itertools.product(*options), kinds), _MOST_TRIALS):
+        program = Program(choices, frontier, kind)
+        problem = wrong(program, nodes, rows, part_outputs)
+        if not problem:
+            return program
+    raise UnsupportedError(
+        f"this loss on the output of a pipelined model cannot be computed on one micro-batch at a time: {problem}",
+        cure=TRAIN_STEP,
+    )
+
+
+def uncut(nodes: Sequence[Node]) -> Program:
+    """For a batch in one piece: every number is right as it is."""
+    numbers = tuple(
+        place for place, node in enumerate(nodes) if isinstance(node.absent, Tensor) and not node.absent.dim()
+    )
+    return Program(tuple((WHOLE,) * len(leaves((node.args, node.kwargs))) for node in nodes), numbers)
+
+
+def _options(
+    nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]
+) -> tuple[list[list[Choice]], list[Any]]:
+    """What could become of each node's arguments, likeliest first, and the results on the shapes of a micro-batch."""
+    options: list[list[Choice]] = []
+    results: dict[int, Any] = {}
+    for node in nodes:
+        found = leaves((node.args, node.kwargs))
+        if node.func is None:
+            options.append([()])
+            results[id(node)] = part_outputs[node.place]
+            continue
+        if isinstance(node.func, LossFunction):
+            # It may look at values, so it cannot be tried without.
+            options.append([tuple(_ways(leaf, rows)[0] for leaf in found)])
+            results[id(node)] = node.absent
+            continue
+        able: list[tuple[Choice, Any]] = []
+        for choice in itertools.islice(itertools.product(*(_ways(leaf, rows) for leaf in found)), _MOST_TRIALS):
+            part = arguments(node, choice, rows, 0, results)
+            try:
+                with warnings.catch_warnings():
+                    # Torch warns of sizes that it makes fit by broadcasting, where a loss was meant to have equal ones.
+                    warnings.simplefilter("error")
+                    result = node.func(*part[0], **part[1])
+            except (*_CANNOT, *NO_VALUE, Warning):
+                continue
+            if _scales(node.absent, result, rows):
+                able.append((choice, result))
+        if not able:
+            raise UnsupportedError(
+                f"{getattr(node.func, '__name__', node.func)} on the output of a pipelined model cannot be computed on "
+                "one micro-batch at a time",
+                cure=TRAIN_STEP,
+            )
+        options.append([choice for choice, _ in able])
+        results[id(node)] = able[0][1]
+    return options, [results[id(node)] for node in nodes]
+
+
+def _ways(leaf: Any, rows: Rows) -> tuple[int, ...]:
+    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] and leaf.shape[0] % rows.size == 0:
+        return (CUT, WHOLE)
+    if type(leaf) is int and leaf >= rows.size > 1 and leaf % rows.size == 0:
+        return (WHOLE, SCALED)
+    return (WHOLE,)
+
+
+def _scales(whole: Any, part: Any, rows: Rows) -> bool:
+    """Whether each dim is as it was or has shrunk as the batch has."""
+    before, after = leaves(whole), leaves(part)
+    if len(before) != len(after):  # One for each sample, as unbind gives them.
+        return False
+    for one, other in zip(before, after, strict=True):
+        if isinstance(one, Tensor) != isinstance(other, Tensor):
+            return False
+        if not isinstance(one, Tensor):
+            continue
+        if one.dim() != other.dim():
+            return False
+        for size, smaller in zip(one.shape, other.shape, strict=True):
+            if size != smaller and size * rows.count(0) != smaller * rows.size:
+                return False
+    return True
+
+
+def _varies(whole: Any, part: Any) -> bool:
+    return any(
+        isinstance(one, Tensor) and one.shape != other.shape
+        for one, other in zip(leaves(whole), leaves(part), strict=True)
+    )
+
+
+def wrong(program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> str:
+    """Whether the parts do not add up, on a few rows of random outputs; the reason, or nothing.
+
+    Args:
+        program: what is tried.
+        nodes: the recording.
+        rows: how the batch is cut.
+        part_outputs: as for :func:`compiled`.
+    """
+    few = Rows((0, 1, min(3, rows.size)))
+    small = _shrunk(nodes, program, rows, few.size)
+    generator = torch.Generator().manual_seed(0)
+    outputs = {
+        node.place: _Output(node.absent, part_outputs[node.place], rows, few, generator)
+        for node in nodes
+        if node.func is None
+    }
+    one = Rows((0, few.size))
+    try:
+        results = run(_as_one(program), small, one, 0, {place: output.whole for place, output in outputs.items()})
+        for node in small:
+            node.absent = results[id(node)]
+        whole = results[id(small[-1])]
+        _backward(whole)
+        total = torch.zeros(())
+        for index in range(len(few)):
+            results = run(program, small, few, index, {place: output.parts[index] for place, output in outputs.items()})
+            part = results[id(small[-1])] / len(few)
+            _backward(part)
+            total = total + part.detach()
+    except _CANNOT as problem:
+        return str(problem).splitlines()[0]
+    if not _close(whole.detach(), total):
+        return "its value is not the sum or mean of its values on parts of the batch"
+    if not all(_close(first, second) for output in outputs.values() for first, second in output.gradients()):
+        return "its gradient is not the sum or mean of its gradients on parts of the batch"
+    return ""
+
+
+class _Output:
+    """Random numbers in place of one of the model's outputs, as a whole and in parts."""
+
+    def __init__(self, absent: Tensor, part: Tensor, rows: Rows, few: Rows, generator: torch.Generator) -> None:
+        varying = [dim for dim, (size, less) in enumerate(zip(absent.shape, part.shape, strict=True)) if size != less]
+        self._dim = varying[0] if varying else None
+        shape = list(absent.shape)
+        if self._dim is not None:
+            shape[self._dim] = shape[self._dim] // rows.size * few.size
+            self.whole = _random(shape, absent, generator)
+            bounds = [bound * shape[self._dim] // few.size for bound in few.bounds]
+            self.parts = [
+                self.whole.detach().narrow(self._dim, start, stop - start).clone().requires_grad_(self._trained)
+                for start, stop in itertools.pairwise(bounds)
+            ]
+        else:
+            # A value that is the mean of its values on the parts, which differ.
+            self.parts = [_random(shape, absent, generator) for _ in range(len(few))]
+            self.whole = torch.stack([one.detach().float() for one in self.parts]).mean(0).to(absent.dtype)
+            self.whole.requires_grad_(self._trained)
+
+    @property
+    def _trained(self) -> bool:
+        value = self.parts[0] if self._dim is None else self.whole
+        return value.is_floating_point()
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs that must be the same: of the whole, and of the parts."""
+        if not self._trained:
+            return []
+        ours = [torch.zeros_like(part) if part.grad is None else part.grad for part in self.parts]
+        whole = torch.zeros_like(self.whole) if self.whole.grad is None else self.whole.grad
+        if self._dim is None:
+            return [(whole, one * len(self.parts)) for one in ours]
+        return [(whole, torch.cat(ours, self._dim))]
+
+
+def _random(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    if not like.dtype.is_floating_point:
+        return torch.randint(0, 2, list(shape), generator=generator).to(like.device, like.dtype)
+    return torch.rand(list(shape), generator=generator).to(like.device, like.dtype).requires_grad_()
+
+
+def _shrunk(nodes: Sequence[Node], program: Program, rows: Rows, size: int) -> list[Node]:
+    """The same recording of a batch of fewer rows."""
+    made: dict[int, Node] = {}
+    for node, choice in zip(nodes, program.choices, strict=True):
+        found = leaves((node.args, node.kwargs))
+        changed: list[Any] = []
+        for leaf, way in zip(found, choice, strict=True):
+            if isinstance(leaf, Node):
+                changed.append(made[id(leaf)])
+            elif way == CUT:
+                changed.append(leaf[: leaf.shape[0] // rows.size * size])
+            elif way == SCALED:
+                changed.append(leaf // rows.size * size)
+            else:
+                changed.append(leaf)
+        args, kwargs = rebuilt((node.args, node.kwargs), changed) if node.func is not None else ((), {})
+        made[id(node)] = Node(node.call, node.absent, node.func, args, kwargs, node.place, node.grad, node.autocast)
+    return list(made.values())
+
+
+def _as_one(program: Program) -> Program:
+    """For a batch that is not cut."""
+    return Program(tuple((WHOLE,) * len(choice) for choice in program.choices), program.frontier, program.kind)
+
+
+def _backward(value: Any) -> None:
+    if value.requires_grad:
+        value.backward()
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    # Float32 sums in another order; a wrong factor is at least one part in a few.
+    return torch.allclose(one.float(), other.to(one.device).float(), rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,0 +1,165 @@
+"""What a rank keeps of a model after the cut: the parameters of its own stages; the others lose their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain_megatron.pipeline.cutting import Cut
+from drivetrain_megatron.pipeline.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Share:
+    """Who holds what.
+
+    Args:
+        owners: for each parameter, by first name, the pipeline ranks that hold it, ascending.
+        buffer_owners: for each buffer the rank whose value counts.
+        rank: this rank's place in the pipeline.
+    """
+
+    owners: dict[str, tuple[int, ...]]
+    buffer_owners: dict[str, int]
+    rank: int
+
+    @classmethod
+    def of(cls, module: nn.Module, cut: Cut, rank_of_stage: Callable[[int], int], rank: int) -> Share:
+        """Read it off the cut."""
+        owners = {
+            name: tuple(sorted({rank_of_stage(stage) for stage in stages})) for name, stages in cut.parameters.items()
+        }
+        buffers = {name: rank_of_stage(cut.modules[name.rpartition(".")[0]]) for name, _ in module.named_buffers()}
+        return cls(owners, buffers, rank)
+
+    def mine(self, name: str) -> bool:
+        """Whether this rank gives a parameter or buffer to a checkpoint: of several that hold it, the first."""
+        if name in self.owners:
+            return self.owners[name][0] == self.rank
+        return self.buffer_owners.get(name, self.rank) == self.rank
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter, or the buffer that counts, is here."""
+        return self.rank in self.owners.get(name, ()) or self.buffer_owners.get(name) == self.rank
+
+    def shared(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Parameters that several ranks hold, which this one does too, in order."""
+        for name, ranks in self.owners.items():
+            if len(ranks) > 1 and self.rank in ranks:
+                yield name, ranks
+
+
+def drop_foreign(
+    module: nn.Module, share: Share, skeleton: Skeleton, optimizers: Sequence[Optimizer], device: torch.device | None
+) -> None:
+    """Replace the parameters of other ranks by ones without memory, in the module and in its optimizers.
+
+    Args:
+        module: holds every parameter.
+        share: who holds what.
+        skeleton: gives tensors without memory.
+        optimizers: of this module; their state for such parameters is dropped.
+        device: where this rank's parameters go; ``None`` leaves them.
+    """
+    first = {id(one): name for name, one in module.named_parameters()}
+    absent: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):  # noqa: SLF001 (assigning by name asks for more)
+            if parameter is None:
+                continue
+            if share.holds(first[id(parameter)]):
+                if device is not None:
+                    parameter.data = parameter.data.to(device)
+                continue
+            if id(parameter) not in absent:
+                absent[id(parameter)] = skeleton.absent_parameter(parameter)
+            part._parameters[name] = absent[id(parameter)]  # noqa: SLF001
+    if device is not None:
+        for part in module.modules():
+            for name, buffer in list(part._buffers.items()):  # noqa: SLF001
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(device)  # noqa: SLF001
+    for optimizer in optimizers:
+        exchange(optimizer, absent)
+
+
+def exchange(optimizer: Optimizer, absent: dict[int, nn.Parameter]) -> None:
+    """Give an optimizer the parameters without memory; it finds no gradient on them and passes them over."""
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in absent:
+                optimizer.state.pop(parameter, None)
+                group["params"][index] = absent[id(parameter)]
+
+
+@torch.no_grad()
+def add_shared_gradients(
+    before: dict[str, Tensor | None], parameters: dict[str, nn.Parameter], share: Share, group: dist.ProcessGroup
+) -> None:
+    """Sum what this run added to the gradients of parameters that several stages hold. Collective over the pipeline.
+
+    Args:
+        before: their gradients before the run.
+        parameters: by name.
+        share: who holds them.
+        group: the ranks of the pipeline.
+    """
+    sent: list[dist.P2POp] = []
+    received: list[tuple[str, list[Tensor]]] = []
+    own: dict[str, Tensor] = {}
+    for name, ranks in share.shared():
+        parameter = parameters[name]
+        added = _local(parameter.grad) if parameter.grad is not None else torch.zeros_like(_local(parameter))
+        own[name] = added = added.contiguous()
+        others = []
+        for rank in ranks:
+            if rank != share.rank:
+                peer = dist.get_global_rank(group, rank)
+                others.append(torch.empty_like(added))
+                sent += [
+                    dist.P2POp(dist.isend, added, peer, group),
+                    dist.P2POp(dist.irecv, others[-1], peer, group),
+                ]
+        received.append((name, others))
+    if sent:
+        for work in dist.batch_isend_irecv(sent):
+            work.wait()
+    for name, others in received:
+        total = own[name]
+        elsewhere = [rank for rank in share.owners[name] if rank != share.rank]
+        # In order of ranks, so that the sum has the same digits on all of them.
+        pairs = sorted([(share.rank, total), *zip(elsewhere, others, strict=True)], key=lambda pair: pair[0])
+        added = torch.stack([value for _, value in pairs]).sum(0)
+        old = before[name]
+        parameter = parameters[name]
+        if old is not None:
+            added = added + _local(old)
+        if parameter.grad is None or isinstance(parameter, DTensor):
+            parameter.grad = _like(parameter, added)
+        else:
+            parameter.grad = added
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,229 @@
+"""What crosses each cut, and what modules of other stages return, for inputs of one signature.
+
+Between the modules that belong to one stage each, a model's forward has code of its own: sums, masks, a loop over
+blocks. That code runs on every stage, in the same order, so its results can be named by counting: the ``n``-th call
+that depends on a parameter. (Masks and positions may be computed in one way or another, as their values are.) A value
+crosses a cut when it is computed before it and used, by that code or by a module, after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.api import UsageError
+from drivetrain_megatron.pipeline.skeleton import Skeleton, is_absent
+from drivetrain_megatron.pipeline.timeline import Timeline
+from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
+
+Key = tuple[int, int]
+"""Name of a value: the number of the call that made it, and which leaf of its result it is."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The values that go from one stage to the next.
+
+    Args:
+        point: name of the module at which the next stage begins.
+        keys: their names, in order.
+        metas: their shapes, in that order.
+        calls: how many calls were counted before.
+    """
+
+    point: str
+    keys: tuple[Key, ...]
+    metas: tuple[Meta, ...]
+    calls: int
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A module whose call lies in one stage: the others skip it.
+
+    Args:
+        stage: which.
+        output: what they take for its output, tensors without values.
+        loss: it is of the last stage, and a loss is computed inside.
+    """
+
+    stage: int
+    output: Any
+    loss: bool
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How inputs of one signature go through a cut model.
+
+    Args:
+        crossings: one for each cut, in order.
+        stubs: modules that other stages skip, by name.
+        output: the model's output, tensors without values.
+    """
+
+    crossings: tuple[Crossing, ...]
+    stubs: dict[str, Stub]
+    output: Any
+
+
+@final
+class Between(TorchFunctionMode):
+    """Sees the calls of torch between the modules that are skipped as a whole, and counts those on trained values.
+
+    Args:
+        before: is given a call's arguments and returns those to use.
+        after: is given the number and the result of each call that depends on a parameter.
+    """
+
+    def __init__(self, before: Callable[[Any], Any], after: Callable[[int, Any], None]) -> None:
+        super().__init__()
+        self._before, self._after = before, after
+        self._dependent: dict[int, Tensor] = {}
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._before((args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if any(id(leaf) in self._dependent or isinstance(leaf, nn.Parameter) for leaf in leaves((args, kwargs))):
+            found = leaves(result)
+            if any(isinstance(leaf, Tensor) for leaf in found):
+                self.made(result)
+        return result
+
+    def made(self, result: Any) -> None:
+        """Count a call, of torch or of a module that is skipped as a whole."""
+        self.calls += 1
+        self.depend(result)
+        self._after(self.calls, result)
+
+    def depend(self, result: Any) -> None:
+        """Take note of values that depend on parameters."""
+        # Kept, so that no other tensor gets their identity.
+        self._dependent.update({id(leaf): leaf for leaf in leaves(result) if isinstance(leaf, Tensor)})
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside of a module, whose calls cost nothing more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+
+def stubs_of(timeline: Timeline, points: Sequence[str]) -> dict[str, Stub]:
+    """The modules that lie in one stage, read off a forward of the skeleton.
+
+    Raises:
+        UsageError: the inputs take another way through the model than those by which it was cut.
+    """
+    called = dict(timeline.once())
+    missing = [name for name in points if name not in called]
+    if missing:
+        raise UsageError(
+            f"with these inputs forward calls {missing[0]!r}, where a pipeline stage begins, "
+            f"{len(timeline.calls.get(missing[0], ()))} times",
+            cure="Give each batch the way through the model that the first one took, or name other split_points.",
+        )
+    times = [called[name].began for name in points]
+    stubs = {}
+    for name, call in called.items():
+        first = sum(call.began >= began for began in times)
+        last = sum(call.ended >= began for began in times)
+        if not name or first != last or not all(_skippable(leaf) for leaf in leaves(call.output)):
+            continue
+        loss = first == len(times) and any(call.began < time < call.ended for time in timeline.losses)
+        stubs[name] = Stub(first, call.output, loss)
+    return stubs
+
+
+def _skippable(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return is_absent(leaf)
+    return isinstance(leaf, int | float | str | bool | None)
+
+
+@final
+class Survey:
+    """A run of the skeleton that passes over every module and notes which values are used in another stage.
+
+    Args:
+        points: where stages begin.
+        stubs: what is passed over.
+    """
+
+    def __init__(self, points: Sequence[str], stubs: dict[str, Stub]) -> None:
+        self.between, self.waits = Between(self._before, self._made), False
+        self._points, self._stubs = points, stubs
+        self._stage = 0
+        self._calls = [0 for _ in points]
+        self._origins: dict[int, tuple[Key, int]] = {}
+        self._needed: list[dict[Key, Tensor]] = [{} for _ in points]
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module's call does in this run."""
+        if name in self._points:
+            self._calls[self._points.index(name)] = self.between.calls
+            self._stage = self._points.index(name) + 1
+            self._used((args, kwargs))
+        stub = self._stubs.get(name)
+        if stub is None:
+            return forward(*args, **kwargs)
+        self._used((args, kwargs))
+        with self.between.off():
+            output = fresh(stub.output, range(len(leaves(stub.output))))
+        self.between.made(output)
+        return output
+
+    def _before(self, arguments: Any) -> Any:
+        self._used(arguments)
+        return arguments
+
+    def _used(self, tree: Any) -> None:
+        for leaf in leaves(tree):
+            if not is_absent(leaf) or id(leaf) not in self._origins:
+                continue
+            key, stage = self._origins[id(leaf)]
+            for cut in range(stage, self._stage):
+                self._needed[cut].setdefault(key, leaf)
+
+    def _made(self, number: int, result: Any) -> None:
+        for index, leaf in enumerate(leaves(result)):
+            if is_absent(leaf):
+                self._origins[id(leaf)] = ((number, index), self._stage)
+
+    def crossings(self, output: Any) -> tuple[Crossing, ...]:
+        """What the run has found; the model's output is used in the last stage."""
+        self._stage = len(self._points)
+        self._used(output)
+        return tuple(
+            Crossing(point, tuple(sorted(needed)), tuple(Meta.of(needed[key]) for key in sorted(needed)), calls)
+            for point, needed, calls in zip(self._points, self._needed, self._calls, strict=True)
+        )
+
+
+def fresh(output: Any, which: Iterable[int]) -> Any:
+    """The output of a skipped module with some of its tensors made anew: each run fills in values of its own."""
+    found, chosen = leaves(output), set(which)
+    return rebuilt(
+        output,
+        [
+            leaf.detach().requires_grad_(leaf.requires_grad) if index in chosen and isinstance(leaf, Tensor) else leaf
+            for index, leaf in enumerate(found)
+        ],
+    )
+
+
+def whole_output(skeleton: Skeleton, timeline: Timeline) -> Any:
+    """The model's output without values, also where it has some."""
+    found = [
+        skeleton.absent(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves(timeline.output)
+    ]
+    return rebuilt(timeline.output, found)

@@ -1,0 +1,314 @@
+"""A model run as a pipeline: trained by torch's schedules, evaluated stage by stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, precision
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline import replay, schedules
+from drivetrain_megatron.pipeline.batches import Rows, batch_size, cut
+from drivetrain_megatron.pipeline.calls import ModelCall
+from drivetrain_megatron.pipeline.compiling import compiled, uncut
+from drivetrain_megatron.pipeline.deferred import Node, read
+from drivetrain_megatron.pipeline.parting import Share
+from drivetrain_megatron.pipeline.passage import Passage
+from drivetrain_megatron.pipeline.planning import Arguments, Planner
+from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
+from drivetrain_megatron.pipeline.running import StageRun
+from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.pipeline.transport import Stage, StageModule
+from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
+from drivetrain_megatron.pipeline.work import Recording, Work, check
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Pipeline:
+    """One model over the ranks of one pipeline.
+
+    Args:
+        model: what is called (behind ``torch.compile`` or not).
+        module: the user's module.
+        engine: precision and loss scaling.
+        section: the configuration.
+        group: the ranks of the pipeline.
+        device: of this rank.
+        on_cut: called once with who holds what, when the first inputs have shown it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        engine: TorchEngine,
+        section: MegatronConfig,
+        group: dist.ProcessGroup,
+        device: str,
+        on_cut: Callable[[Share], None],
+    ) -> None:
+        self._model, self._module, self._engine, self._section = model, module, engine, section
+        self._group, self._device, self._on_cut = group, torch.device(device), on_cut
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        num_stages = self.num_ranks * schedules.stages_per_rank(section)
+        schedules.wanted_parts(section, self.num_ranks)
+        self.planner = Planner(module, engine, section, num_stages, self._device)
+        self._rank_of = [schedules.rank_of_stage(section, stage, self.num_ranks) for stage in range(num_stages)]
+        self._stages: list[Stage] = []
+        self._schedules: dict[int, Any] = {}
+        self._programs: dict[Any, replay.Program | UnsupportedError] = {}
+        self._compute: Callable[[int, int, tuple[Tensor, ...]], Any] | None = None
+        self.version = 0
+        """Grows with each change of the parameters."""
+        self._warned = False
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """This rank's stages, first one first; none before the first forward has cut the model."""
+        return tuple(self._stages)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the pipeline."""
+        return self._group
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output that the model will have: deferred tensors in the containers that its forward returns."""
+        arguments = (args, kwargs)
+        rows = Rows.of(size := batch_size(arguments), schedules.parts_for(self._section, size, self.num_ranks))
+        way = self._way(arguments)
+        return ModelCall(self, arguments, rows, way, self.version).outputs()
+
+    @torch.no_grad()
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward over the stages; every rank gets the output. Collective over the pipeline."""
+        way = self._way((args, kwargs))
+        return self._everywhere(self._through((args, kwargs), way), way.output)
+
+    def _way(self, arguments: Arguments) -> Passage:
+        cut_before = self.planner.cut is not None
+        way = self.planner.passage(arguments)
+        if not cut_before:
+            self._divide()
+        return way
+
+    def _divide(self) -> None:
+        """Keep this rank's stages, let go of the others."""
+        made = self.planner.cut
+        assert made is not None, "the first passage cuts"
+        self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
+        names = dict(self._module.named_parameters())
+        for stage, rank in enumerate(self._rank_of):
+            if rank != self.rank:
+                continue
+            held = [names[name] for name, stages in made.parameters.items() if stage in stages]
+            module = StageModule(self._computing(stage), [one for one in held if one.requires_grad])
+            self._stages.append(Stage(module, stage, len(self._rank_of), self._device, self._group))
+
+    def _computing(self, stage: int) -> Callable[[int, tuple[Tensor, ...]], Any]:
+        def compute(index: int, received: tuple[Tensor, ...]) -> Any:
+            assert self._compute is not None, "a schedule runs inside of train"
+            return self._compute(stage, index, received)
+
+        return compute
+
+    def _run_stage(
+        self,
+        stage: int,
+        arguments: Arguments,
+        way: Passage,
+        received: Sequence[Tensor],
+        adjusting: Adjusting | None = None,
+    ) -> Any:
+        """One stage's output for one micro-batch: a tuple for the next stage, or the model's output."""
+        args, kwargs = arguments
+        run = StageRun(stage, way, received, adjusting.paused if adjusting is not None else nullcontext)
+        intercepted = self.planner.interception.run
+        if stage < len(self._rank_of) - 1:
+            # Past the engine's cast of outputs: what goes to the next stage stays in the dtype of the computation.
+            with precision.autocast(self._engine.policy, str(self._device)):
+                return intercepted(run, lambda: self._model(*args, **kwargs))
+        with adjusting if adjusting is not None else nullcontext():
+            return self._engine.forward(lambda: intercepted(run, lambda: self._model(*args, **kwargs)), (), {})
+
+    def _through(self, arguments: Arguments, way: Passage) -> Any:
+        """Run one batch forward over all stages; on the rank of the last one its output. Collective."""
+        values: Any = ()
+        for stage, rank in enumerate(self._rank_of):
+            if rank != self.rank:
+                continue
+            if stage and self._rank_of[stage - 1] != rank:
+                values = self._receive(way.crossings[stage - 1].metas, self._rank_of[stage - 1])
+            values = self._run_stage(stage, arguments, way, values)
+            if stage < len(self._rank_of) - 1 and self._rank_of[stage + 1] != rank:
+                self._send(values, self._rank_of[stage + 1])
+        return values
+
+    def _receive(self, metas: Sequence[Meta], rank: int) -> tuple[Tensor, ...]:
+        values = tuple(meta.empty(self._device) for meta in metas)
+        for value in values:
+            dist.recv(value, group=self._group, group_src=rank)
+        return values
+
+    def _send(self, values: Sequence[Tensor], rank: int) -> None:
+        for value in values:
+            dist.send(value.detach().contiguous(), group=self._group, group_dst=rank)
+
+    def _everywhere(self, output: Any, like: Any) -> Any:
+        """The last stage's output on every rank. Collective over the pipeline.
+
+        Args:
+            output: on the rank of the last stage.
+            like: the same without values.
+        """
+        source = self._rank_of[-1]
+        mine = output if self.rank == source else like
+        told: list[Any] = [None]
+        if self.rank == source:
+            told = [[Meta.of(one) if isinstance(one, Tensor) else None for one in leaves(output)]]
+            if any(is_absent(one) for one in leaves(output)):
+                told = [None]
+        dist.broadcast_object_list(told, group=self._group, group_src=source)
+        if told[0] is None:
+            raise UsageError(
+                "an output of the pipelined model comes from an earlier stage, inside of a module that the last stage "
+                "passes over",
+                cure="Return it from the module's forward, so that it is seen where the stages meet.",
+            )
+        values = []
+        for leaf, meta in zip(leaves(mine), told[0], strict=True):
+            if meta is None:
+                values.append(leaf)
+                continue
+            value = leaf.detach().contiguous() if self.rank == source else meta.empty(self._device)
+            dist.broadcast(value, group=self._group, group_src=source)
+            values.append(value)
+        return rebuilt(mine, values)
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, call: ModelCall, loss: Node, scaled: Callable[[Tensor], Tensor]) -> None:
+        """Run the schedule: forward and backward of ``scaled(loss)``; then values are known. Collective.
+
+        Args:
+            call: whose loss it is.
+            loss: recorded, 0-d.
+            scaled: what backward starts from, given a loss whose mean over micro-batches is the batch's.
+        """
+        work = self._prepared(call, loss, call.living())
+        parts = len(call.rows)
+        if parts not in self._schedules:
+            self._schedules[parts] = schedules.make(self._section, self._stages, parts, lambda output, _: output)
+        for stage in self._stages:
+            before, after = stage.stage_index - 1, stage.stage_index
+            stage.has_backward = True
+            stage.clear_runtime_states()
+            stage.expect(
+                [way.crossings[before].metas if before >= 0 else () for way in work.ways],
+                [way.crossings[after].metas if after < len(way.crossings) else () for way in work.ways],
+            )
+        last = len(self._rank_of) - 1
+
+        def compute(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+            adjusting = work.adjusting() if stage == last else None
+            output = self._run_stage(stage, work.batches[index], work.ways[index], received, adjusting)
+            return scaled(work.finish(index, output) / parts) if stage == last else output
+
+        with self._computing_by(compute):
+            self._schedules[parts]._step_microbatches(  # noqa: SLF001 (step would cut the batch once more)
+                [()] * parts, [{"index": index} for index in range(parts)], list(range(parts)), return_outputs=False
+            )
+        for stage in self._stages:
+            stage.clear_runtime_states()
+        work.share(self._rank_of[last], self._group, self._device)
+        read(loss)
+        call.finish()
+
+    def read(self, call: ModelCall, node: Node) -> Any:
+        """A node's value by running forward once more, on the whole batch. Collective over the pipeline."""
+        if call.version != self.version:
+            raise UsageError(
+                "a value of a pipelined model's output is read after the optimizer stepped, and backward did not "
+                "compute it",
+                cure="Read it before optimizer.step(); numbers that exist when backward is called stay readable.",
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "The output of a pipelined model is read before accelerator.backward(loss) computed it: the model runs "
+                "once more, forward only. Read losses after backward, when their values are there."
+            )
+        nodes = replay.ordered([node])
+        whole = Rows.of(call.rows.size, 1)
+        results: dict[int, Any] = {}
+        with torch.no_grad(), self.planner.without_randomness():
+            output = self._through(call.arguments, call.way)
+            if self.rank == self._rank_of[-1]:
+                outputs = dict(enumerate(leaves(output)))
+                check(nodes, outputs, call.way)
+                results = replay.run(uncut(nodes), nodes, whole, 0, outputs)
+            return self._everywhere(results.get(id(node)), node.absent)
+
+    def _prepared(self, call: ModelCall, loss: Node, others: Sequence[Node]) -> Work:
+        rows = call.rows
+        batches = cut(call.arguments, rows, self._section.whole_inputs) if len(rows) > 1 else [call.arguments]
+        ways = [self.planner.passage(arguments) for arguments in batches]
+        outputs = dict(enumerate(leaves(ways[0].output)))
+        recordings = [self._recording(loss, rows, outputs)]
+        for node in others:
+            if node is not loss:
+                try:
+                    recordings.append(self._recording(node, rows, outputs))
+                except UnsupportedError:
+                    continue  # It is no sum or mean; whoever reads it before the step gets it by a forward.
+        counts: list[Reduction | Tensor] = []
+        if len(rows) > 1 and self.rank == self._rank_of[-1]:
+            counts = self.planner.counts(call.arguments, call.way)
+        return Work(batches, ways, rows, recordings, counts)
+
+    def _recording(self, node: Node, rows: Rows, outputs: dict[int, Any]) -> Recording:
+        nodes = replay.ordered([node])
+        told = replay.key(nodes, rows)
+        found = self._programs.get(told)
+        if found is None:
+            try:
+                found = compiled(nodes, rows, outputs)
+            except UnsupportedError as problem:
+                found = problem
+            self._programs[told] = found
+        if isinstance(found, UnsupportedError):
+            raise found
+        return Recording(nodes, found)
+
+    @contextmanager
+    def _computing_by(self, compute: Callable[[int, int, tuple[Tensor, ...]], Any]) -> Iterator[None]:
+        self._compute = compute
+        try:
+            yield
+        except RuntimeError as problem:
+            # Torch's stages wrap what a forward raises; the user's own mistake is what must be seen.
+            if isinstance(problem.__cause__, DrivetrainError):
+                raise problem.__cause__ from None
+            raise
+        finally:
+            self._compute = None
+
+    def changed(self) -> None:
+        """Parameters have other values now: outputs of calls before are not to be had any more."""
+        self.version += 1
+
+    def release(self) -> None:
+        """Give the module its classes back. May be called twice."""
+        self._schedules.clear()
+        self._stages.clear()
+        self.planner.release()

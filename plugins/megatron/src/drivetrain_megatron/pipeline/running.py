@@ -1,0 +1,237 @@
+"""Run one stage of a model by the model's own forward: what belongs to other stages is passed over.
+
+The forward runs from its beginning on every stage. Modules of earlier stages return tensors without values at once; at
+the call where this stage begins the received values are filled in; at the call where the next one begins forward is
+left. Masks, positions and whatever else does not depend on parameters is computed on each stage from the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.api import UsageError
+from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
+from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.pipeline.values import leaves, rebuilt
+from drivetrain_megatron.tensor.sharded import full_tensor
+
+EVERYTHING = -1
+"""The stage of a run in which every module is passed over: only what lies between them is computed."""
+
+_FILLED = "_drivetrain_value"
+"""The attribute under which a tensor of an earlier stage carries the value that was received for it."""
+
+
+class _Leave(BaseException):
+    """Ends a forward where the next stage begins. Not an ``Exception``: a model's own handlers shall not see it."""
+
+    def __init__(self, values: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.values = values
+
+
+class Run(Protocol):
+    """Decides what the calls of modules do."""
+
+    between: Between
+    waits: bool
+    """Forward begins with what belongs to other stages."""
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module's call does."""
+
+
+def filled(tree: Any) -> Any:
+    """The tree with values in place of the tensors for which one was received."""
+    found = leaves(tree)
+    values = [vars(leaf).get(_FILLED, leaf) if isinstance(leaf, Tensor) else leaf for leaf in found]
+    return tree if all(one is other for one, other in zip(found, values, strict=True)) else rebuilt(tree, values)
+
+
+@final
+class StageRun:
+    """One run of one stage.
+
+    Args:
+        stage: which one.
+        passage: how inputs of this signature go through the model.
+        received: values from the stage before.
+        outside_losses: entered around modules in which no loss is computed.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        passage: Passage,
+        received: Sequence[Tensor] = (),
+        outside_losses: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.between = Between(self._before, self._made)
+        self.received, self.waits = received, stage > 0
+        self._stage, self._passage, self._outside_losses = stage, passage, outside_losses
+        self._entry = passage.crossings[stage - 1] if stage > 0 else None
+        self._exit = passage.crossings[stage] if 0 <= stage < len(passage.crossings) else None
+        self._wanted: set[Key] = {key for one in (self._entry, self._exit) if one is not None for key in one.keys}
+        self._values: dict[Key, Tensor] = {}
+        self._began = self._inside = False
+        self._grad = torch.is_grad_enabled()
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module's call does in this run."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        if self._exit is not None and name == self._exit.point:
+            raise _Leave(self._leaving(self._exit))
+        if self._entry is not None and name == self._entry.point:
+            self._enter(self._entry)
+        args, kwargs = self._before((args, kwargs))
+        stub = self._passage.stubs.get(name)
+        if stub is None:
+            return forward(*args, **kwargs)
+        if stub.stage != self._stage and not (self._stage == EVERYTHING and stub.loss):
+            with self.between.off():
+                following = self.between.calls + 1
+                output = fresh(stub.output, [leaf for event, leaf in self._wanted if event == following])
+        elif stub.loss:
+            # Its losses are adjusted, so it is looked into; it counts as one call all the same.
+            before = self.between.calls
+            output = forward(*args, **kwargs)
+            self.between.calls = before
+        else:
+            self._inside = True
+            try:
+                with self.between.off(), self._outside_losses():
+                    output = forward(*args, **kwargs)
+            finally:
+                self._inside = False
+        self.between.made(output)
+        return output
+
+    def _before(self, arguments: Any) -> Any:
+        return filled(arguments) if self._began else arguments
+
+    def _made(self, number: int, result: Any) -> None:
+        for index, leaf in enumerate(leaves(result)):
+            if (number, index) in self._wanted:
+                self._values[number, index] = leaf
+
+    def _same_way(self, crossing: Crossing) -> None:
+        if self.between.calls != crossing.calls:
+            raise UsageError(
+                f"forward came to {crossing.point!r} by another way than with an earlier batch of the same shapes: "
+                "it looks at values of its inputs to decide what it does with those of its layers",
+                cure="Compute both ways and choose with torch.where, or name split_points behind that place.",
+            )
+
+    def _enter(self, crossing: Crossing) -> None:
+        self._same_way(crossing)
+        self._began = True
+        torch.set_grad_enabled(self._grad)
+        self.between.depend(list(self.received))
+        for key, value in zip(crossing.keys, self.received, strict=True):
+            setattr(self._values[key], _FILLED, value)
+            self._values[key] = value
+
+    def _leaving(self, crossing: Crossing) -> tuple[Tensor, ...]:
+        self._same_way(crossing)
+        # A sequence that is shared over tp travels whole: the next stage begins as the model does.
+        values = tuple(full_tensor(self._values[key]) for key in crossing.keys)
+        for value, meta in zip(values, crossing.metas, strict=True):
+            assert not is_absent(value), "a value crosses the cut at which it was received"
+            if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
+                raise UsageError(
+                    f"a value that {crossing.point!r} needs is {value.dtype} of {list(value.shape)}, but a forward "
+                    f"without values foretold {meta.dtype} of {list(meta.shape)}",
+                    cure="The shapes in forward must depend on the shapes of the inputs alone.",
+                )
+        return values
+
+
+@final
+class Interception:
+    """The modules of one model whose calls a run decides about.
+
+    Each of them gets a class of its own, derived from its class, whose call asks the run that is active; without one it
+    is the module's usual call.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changed: dict[str, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
+        self._active: Run | None = None
+
+    def install(self, names: Sequence[str]) -> None:
+        """Take note of some modules."""
+        for name in names:
+            if name not in self._changed:
+                part = self._module.get_submodule(name)
+                original = type(part)
+                part.__class__ = self._class_for(original, name)
+                self._changed[name] = (part, original, type(part))
+
+    def _class_for(self, original: type[nn.Module], name: str) -> type[nn.Module]:
+        interception = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = interception._active
+            if run is None:
+                # In backward, where activations are computed again from what was kept.
+                args, kwargs = filled((args, kwargs))
+                return original.__call__(module, *args, **kwargs)
+            return run.call(name, lambda *a, **k: original.__call__(module, *a, **k), args, kwargs)
+
+        made = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+        made.__qualname__ = original.__qualname__
+        return made
+
+    def run(self, run: Run, forward: Callable[[], Any]) -> Any:
+        """Call the model under a run.
+
+        Args:
+            run: what decides.
+            forward: calls the model.
+
+        Returns:
+            What the model returned, or, of a stage before the last, a tuple of what leaves it.
+        """
+        with self._running(run):
+            try:
+                with run.between:
+                    output = forward()
+                return filled(output)
+            except _Leave as leave:
+                received = {id(one) for one in run.received} if isinstance(run, StageRun) else set()
+                # A value that only passes through must not be the leaf itself, which has no function to go back by, and
+                # torch's zero-bubble schedules detach what leaves in place, which a view refuses.
+                return tuple(
+                    one.clone() if id(one) in received or one._is_view() else one  # noqa: SLF001 (torch's word for it)
+                    for one in leave.values
+                )
+
+    @contextmanager
+    def _running(self, run: Run) -> Iterator[None]:
+        before, self._active = self._active, run
+        grad = torch.is_grad_enabled()
+        try:
+            # Nothing is trained before a stage begins, though other stages of this rank may have parameters there.
+            torch.set_grad_enabled(grad and not run.waits)
+            yield
+        finally:
+            torch.set_grad_enabled(grad)
+            self._active = before
+
+    def remove(self) -> None:
+        """Give every module its class back. May be called twice."""
+        for part, original, made in self._changed.values():
+            # One that was derived further since then (fully_shard does so) stays: without a run it does nothing.
+            if type(part) is made:
+                part.__class__ = original
+        self._changed.clear()

@@ -1,0 +1,149 @@
+"""Stages as torch's schedules run them, sending each micro-batch in the shape that it has.
+
+Torch's own ``PipelineStage`` takes every micro-batch to be shaped like the first. Here the shapes are known beforehand
+for each of them (:mod:`.passage`), so that the last batch of an epoch may be uneven; only values are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from drivetrain_megatron.pipeline.values import Meta
+
+
+@final
+class StageModule(nn.Module):
+    """What torch's stage calls: computes one micro-batch of one stage.
+
+    Args:
+        compute: ``compute(index, received)``: a tuple for the next stage, or the loss.
+        trained: the parameters of this stage.
+    """
+
+    def __init__(self, compute: Callable[[int, tuple[Tensor, ...]], Any], trained: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._compute, self._trained = compute, list(trained)
+
+    def forward(self, *received: Tensor, index: int) -> Any:
+        """Compute a micro-batch."""
+        return self._compute(index, received)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those whose gradients a split backward computes by themselves."""
+        yield from self._trained
+
+
+@final
+class Stage(_PipelineStageBase):
+    """A stage whose micro-batches may differ in shape.
+
+    Args:
+        module: computes it.
+        index: which stage.
+        num_stages: of how many.
+        device: where it computes.
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(
+        self, module: StageModule, index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(module, index, num_stages, device, group)
+        self._incoming: Sequence[Sequence[Meta]] = ()
+        self._outgoing: Sequence[Sequence[Meta]] = ()
+        self._values: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+
+    def expect(self, incoming: Sequence[Sequence[Meta]], outgoing: Sequence[Sequence[Meta]]) -> None:
+        """Say what each micro-batch of the next run brings, and what it sends on."""
+        self._incoming, self._outgoing = incoming, outgoing
+        counted: Any = tuple(incoming[0])
+        self._stage_meta.inputs = counted  # Torch looks at their number only.
+        self.chunks = len(incoming)
+
+    def clear_runtime_states(self) -> None:
+        """Forget the run before."""
+        self.fwd_cache.clear()
+        self.bwd_cache.clear()
+        self.output_chunks.clear()
+        self._values.clear()
+        self._gradients.clear()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive a micro-batch's values; memory is taken when they are asked for."""
+        if self.is_first:
+            return []
+        values = [meta.empty(self.device) for meta in self._incoming[fwd_chunk_id]]
+        self._values[fwd_chunk_id] = values
+        return [self._receive(value, self.stage_index - 1) for value in values]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send a micro-batch's values to the next stage."""
+        if self.is_last:
+            return []
+        values, _ = self.fwd_cache[fwd_chunk_id]
+        return [self._send(value.detach(), self.stage_index + 1) for value in values]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive the gradients of what was sent, where it is trained."""
+        if not self.has_backward or self.is_last:
+            return []
+        gradients = [meta.empty(self.device) if meta.trained else None for meta in self._outgoing[bwd_chunk_id]]
+        self._gradients[bwd_chunk_id] = gradients
+        return [self._receive(one, self.stage_index + 1) for one in gradients if one is not None]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradients of what was received, where it is trained."""
+        if not self.has_backward or self.is_first:
+            return []
+        return [
+            self._send(one, self.stage_index - 1) for one in self.get_local_bwd_output(bwd_chunk_id) if one is not None
+        ]
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """The gradients of what was received; zeros where the loss does not depend on it."""
+        found = self.bwd_cache.pop(mb_index)
+        return tuple(
+            None if not meta.trained else meta.empty(self.device).zero_() if one is None else one
+            for one, meta in zip(found, self._incoming[mb_index], strict=True)
+        )
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the values of the stage before, which is on this rank."""
+        self._values[mb_index] = [value.detach() for value in prev_stage_outputs]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients from the next stage, which is on this rank."""
+        self._gradients[mb_index] = list(next_stage_bwd_outputs)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        trains = self.has_backward and torch.is_grad_enabled()
+        return tuple(
+            value.requires_grad_(trains and meta.trained)
+            for value, meta in zip(self._values.pop(fwd_chunk_id), self._incoming[fwd_chunk_id], strict=True)
+        )
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        return tuple(self._gradients.pop(bwd_chunk_id))
+
+    def _receive(self, memory: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, memory, self._resolve_peer_global_rank(stage), self.group)
+
+    def _send(self, value: Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, value.contiguous(), self._resolve_peer_global_rank(stage), self.group)
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
+        """Shapes are known."""
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        """Shapes are known."""
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
+        """Of no use here."""
+        return ()

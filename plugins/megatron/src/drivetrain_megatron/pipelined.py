@@ -1,0 +1,209 @@
+"""One model cut along its depth: its training output is deferred, and backward runs the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    PortableState,
+    StepResult,
+    TensorSpec,
+    TorchEngine,
+    Trainable,
+    UnsupportedError,
+    UsageError,
+    clipping,
+)
+from drivetrain_megatron import state
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.norms import GlobalNorm
+from drivetrain_megatron.pipeline.calls import ModelCall
+from drivetrain_megatron.pipeline.deferred import Deferred, Node
+from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign
+from drivetrain_megatron.pipeline.pipeline import Pipeline
+from drivetrain_megatron.pipeline.values import leaves
+from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.replicas import Replicas
+from drivetrain_megatron.stepping import Stepping
+from drivetrain_megatron.trainable import local_gradients
+
+
+@final
+class PipelinedTrainable(Trainable):
+    """A module of which each rank holds some stages.
+
+    Before its first forward every rank holds all of it; that forward's inputs show in which order modules are called,
+    and where it can be cut. ``forward`` in training mode returns what will be known after :meth:`backward`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        former: FormerParameters,
+        cut: Callable[[Tensor, Tensor], Tensor],
+        engine: TorchEngine,
+        replicas: Replicas,
+        dp_size: int,
+        section: MegatronConfig,
+        group: dist.ProcessGroup,
+        device: str | None,
+        norm: GlobalNorm,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.module = module
+        self._stepping = Stepping(module, engine)
+        self.optimizers = self._stepping.optimizers
+        self._former, self._part, self._engine = former, cut, engine
+        self._replicas, self._dp_size, self._group = replicas, dp_size, group
+        self._device, self._norm, self._mesh, self._how = device, norm, mesh, section.data_parallel
+        self._share: Share | None = None
+        self._whole_only: state.WholeOnly | None = None
+        self._syncs = True
+        self._held: list[nn.Parameter] = []
+        self._shared: dict[str, nn.Parameter] = {}
+        self.pipeline = Pipeline(model, module, engine, section, group, engine.device, self._divide)
+
+    def _divide(self, share: Share) -> None:
+        device = None if self._device is None else torch.device(self._device)
+        drop_foreign(self.module, share, self.pipeline.planner.skeleton, self.optimizers, device)
+        self._share = share
+        self._whole_only = state.WholeOnly(self.module)
+        if self._dp_size > 1:
+            self._stepping.lay_out(self._how, self._mesh)
+        parameters = dict(self.module.named_parameters())
+        self._held = [parameters[name] for name in parameters if share.holds(name)]
+        self._shared = {name: parameters[name] for name, _ in share.shared()}
+        self._norm.leave_out(self._stepping.held([parameters[name] for name in self._shared if not share.mine(name)]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.module.training:
+            return self.pipeline.call(args, kwargs)
+        return self.pipeline.evaluate(args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        node = loss.node if isinstance(loss, Deferred) else None
+        call = None if node is None else node.call
+        if node is None or not isinstance(call, ModelCall):
+            raise UsageError(
+                "this loss does not come from a training output of the pipelined model, or it went backward already",
+                cure="Call the model in training mode with gradients enabled, and backward once for each call.",
+            )
+        if node.absent.dim():
+            raise UsageError("backward needs one number, this loss has several", cure="Reduce it: .mean() or .sum().")
+        self._train(call, node, scale)
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
+        loss_fn: Callable[[Any, Any], Tensor],
+        scale: float | Tensor,
+    ) -> Tensor:
+        """See :meth:`drivetrain.api.Trainable.forward_backward`. Each batch is cut further, into parts for the stages.
+
+        A loss that can be recorded is computed as in the loop; any other is called with each micro-batch's outputs and
+        its part of the batch, and must be a sum or a mean over samples.
+        """
+        total = torch.zeros((), device=self._engine.device)
+        for index, (args, kwargs, batch) in enumerate(micro_batches):
+            self.synchronise_gradients(index == len(micro_batches) - 1)
+            output = self.pipeline.call(args, kwargs)
+            call = next(leaf.node.call for leaf in leaves(output) if isinstance(leaf, Deferred))
+            assert isinstance(call, ModelCall), "a call gives its own outputs"
+            call.recorded_only = True
+            try:
+                recorded: Any = loss_fn(output, batch)
+                node = recorded.node if isinstance(recorded, Deferred) else call.loss(loss_fn, output, batch)
+                self._train(call, node, scale)
+            except UnsupportedError:
+                node = call.loss(loss_fn, output, batch)
+                self._train(call, node, scale)
+            total = total + node.value
+        return total
+
+    def _train(self, call: ModelCall, node: Node, scale: float | Tensor) -> None:
+        factor, scaler = scale * self._dp_size, self._engine.scaler
+        if scaler is not None:
+            # The scaler makes its scale when it is first used, which the stages before the last do not.
+            scaler.scale(torch.zeros((), device=self._engine.device))
+        before = {name: one.grad for name, one in self._shared.items()}
+        for one in self._shared.values():
+            one.grad = None
+        try:
+            self.pipeline.train(
+                call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
+            )
+        except BaseException:
+            for name, grad in before.items():
+                self._shared[name].grad = grad
+            raise
+        if self._shared and self._share is not None:
+            add_shared_gradients(before, self._shared, self._share, self._group)
+        if self._syncs:
+            self._replicas.average(self._held)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        self._syncs = enabled
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(local_gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._stepping.clip_grad_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._stepping.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        if closure is not None:
+            raise UnsupportedError(
+                "an optimizer closure cannot be combined with a pipeline",
+                cure="Use an optimizer that steps without one.",
+            )
+        self.pipeline.changed()
+        return self._stepping.step(optimizer, None)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self._stepping.zero_grad(optimizer, set_to_none)
+
+    def shares(self, parameters: Sequence[Tensor]) -> bool:
+        return self._former.include(parameters) or super().shares(parameters)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        remap(optimizer, self._former, self.module, self._part)
+        self._stepping.add(optimizer)
+
+    def portable_state(self) -> PortableState:
+        return state.of_stage(self._stepping.portable_state(), self._share, self._group)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return state.held(self._stepping.portable_template(saved), self._share)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        self.pipeline.changed()
+        self._stepping.load_portable_state(portable)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        if self._share is None:
+            yield from state.full_tensors(self.module)
+            return
+        assert self._whole_only is not None, "made where the model is cut"
+        device = torch.device(self._engine.device)
+        entries = self._whole_only.entries()
+        yield from state.tensors_of_stages(self.module, entries, self._share, self._group, device)
+
+    def release(self) -> None:
+        """Give the module its own classes back; the stages of other ranks stay without values."""
+        self.pipeline.release()
+        if self._whole_only is not None:
+            self._whole_only.remove()

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: simulated, searched and drawn before anything runs."""

@@ -1,0 +1,126 @@
+"""The action lists of torch's schedule classes, taken from the classes themselves. The planner's only use of torch.
+
+A schedule of one stage a rank (GPipe, 1F1B) is *run* with a stage that computes nothing and notes what it is asked
+for: the list that such a class prints (``pipeline_order``) is made by other code than its steps, and for the last rank
+of 1F1B the two differ in torch 2.13. The other classes run a list, ``pipeline_order_with_comms``, which is read. Tests
+run those as well and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, final
+
+from torch.distributed.pipelining import schedules
+
+from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
+from drivetrain_megatron.planner.catalogue import Schedule, check, find
+
+_KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+
+
+@lru_cache(maxsize=512)
+def action_lists(name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> ActionLists:
+    """Return what each rank computes under a schedule, in order. Needs no process group and no model.
+
+    Raises:
+        UsageError: the schedule does not take these numbers; names what works.
+    """
+    schedule = find(name)
+    check(schedule, num_ranks, stages_per_rank, num_micro_batches)
+    if issubclass(schedules.get_schedule_class(schedule.torch_name), schedules.PipelineScheduleSingle):
+        noted = []
+        for rank in range(num_ranks):
+            built, actions = build(schedule, num_ranks, stages_per_rank, rank, num_micro_batches)
+            run_noting(built, num_micro_batches)
+            noted.append(tuple(actions))
+        return ActionLists(tuple(noted))
+    built, _ = build(schedule, num_ranks, stages_per_rank, 0, num_micro_batches)
+    return ActionLists(tuple(_computations(built.pipeline_order_with_comms[rank]) for rank in range(num_ranks)))
+
+
+def build(
+    schedule: Schedule, num_ranks: int, stages_per_rank: int, rank: int, num_micro_batches: int
+) -> tuple[Any, list[Action]]:
+    """Return torch's schedule of one rank over stages that compute nothing, and the list in which they note.
+
+    Raises:
+        ValueError: torch's class does not take these numbers.
+    """
+    noted: list[Action] = []
+    stages: list[Any] = [
+        NotingStage(stage, num_ranks, rank, num_ranks * stages_per_rank, noted)
+        for stage in stages_of(schedule.placement, num_ranks, stages_per_rank, rank)
+    ]
+    kind: Any = schedules.get_schedule_class(schedule.torch_name)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, num_micro_batches, loss_fn=_no_loss), noted
+
+
+def stages_of(placement: str, num_ranks: int, stages_per_rank: int, rank: int) -> list[int]:
+    """Return the stages that a rank holds, first one first."""
+    if placement == "v":
+        assert stages_per_rank == 2, stages_per_rank
+        return [rank, 2 * num_ranks - 1 - rank]
+    return list(range(rank, num_ranks * stages_per_rank, num_ranks))
+
+
+def _computations(actions: Sequence[Any]) -> tuple[Action, ...]:
+    """Return the computations among torch's actions; a pair that may overlap is run one after the other."""
+    parts = [part for action in actions for part in (action.sub_actions or (action,))]
+    return tuple(
+        Action(_KINDS[part.computation_type.value], part.stage_index, part.microbatch_index)
+        for part in parts
+        if part.is_compute_op
+    )
+
+
+def run_noting(built: Any, num_micro_batches: int) -> None:
+    """Run a schedule whose stages note what they are asked for; no tensors, no communication."""
+    # Initialising exchanges shapes with the neighbours; there is nobody to exchange them with.
+    built._initialize_stage = built._initialize_stages = lambda *_, **__: None  # noqa: SLF001
+    built._step_microbatches(target_mbs=[None] * num_micro_batches)  # noqa: SLF001
+
+
+def _no_loss(*_: Any) -> float:
+    return 0.0
+
+
+@final
+class NotingStage:
+    """Stands for torch's ``PipelineStage``: has its place in the pipeline, computes nothing, notes every request.
+
+    Args:
+        index: of this stage.
+        num_ranks: size of the pipeline's group.
+        rank: who holds this stage.
+        num_stages: of the whole pipeline.
+        noted: where it notes; stages of one rank share it.
+    """
+
+    def __init__(self, index: int, num_ranks: int, rank: int, num_stages: int, noted: list[Action]) -> None:
+        self.stage_index, self.group_size, self.group_rank, self.num_stages = index, num_ranks, rank, num_stages
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.submod = None
+        self.noted = noted
+
+    def forward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+        self.noted.append(Action("F", self.stage_index, micro_batch))
+
+    def backward_one_chunk(self, micro_batch: int, *_: Any, full_backward: bool = True, **__: Any) -> None:
+        self.noted.append(Action("B" if full_backward else "I", self.stage_index, micro_batch))
+
+    def backward_weight_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+        self.noted.append(Action("W", self.stage_index, micro_batch))
+
+    def no_messages(self, _: int) -> list[Any]:
+        """Nothing is sent and nothing is waited for."""
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_messages
+
+    def passes(self, *_: Any) -> None:
+        """What torch does beside computing (hand on a tensor, reduce gradients) leaves no trace here."""
+
+    set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = perform_reduce_grad = passes

@@ -1,0 +1,107 @@
+"""Gradients of replicas: averaged over the data-parallel ranks in buckets, once a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_BUCKET_BYTES = 25 << 20
+"""As large as torch's DDP makes them: large enough that latency does not count, small enough to copy twice."""
+
+
+@final
+class Replicas:
+    """Averages gradients over the ranks that hold the same parameters.
+
+    An average leaves as it is what was averaged before, so a window may be reduced at each of its micro-batches.
+
+    Args:
+        group: the data-parallel ranks of one pipeline and tensor coordinate.
+        size: how many they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
+        self._group, self._size = group, size
+
+    @torch.no_grad()
+    def average(self, parameters: Iterable[Tensor]) -> None:
+        """Give each parameter the mean of its gradients. Collective over the data-parallel ranks.
+
+        A rank on which a parameter has no gradient counts as zero; where none has one it stays without. Parameters in
+        shards are passed over: torch has reduced their gradients.
+        """
+        if self._size == 1:
+            return
+        for bucket in buckets([one for one in parameters if one.requires_grad and not _in_shards(one)]):
+            self._average(bucket)
+
+    def _average(self, bucket: list[Tensor]) -> None:
+        lacking = [one for one in bucket if one.grad is None]
+        # One number a parameter goes along, to tell "no gradient anywhere" from zero.
+        present = torch.tensor([one.grad is not None for one in bucket], dtype=local_part(bucket[0]).dtype)
+        parts = [
+            torch.zeros_like(local_part(one)).flatten() if one.grad is None else local_part(one.grad).flatten()
+            for one in bucket
+        ]
+        flat = torch.cat([*parts, present.to(parts[0].device)])
+        dist.all_reduce(flat, group=self._group)
+        counts = flat[-len(bucket) :]
+        flat = flat / self._size
+        somewhere = counts.tolist() if lacking else None  # Reading it waits for the device.
+        start = 0
+        for index, one in enumerate(bucket):
+            shape = local_part(one).shape
+            mean = flat[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+            if one.grad is not None:
+                local_part(one.grad).copy_(mean)
+            elif somewhere is not None and somewhere[index] > 0:
+                one.grad = _like(one, mean.clone())
+
+
+def _in_shards(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "dp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def local_part(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one device and dtype together, in order, up to the size of a bucket."""
+    alike: dict[object, list[Tensor]] = {}
+    for one in parameters:
+        local = local_part(one)
+        alike.setdefault((local.device, local.dtype), []).append(one)
+    for group in alike.values():
+        bucket: list[Tensor] = []
+        held = 0
+        for one in group:
+            size = local_part(one).numel() * local_part(one).element_size()
+            if bucket and held + size > _BUCKET_BYTES:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(one)
+            held += size
+        if bucket:
+            yield bucket

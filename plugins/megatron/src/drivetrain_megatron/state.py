@@ -1,0 +1,134 @@
+"""How a model on a mesh maps to the portable checkpoint: each rank gives what it holds, under the original names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import PortableState, TensorSpec, TorchEngine, UsageError, portable
+from drivetrain_megatron.pipeline.parting import Share
+from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.tensor.packing import packing_of
+
+
+def portable_state(module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> PortableState:
+    """What this rank holds, no copy."""
+    state = packing_of(module).unpack(portable.portable_state(module, optimizers))
+    state.extra |= engine.state()
+    return state
+
+
+def portable_template(
+    module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, TensorSpec]
+) -> PortableState:
+    """Laid out as the module is now, whatever the layout was that saved."""
+    return packing_of(module).unpacked_template(portable.portable_template(module, optimizers, saved), saved)
+
+
+def load_portable_state(
+    module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine, state: PortableState
+) -> None:
+    """Take over a filled template."""
+    packing_of(module).pack(state, dict(module.named_parameters()))
+    portable.load_portable_state(module, optimizers, state)
+    engine.load_state(state.extra)
+
+
+def full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the state dict in full, one at a time. Collective over all ranks."""
+    packing = packing_of(module)
+    for name, tensor in module.state_dict().items():
+        yield name, packing.whole(f"model.{name}", tensor)
+
+
+def held(state: PortableState, share: Share | None) -> PortableState:
+    """Without the tensors of other stages. ``None``: the model is not cut yet, and all is here."""
+    if share is not None:
+        state.tensors = {key: value for key, value in state.tensors.items() if share.holds(_name(key))}
+    return state
+
+
+def of_stage(state: PortableState, share: Share | None, group: dist.ProcessGroup) -> PortableState:
+    """What this rank gives to a checkpoint; the extra state of all stages. Collective over the pipeline."""
+    if share is None:
+        return state
+    state.tensors = {key: value for key, value in state.tensors.items() if share.mine(_name(key))}
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, state.extra, group=group)
+    state.extra = _joined(everyones)
+    return state
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Mappings joined, level by level; of other values the last."""
+    if not all(isinstance(part, dict) for part in parts):
+        return parts[-1]
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
+
+
+def _name(key: str) -> str:
+    """The parameter's or buffer's name in ``model.<fqn>`` and ``optim.<fqn>.<slot>``."""
+    kind, _, rest = key.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
+
+
+def tensors_of_stages(
+    module: nn.Module, entries: Mapping[str, Tensor], share: Share, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the state dict in full, one at a time, from the stage that holds it. Collective over all ranks."""
+    first = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
+    packing = packing_of(module)
+    for key, tensor in entries.items():
+        name = first.get(id(tensor), key)
+        source = share.owners[name][0] if name in share.owners else share.buffer_owners[name]
+        if source == share.rank:
+            full = packing.whole(f"model.{name}", tensor.detach()).to(device).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        dist.broadcast(full, group=group, group_src=source)
+        yield key, full
+
+
+@final
+class WholeOnly:
+    """Keeps a script from taking one stage's part of a model for all of it.
+
+    Args:
+        module: the user's module, of which this rank holds some stages.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._ours = module, False
+
+        def check(module: nn.Module, found: Mapping[str, Any], prefix: str, _: Any) -> None:
+            self._check(module, found, prefix)
+
+        # A function, since torch puts a mark on it that a bound method does not take.
+        self._handle = module.register_state_dict_post_hook(check)  # type: ignore[no-untyped-call]
+
+    def entries(self) -> dict[str, Tensor]:
+        """The module's state dict, with tensors without values for other stages."""
+        self._ours = True
+        try:
+            return self._module.state_dict(keep_vars=True)
+        finally:
+            self._ours = False
+
+    def _check(self, module: nn.Module, found: Mapping[str, Any], prefix: str) -> None:
+        missing = sum(is_absent(one) for one in found.values())
+        if missing and not self._ours and not prefix:
+            raise UsageError(
+                f"this process holds some pipeline stages of {type(module).__name__}; {missing} tensor(s) of its "
+                "state_dict() are on others",
+                cure="Write accelerator.get_state_dict(model), or accelerator.save_model(model, folder), on all ranks.",
+            )
+
+    def remove(self) -> None:
+        """Take the check off again."""
+        self._handle.remove()

@@ -1,0 +1,112 @@
+"""Clipping and stepping, the same for models with and without a pipeline, with and without ZeRO-1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError
+from drivetrain_megatron import state
+from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.sharding import part, shard
+from drivetrain_megatron.zero1 import Parts
+
+
+@final
+class Stepping:
+    """The optimizers of one model.
+
+    Args:
+        module: the user's module.
+        engine: precision, loss scaling, skipped steps.
+    """
+
+    def __init__(self, module: nn.Module, engine: TorchEngine) -> None:
+        self._module, self._engine = module, engine
+        self._parts: Parts | None = None
+        self._former: FormerParameters | None = None
+        self.optimizers: list[Optimizer] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Take one whose parameters are the module's."""
+        self.optimizers.append(optimizer)
+        if self._former is not None:
+            remap(optimizer, self._former, self._module, part)
+        if self._parts is not None:
+            self._parts.divide([optimizer])
+
+    def lay_out(self, how: str, mesh: DeviceMesh) -> None:
+        """Share state or parameters out over the data-parallel ranks. Collective over them.
+
+        Args:
+            how: ``"ddp"``, ``"zero1"`` or ``"fsdp"``.
+            mesh: of the job.
+        """
+        if how == "zero1":
+            self._parts = Parts(mesh, self._module)
+            self._parts.divide(self.optimizers)
+        elif how == "fsdp":
+            self._former = shard(self._module, mesh, self.optimizers)
+
+    def held(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What optimizers hold of these parameters."""
+        return parameters if self._parts is None else self._parts.of(parameters)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """See :meth:`drivetrain.api.Trainable.clip_grad_norm`."""
+        return self._engine.clip_grad_norm(self.held(parameters), max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
+        self._engine.clip_grad_value(self.held(parameters), clip_value, self.optimizers)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of what this optimizer will step with."""
+        if self._parts is not None:
+            self._parts.expose()
+        self._engine.unscale(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
+        """One update, or none. Collective over the data-parallel ranks where the state is in parts."""
+        if self._parts is None:
+            return self._engine.step(optimizer, closure)
+        if closure is not None:
+            raise UnsupportedError(
+                "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."
+            )
+        self._parts.expose()
+        result = self._engine.step(optimizer)
+        if not result.skipped:
+            self._parts.gather()
+        return result
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drop the gradients of this optimizer's parameters, whole ones and parts."""
+        if self._parts is not None:
+            self._parts.drop_gradients(optimizer)
+        optimizer.zero_grad(set_to_none)
+
+    def portable_state(self) -> PortableState:
+        """What this rank holds."""
+        with self._names():
+            return state.portable_state(self._module, self.optimizers, self._engine)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        """What this rank wants."""
+        with self._names():
+            return state.portable_template(self._module, self.optimizers, saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        """Take it over. Collective over the data-parallel ranks where the state is in parts."""
+        with self._names():
+            state.load_portable_state(self._module, self.optimizers, self._engine, portable)
+        if self._parts is not None:
+            self._parts.gather()
+
+    def _names(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._parts is None else self._parts.in_module()

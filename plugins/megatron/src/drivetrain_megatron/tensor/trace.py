@@ -1,0 +1,281 @@
+"""A record of what a model's forward does, made without its memory and before there is any data.
+
+The forward runs once on fake tensors: shapes, no values. Its inputs are guessed from the model; each call of a torch
+function is written down with its arguments and results, so that the flow of data between parameters can be followed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.api import UsageError
+from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
+
+_FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+BATCH, LENGTH = 2, 4
+"""Samples and positions of the guessed input; few positions, since a model may allow no more."""
+
+
+Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each argument of a forward."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function.
+
+    Args:
+        func: the function.
+        args: its arguments; tensors by their number in the trace's ``values`` (:class:`Value`).
+        kwargs: the same.
+        outputs: numbers of the tensors that it returned.
+        scope: name of the innermost module that was running.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    scope: str
+
+    @property
+    def inputs(self) -> list[int]:
+        """Numbers of the tensors among the arguments."""
+        return [leaf.number for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for a tensor of the trace."""
+
+    number: int
+
+
+@dataclass
+class Trace:
+    """What a forward did.
+
+    Args:
+        values: for each tensor one on the meta device that looks like it.
+        calls: in order.
+        parameters: number of each parameter, by the first of its names.
+        inputs: numbers of the forward's own arguments.
+        outputs: numbers of the tensors in what it returned.
+    """
+
+    values: list[Tensor] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    outputs: set[int] = field(default_factory=set)
+
+    def users(self) -> dict[int, list[int]]:
+        """For each value the calls that take it, by their place."""
+        found: dict[int, list[int]] = {}
+        for place, call in enumerate(self.calls):
+            for number in call.inputs:
+                found.setdefault(number, []).append(place)
+        return found
+
+    def makers(self) -> dict[int, int]:
+        """For each value the call that returned it first, by its place."""
+        found: dict[int, int] = {}
+        for place, call in enumerate(self.calls):
+            for number in call.outputs:
+                if number not in call.inputs:
+                    found.setdefault(number, place)
+        return found
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down calls. Tensors are told apart by identity, and kept alive so that no identity comes twice."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self.scopes = [""]
+
+    def number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._alive)
+            self._alive.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward and can_follow(args, kwargs):
+            with self:
+                return multi_head_attention(args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if outputs:
+            made = tuple(self.number(each) for each in outputs)
+            self._trace.calls.append(Call(func, self.refs(args), self.refs(kwargs), made, self.scopes[-1]))
+        return result
+
+    def values(self) -> list[Tensor]:
+        """What was seen, as meta tensors; outside of the fake mode, which would make fakes of them."""
+        return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for each in self._alive]
+
+    def refs(self, tree: Any) -> Any:
+        return tree_map(lambda leaf: Value(self.number(leaf)) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def record(model: nn.Module) -> Trace:
+    """Run the model's forward on fake tensors and write down what it does. Not collective; the model is left as it was.
+
+    Raises:
+        UsageError: no guess at the inputs made the forward run; says what it raised.
+    """
+    problems = []
+    for inputs in _guesses(model):
+        # Some operators know their shapes in low precision only.
+        for low in (False, True):
+            try:
+                return _record(model, inputs, low=low)
+            except Exception as problem:  # noqa: BLE001 (a user's forward raises anything; it is reported)
+                if not low:
+                    first_line = (str(problem).splitlines() or [""])[0]
+                    problems.append(f"with {_told(inputs)}: {type(problem).__name__}: {first_line}")
+    tried = "; ".join(problems[:3])
+    what = f"{type(model).__name__} cannot be followed, so no tensor-parallel plan can be derived ({tried})"
+    raise UsageError(what, cure="Write megatron.tp_plan: {'layers.*.wq': colwise, 'layers.*.wo': rowwise, ...}.")
+
+
+def _record(model: nn.Module, inputs: Inputs, *, low: bool) -> Trace:
+    def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16 if low and dtype.is_floating_point else dtype)
+
+    trace = Trace()
+    recorder = _Recorder(trace)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _calm(model), _silent(), _scopes(model, recorder):
+        tensors = {
+            name: fake(tensor.shape, tensor.dtype)
+            for named in (model.named_parameters(), model.named_buffers())
+            for name, tensor in named
+        }
+        trace.parameters = {name: recorder.number(tensors[name]) for name, _ in model.named_parameters()}
+        given = {name: fake(shape, dtype) for name, (shape, dtype) in inputs.items()}
+        trace.inputs = {recorder.number(each) for each in given.values()}
+        positional, by_name = _as_arguments(model, given)
+        with recorder:
+            output = functional_call(model, tensors, positional, by_name)
+        trace.outputs = {recorder.number(leaf) for leaf in _tensors(output)}
+    trace.values = recorder.values()
+    return trace
+
+
+def _as_arguments(model: nn.Module, given: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    names = inspect.signature(model.forward).parameters
+    if "use_cache" in names:
+        return (), {**given, "use_cache": False}
+    if all(name in names for name in given):
+        return (), dict(given)
+    return tuple(given.values()), {}
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)
+    elif isinstance(output, (list, tuple)):
+        for each in output:
+            yield from _tensors(each)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What fake tensors log about an operator that fails is reported by :func:`record`."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _calm(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, but for modules that compute in one opaque kernel then; each its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = isinstance(module, _FUSED_IN_EVALUATION)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _scopes(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        recorder.scopes.append(names[module])
+
+    def leave(*_: Any) -> None:
+        recorder.scopes.pop()
+
+    handles = [module.register_forward_pre_hook(enter, prepend=True) for module in names]
+    handles += [module.register_forward_hook(leave, always_call=True) for module in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _guesses(model: nn.Module) -> Iterator[Inputs]:
+    """Inputs that such a model may take, the likeliest first."""
+    own = getattr(model, "dummy_inputs", None)
+    if isinstance(own, Mapping) and all(isinstance(each, Tensor) for each in own.values()):
+        yield {name: (tuple(each.shape), each.dtype) for name, each in own.items()}
+    parameters = inspect.signature(model.forward).parameters.values()
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in fixed and each.default is inspect.Parameter.empty]
+    if not names:
+        names = [each.name for each in parameters if each.kind in fixed][:1] or ["x"]
+    for shape, dtype in _shapes(model):
+        yield dict.fromkeys(names, (shape, dtype))
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """By the first module that has parameters and takes an input of a known kind."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield (BATCH, LENGTH), torch.int64
+            return
+        if isinstance(module, nn.Linear):
+            dtype = module.weight.dtype
+            yield (BATCH, module.in_features), dtype
+            yield (BATCH, LENGTH, module.in_features), dtype
+            return
+        if isinstance(module, nn.Conv2d):
+            for side in (8, 16, 28, 32, 64, 224):
+                yield (BATCH, module.in_channels, side, side), module.weight.dtype
+            return
+    yield (BATCH, LENGTH), torch.int64
+
+
+def _told(inputs: Inputs) -> str:
+    return ", ".join(
+        f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in inputs.items()
+    )

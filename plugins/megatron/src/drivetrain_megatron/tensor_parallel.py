@@ -1,0 +1,178 @@
+"""Put a tensor-parallel plan onto a model: parameters become parts, and modules see them as what they are parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.tensor.collectives import Ring
+from drivetrain_megatron.tensor.layout import Layout
+from drivetrain_megatron.tensor.packing import Packing, remember
+from drivetrain_megatron.tensor.plan import Plan, make_plan
+from drivetrain_megatron.tensor.randomness import start_alike
+from drivetrain_megatron.tensor.sharded import Sharded, full_tensor, sharded
+
+
+@dataclass
+class TensorParallel:
+    """A model after :func:`apply_tensor_parallel`.
+
+    Args:
+        plan: what was cut.
+        ring: the ranks of the axis ``tp``.
+        mesh: the same as a mesh.
+        layouts: for each cut parameter, by its first name, how.
+        undo: takes the hooks off the modules again.
+    """
+
+    plan: Plan
+    ring: Ring
+    mesh: DeviceMesh
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of a parameter: a DTensor of its part, or all of one that is not cut. Not collective.
+
+        Args:
+            name: the parameter's first name.
+            whole: its value; no gradient flows through this.
+        """
+        layout = self.layouts.get(name)
+        return whole if layout is None else as_dtensor(self.ring.part(whole, layout).clone(), layout, self.mesh)
+
+
+def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: MegatronConfig) -> TensorParallel:
+    """Cut a module's parameters in place. Collective over the mesh; every rank must hold the same values before.
+
+    Parameters that the plan names become ``DTensor`` parameters, sharded over the mesh, that hold only this rank's
+    part; tied ones stay tied. The others stay as they are, the same on every rank.
+
+    Args:
+        module: the user's module, or the part of it that a pipeline stage has.
+        mesh: the axis ``tp``.
+        section: ``tp_plan`` and ``sequence_parallel`` are read.
+
+    Raises:
+        UsageError: as :func:`~drivetrain_megatron.tensor.plan.make_plan`.
+    """
+    ring = Ring(mesh.get_group(), sequence_parallel=section.sequence_parallel)
+    done = TensorParallel(make_plan(module, ring.size, section.tp_plan), ring, mesh)
+    start_alike(ring, mesh.device_type)
+    homes = _homes(module)
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    uses: dict[nn.Module, list[_Use]] = {}
+    for key, places in homes.items():
+        name = names[key]
+        cut = done.plan.cuts.get(name)
+        if cut is None:
+            continue
+        whole = places[0][0].get_parameter(places[0][1])
+        layout = Layout(tuple(whole.shape), cut.dim % whole.dim(), cut.parts)
+        done.layouts[name] = layout
+        parameter = nn.Parameter(done.part(name, whole.detach()), requires_grad=whole.requires_grad)
+        users = [module.get_submodule(scope) for scope in sorted(done.plan.used_in.get(name, ()))]
+        for holder, attribute in places:
+            holder.register_parameter(attribute, parameter)
+            use = _Use(holder, attribute, layout, name)
+            for user in [holder, *users]:
+                uses.setdefault(user, []).append(use)
+    for user, wanted in uses.items():
+        done.undo.append(_install(user, wanted, ring))
+    packed = {name: layout for name, layout in done.layouts.items() if layout.parts is not None}
+    remember(module, Packing(packed, ring.size))
+    return done
+
+
+def _homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """For each parameter, by identity, the modules that hold it and under which attribute."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((part, attribute))
+    return found
+
+
+def as_dtensor(own: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """This rank's part as a DTensor. One that is packed has its parts' shares one behind another."""
+    stride = torch.empty(layout.shape, device="meta").stride()
+    shape = torch.Size(layout.shape)
+    return DTensor.from_local(own, mesh, [Shard(layout.dim)], run_check=False, shape=shape, stride=stride)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A cut parameter that a module's forward reads: who holds it, under which attribute, and how it is cut."""
+
+    holder: nn.Module
+    attribute: str
+    layout: Layout
+    name: str
+
+
+def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None]:
+    """While the module's forward runs, its cut parameters are :class:`Sharded`; otherwise they are parameters."""
+    put_aside: list[list[Any]] = []
+
+    def places(module: nn.Module) -> list[dict[str, Any]]:
+        # A copy of a module has these hooks too, and parameters of its own.
+        return [(module if use.holder is user else use.holder)._parameters for use in uses]  # noqa: SLF001
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        homes = places(module)
+        before = [home[use.attribute] for home, use in zip(homes, uses, strict=True)]
+        put_aside.append(before)
+        for home, use, parameter in zip(homes, uses, before, strict=True):
+            if isinstance(parameter, DTensor):
+                home[use.attribute] = sharded(parameter.to_local(), use.layout, ring, use.name)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        for home, use, parameter in zip(places(module), uses, put_aside.pop(), strict=True):
+            home[use.attribute] = parameter
+
+    handles = [user.register_forward_pre_hook(enter), user.register_forward_hook(leave, always_call=True)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def whole_tensors(value: Any) -> Any:
+    """A nested output with whole tensors in place of sharded ones. Collective over the axis ``tp``."""
+    if isinstance(value, Tensor):
+        return full_tensor(value)
+    if isinstance(value, dict):
+        for key, each in list(value.items()):
+            if _holds_part(each):
+                value[key] = whole_tensors(each)
+        return value
+    if type(value) in {list, tuple}:
+        return type(value)(whole_tensors(each) for each in value)
+    return value
+
+
+def _holds_part(value: Any) -> bool:
+    return any(True for _ in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[Sharded]:
+    if isinstance(value, Sharded):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _parts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _parts(each)
+
+
+__all__ = ["TensorParallel", "apply_tensor_parallel", "as_dtensor", "whole_tensors"]

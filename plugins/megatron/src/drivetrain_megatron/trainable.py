@@ -1,0 +1,106 @@
+"""One model that every rank of a pipeline coordinate runs whole: tensor and data parallelism, forward at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, Trainable, clipping
+from drivetrain_megatron import state
+from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.replicas import Replicas
+from drivetrain_megatron.stepping import Stepping
+from drivetrain_megatron.tensor_parallel import whole_tensors
+
+
+@final
+class MegatronTrainable(Trainable):
+    """A module of which each rank may hold a part of every layer.
+
+    Gradients are averaged over the data-parallel ranks after the backward that ends a window, so a loss is multiplied
+    by ``scale * dp_size``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        former: FormerParameters,
+        cut: Callable[[Tensor, Tensor], Tensor],
+        engine: TorchEngine,
+        replicas: Replicas,
+        dp_size: int,
+    ) -> None:
+        self._model, self.module = model, module
+        self._stepping = Stepping(module, engine)
+        self.optimizers = self._stepping.optimizers
+        self._former, self._cut = former, cut
+        self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
+        self._syncs = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._engine.forward(self._model, args, kwargs)
+        # In training, logits stay shared over tp up to the loss; what is only looked at is whole.
+        return output if torch.is_grad_enabled() else whole_tensors(output)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self._engine.backward(loss, scale * self._dp_size)
+        if self._syncs:
+            self._replicas.average(self.module.parameters())
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        self._syncs = enabled
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(local_gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._stepping.clip_grad_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._stepping.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self._stepping.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self._stepping.zero_grad(optimizer, set_to_none)
+
+    def shares(self, parameters: Sequence[Tensor]) -> bool:
+        return self._former.include(parameters) or super().shares(parameters)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        remap(optimizer, self._former, self.module, self._cut)
+        self._stepping.add(optimizer)
+
+    def lay_out(self, how: str, mesh: DeviceMesh) -> None:
+        """See :meth:`drivetrain_megatron.stepping.Stepping.lay_out`."""
+        self._stepping.lay_out(how, mesh)
+
+    def portable_state(self) -> PortableState:
+        return self._stepping.portable_state()
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return self._stepping.portable_template(saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        self._stepping.load_portable_state(portable)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        yield from state.full_tensors(self.module)
+
+    def release(self) -> None:
+        """Nothing holds the process group but the mesh, which is the backend's."""
+
+
+def local_gradients(parameters: Any) -> list[Tensor]:
+    """This rank's parts of the gradients: on DTensors a multiplication would cost many times more."""
+    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in clipping.gradients(parameters)]

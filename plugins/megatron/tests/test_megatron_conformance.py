@@ -1,0 +1,18 @@
+"""``megatron`` passes the conformance kit as a pipeline of two stages; tensor parallelism has a file of its own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from drivetrain.testing.suite import *  # noqa: F403
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "megatron"
+    world_sizes = (2, 4)
+    section: ClassVar = {"pipeline_parallel_size": 2, "num_micro_batches": 2}
+    # A module that forward never calls leaves one module of that model: no place to cut.
+    unused_parameters = None
+    gaps: ClassVar = {
+        "gradients.buffers": "forward runs once for each micro-batch, so a buffer that counts forwards counts those"
+    }

@@ -1,0 +1,44 @@
+"""``megatron`` passes the conformance kit on a tensor-parallel axis, alone and with data parallelism around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from drivetrain.testing.kit import Kit, run_case
+from drivetrain.testing.suite import *  # noqa: F403
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "megatron"
+    world_sizes = (2,)
+    section: ClassVar = {"tensor_parallel_size": 2}
+    shared_ranks = True
+    gaps: ClassVar = {
+        "honesty.pipelined_means_deferred": "what the backend defers is the output of a pipeline, and this is none"
+    }
+
+
+class Sequences(Requirements):
+    section: ClassVar = {"tensor_parallel_size": 2, "sequence_parallel": True}
+
+
+CASES = [
+    "gradients.ragged_labels",
+    "windows.ragged_windows",
+    "clipping.clips_as_one_process_does",
+    "state.resumed_equals_uninterrupted",
+    "honesty.every_rank_saves_its_part",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_data_parallelism_around_it(case: str, tmp_path: Path) -> None:
+    run_case(case, Kit.of(Requirements, 4, tmp_path), 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sequence_parallelism(case: str, tmp_path: Path) -> None:
+    run_case(case, Kit.of(Sequences, 2, tmp_path), 2)
