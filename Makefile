@@ -4,6 +4,8 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+XLA_VENV := .venv-xla
+XLA_PYTHON := $(XLA_VENV)/bin/python
 DECLARED := $(wildcard core/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -13,10 +15,10 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format docs bench clean
+.PHONY: help setup train test test-xla lint format docs bench bench-xla clean force
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
 
 setup: $(STAMP)  ## make .venv: the core, the backends that run on a CPU, the tools for tests
 
@@ -36,6 +38,16 @@ train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with i
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.
+test-xla: $(XLA_PYTHON)  ## the tests of the TPU backend, by real torch_xla on the CPU; installs a gigabyte once a machine
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_PYTHON) -m pytest -q plugins/xla/tests
+
+$(XLA_PYTHON): force
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with the venv module was found: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
+	"$(PYTHON)" plugins/xla/environment/make.py $(XLA_VENV)
+
+force:
+
 lint: $(STAMP)  ## style, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -50,5 +62,8 @@ docs: $(STAMP)  ## renew what the documents say about the code
 bench: $(STAMP)  ## side by side with the bare engine and with peers: medians, ratios, spread
 	$(BIN)/python benchmarks/run.py
 
+bench-xla: $(XLA_PYTHON)  ## a step against the bare torch_xla loop, with the number of graphs compiled
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_PYTHON) -m benchmarks.xla
+
 clean:  ## drop .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

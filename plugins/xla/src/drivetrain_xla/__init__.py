@@ -1,0 +1,1 @@
+"""Drivetrain's backend for TPUs: ``torch_xla``, and the description of TorchTPU's device."""

@@ -1,0 +1,249 @@
+"""``xla``: lazy tensors of torch_xla, run once an optimizer step; alone, over processes, or over a mesh of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch_xla
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    Feeding,
+    Mesh,
+    PortableState,
+    ReduceOp,
+    StepResult,
+    TensorSpec,
+    Topology,
+    TorchEngine,
+    Trainable,
+    clipping,
+    collectives,
+    ensure_process_group,
+    original_module,
+    precision,
+    register_device_generator,
+)
+from drivetrain_xla import moving, randomness, starting, state, stepping
+from drivetrain_xla.config import XLAConfig
+from drivetrain_xla.plugin import XLA
+from drivetrain_xla.processes import OverProcesses
+from drivetrain_xla.reduction import DeviceReduction, HostReduction, Reduction
+from drivetrain_xla.spmd import DeviceMesh
+from drivetrain_xla.watch import CompileWatch
+
+_APPLIED = StepResult()
+
+
+@final
+class XLATrainable(Trainable):
+    """A module on an XLA device.
+
+    Nothing here waits for the device: a loss, a norm, whether a step is skipped are tensors until somebody reads them.
+    Gradients stay local in a window and are summed over processes after its last backward, so a loss is multiplied by
+    ``scale``.
+    """
+
+    def __init__(
+        self, backend: XLABackend, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine
+    ) -> None:
+        self._backend, self._model, self.module = backend, model, original_module(model)
+        self.optimizers, self._engine = list(optimizers), engine
+        self._over_processes = OverProcesses(self.module, backend.reduction) if backend.reduction is not None else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        backend = self._backend
+        backend.watch.saw(args, kwargs)
+        if torch.is_grad_enabled():
+            if self._over_processes is not None:
+                self._over_processes.ran()
+        else:
+            # Nothing else ends the graph of an evaluation, which would grow by each of its batches.
+            backend.sync()
+        output = self._engine.forward(self._model, args, kwargs)
+        if backend.mesh is not None:
+            backend.mesh.produced(output)
+        return output
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self._backend.backward(loss, scale)
+
+    def before_backward(self) -> None:
+        """A backward of some model begins; it may reach this one."""
+        if self._over_processes is not None:
+            self._over_processes.before_backward()
+
+    def after_backward(self) -> None:
+        """That backward is over. Collective over the processes where gradients are synchronised."""
+        if self._over_processes is not None:
+            self._over_processes.after_backward()
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        if self._over_processes is not None:
+            self._over_processes.enabled = enabled
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        norm = stepping.clip(clipping.gradients(parameters), max_norm, norm_type, self._backend.topology.device)
+        finite = torch.isfinite(norm)
+        held = {id(parameter) for parameter in parameters}
+        for optimizer in self.optimizers:
+            if any(id(one) in held for group in optimizer.param_groups for one in group["params"]):
+                self._backend.finite[id(optimizer)] = norm, finite
+        return norm
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        clipping.clip_values(clipping.gradients(parameters), clip_value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        self._backend.watch.stepped()
+        norm, finite = self._backend.finite.pop(id(optimizer), (None, None))
+        if finite is None:
+            optimizer.step(closure)
+            return _APPLIED
+        step = stepping.GuardedStep(optimizer, finite)
+        step.run(closure)
+        return StepResult(grad_norm=norm, pending=step.was_skipped)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+        if self._over_processes is not None:
+            self._over_processes.forget(optimizer)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self._backend.place_state([optimizer])
+        self.optimizers.append(optimizer)
+
+    def portable_state(self) -> PortableState:
+        self._backend.sync()
+        return state.portable_state(self.module, self.optimizers)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return state.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        self._backend.finite.clear()
+        state.load_portable_state(self.module, self.optimizers, portable)
+        self._backend.place_again(self.module, self.optimizers)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        self._backend.sync()
+        yield from state.full_tensors(self.module)
+
+    def release(self) -> None:
+        """Run what is recorded; the module stays on its device."""
+        self._backend.sync()
+        self._backend.forget(self)
+
+
+@final
+class XLABackend(Backend):
+    """This process's XLA device, or all of them as one mesh."""
+
+    capabilities = XLA.capabilities
+
+    def start(self) -> Topology:
+        settings = self.settings
+        self.section: XLAConfig = settings.section or XLAConfig()
+        started = starting.start(settings, self.section)
+        place = started.place
+        group = settings.process_group
+        if place.launcher == starting.LAUNCHER:
+            group = replace(group, init_method=group.init_method or starting.meet())
+        # Objects, and what is gathered to be looked at, travel between hosts; gradients as `reduction` says.
+        self._group = ensure_process_group(place, "cpu", group)
+        mesh = Mesh({"dp_replicate": place.world_size})
+        self.topology = Topology(place, mesh, started.device, self._group.communication_backend)
+        self._host = replace(self.topology, device="cpu")
+        self.reduction: Reduction | None = None
+        if place.world_size > 1:
+            self.reduction = DeviceReduction(self._host) if started.spans_processes else HostReduction(self._host)
+        self.mesh = None if started.mesh is None else DeviceMesh(started.mesh, self.section)
+        self.watch = CompileWatch(self.section.warmup_steps, self.section.max_recompiles)
+        self.feeding = Feeding(
+            ahead=self.section.transfer_ahead,
+            arrived=None if self.mesh is None else self.mesh.arrived,
+            filler=self.section.ignore_index if self.section.fill_last_batch else None,
+        )
+        register_device_generator("xla", randomness.generator())
+        self._engine = TorchEngine(settings.precision, started.device)
+        self._trainables: list[XLATrainable] = []
+        self.finite: dict[int, tuple[Tensor, Tensor]] = {}
+        """Norm before clipping, and whether it is finite, for each optimizer whose step that decides."""
+        return self.topology
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module = original_module(model)
+        precision.cast_parameters(module, self.settings.precision)
+        with torch.no_grad():
+            for tensor in moving.each_tensor(module) if self.topology.world_size > 1 else ():
+                tensor.copy_(collectives.broadcast(tensor, 0, self._host))
+        if self.settings.place_on_device:
+            moving.move(module, self.topology.device)
+        if self.mesh is not None:
+            self.mesh.place(module)
+            self.mesh.separate_backwards(module)
+        self.place_state(optimizers)
+        trainable = XLATrainable(self, model, optimizers, self._engine)
+        self._trainables.append(trainable)
+        return trainable
+
+    def place_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Bring state that optimizers already have to its parameter's device and place on the mesh."""
+        moving.move_state(optimizers)
+        if self.mesh is not None:
+            self.mesh.place_state(optimizers)
+
+    def place_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Annotate what was loaded: new values come without a place on the mesh."""
+        if self.mesh is not None:
+            self.mesh.place(module)
+        self.place_state(optimizers)
+        self.sync()
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        """Back-propagate through every model that the loss depends on. Collective where they synchronise."""
+        for trainable in self._trainables:
+            trainable.before_backward()
+        self._engine.backward(loss, scale)
+        for trainable in self._trainables:
+            trainable.after_backward()
+
+    def forget(self, trainable: XLATrainable) -> None:
+        """A trainable is over."""
+        if trainable in self._trainables:
+            self._trainables.remove(trainable)
+
+    def sync(self) -> None:
+        """Hand what was recorded to the device; it works on it while the host goes on."""
+        torch_xla.sync()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """By way of the host: what is gathered is looked at there, and a graph for each of its shapes costs more."""
+        return collectives.all_gather(tensor, self._host)
+
+    def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """In the graph where XLA's collectives reach the other processes, else by way of the host."""
+        if self.reduction is None:
+            return collectives.all_reduce(tensor, op, self._host)
+        return self.reduction.reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """By way of the host."""
+        return collectives.broadcast(tensor, src, self._host)
+
+    def barrier(self) -> None:
+        """Of the hosts."""
+        collectives.barrier(self._host)
+
+    def stop(self) -> None:
+        """Run what is recorded and leave the process group; the runtime stays, since it cannot be started twice."""
+        self.sync()
+        self._group.release()

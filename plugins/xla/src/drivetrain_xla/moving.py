@@ -1,0 +1,50 @@
+"""Moving a model to an XLA device so that its parameters stay the objects that optimizers and tied modules hold.
+
+``module.to("xla")`` makes new parameters, since a CPU tensor cannot become an XLA tensor in place: ties come apart, and
+an optimizer made before keeps the old ones. Here the tensor behind each object is exchanged instead, once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def move(module: nn.Module, device: str) -> None:
+    """Bring parameters and buffers to the device. Local.
+
+    Objects keep their identity, and with it ties, hooks and optimizers.
+    """
+    for tensor in each_tensor(module):
+        if tensor.device.type != torch.device(device).type:
+            _exchange(tensor, device)
+
+
+def each_tensor(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def move_state(optimizers: Sequence[Optimizer]) -> None:
+    """Bring state that optimizers already have beside its parameter; numbers that the host counts stay there."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                    state[name] = value.to(parameter.device)
+
+
+def _exchange(tensor: Tensor, device: str) -> None:
+    swap: Any = torch.utils.swap_tensors
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        gradient = tensor.grad
+        tensor.grad = None
+        swap(tensor, nn.Parameter(moved, tensor.requires_grad))
+        tensor.grad = None if gradient is None else gradient.to(device)
+    else:
+        swap(tensor, moved)

@@ -1,0 +1,101 @@
+"""One process, many devices: parameters and batches are annotated with where they lie, XLA does the rest (GSPMD).
+
+Whatever is annotated, the numbers are those of one device; annotations decide memory and communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch_xla.distributed.spmd as xs
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.api import get_registry, trees
+from drivetrain_xla import layout
+from drivetrain_xla.config import XLAConfig
+
+
+@final
+class DeviceMesh:
+    """The devices of this process as a mesh, and what lies where on it.
+
+    Args:
+        sizes: of the axes ``dp_replicate``, ``dp_shard`` and ``tp``; their product is the number of devices.
+        section: the user's settings.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], section: XLAConfig) -> None:
+        self.sizes, self._section = dict(sizes), section
+        self._data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+        axes = tuple(sizes)
+        num_devices = self._data_size * sizes["tp"]
+        devices = np.arange(num_devices)
+        self._parameters = xs.Mesh(devices, tuple(sizes[axis] for axis in axes), axes)
+        # Both data axes as one: torch_xla cannot cut a dim of a batch along two.
+        self._specs: dict[int, layout.Spec] = {}
+        self._batches = xs.Mesh(devices, (self._data_size, sizes["tp"]), ("data", "tp"))
+
+    def place(self, module: nn.Module) -> None:
+        """Annotate parameters; buffers and what cannot be cut are replicated. Local; twice is as once."""
+        cuts = self._cuts(module)
+        names: dict[int, str | None] = {}
+        for path, part in module.named_modules():
+            for parameter in part.parameters(recurse=False):
+                # A tied parameter lies as its first module says.
+                names.setdefault(id(parameter), cuts.get(path))
+        for parameter in module.parameters():
+            self._mark(parameter, names[id(parameter)])
+
+    def place_state(self, optimizers: Iterable[Optimizer]) -> None:
+        """Annotate optimizer state like its parameter, where it has the parameter's shape."""
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                spec = self._specs.get(id(parameter))
+                for value in state.values():
+                    if spec is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
+                        xs.mark_sharding(value, self._parameters, spec)
+
+    def separate_backwards(self, module: nn.Module) -> None:
+        """Keep XLA from fusing the backward passes of blocks, which would hold the gradients of all at once."""
+        if self.sizes["dp_shard"] == 1 or not self._section.backward_barrier:
+            return
+        lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+        for block in max(lists, key=len, default=[]):
+            xs.apply_backward_optimization_barrier(block)
+
+    def arrived(self, tensor: Tensor) -> None:
+        """Cut a tensor of a batch along its first dim over the data axes; one that they do not divide is replicated."""
+        if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self._data_size == 0:
+            xs.mark_sharding(tensor, self._batches, ("data", *[None] * (tensor.dim() - 1)))
+
+    def produced(self, output: Any) -> None:
+        """Note that a model's outputs are cut like its batch, so that parameters are gathered rather than outputs."""
+        if self.sizes["dp_shard"] > 1:
+            trees.recursively_apply(self._produced, output)
+
+    def _produced(self, tensor: Tensor) -> Tensor:
+        self.arrived(tensor)
+        return tensor
+
+    def _mark(self, parameter: Tensor, cut: str | None) -> None:
+        spec = layout.parameter_spec(
+            tuple(parameter.shape), self.sizes, cut, min_elements=self._section.min_shard_elements
+        )
+        if any(spec):
+            xs.mark_sharding(parameter, self._parameters, spec)
+            self._specs[id(parameter)] = spec
+
+    def _cuts(self, module: nn.Module) -> dict[str, str]:
+        """Which module is cut how along ``tp``."""
+        if self.sizes["tp"] == 1:
+            return {}
+        names = [name for name, _ in module.named_modules()]
+        plan: Mapping[str, str] | None = self._section.tensor_parallel_plan
+        if not plan:
+            plan = get_registry().tensor_parallel_plan(module, self.sizes["tp"])
+        if plan is not None:
+            return layout.chosen_cuts(names, plan)
+        return {name: "colwise" for name, part in module.named_modules() if isinstance(part, nn.Linear)}

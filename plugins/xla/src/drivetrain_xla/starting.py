@@ -1,0 +1,180 @@
+"""Starting torch_xla in this process: which kind of device, one device or a mesh of all, and who else is there.
+
+Much of it can be said once a process: the device type, the number of devices, whether they are one mesh, the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain.api import BackendBlockedError, Place, RunSettings, UnsupportedError
+from drivetrain_xla import chips, layout
+from drivetrain_xla.config import XLAConfig
+from drivetrain_xla.probing import DEVICE
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICES = "CPU_NUM_DEVICES"
+LAUNCHED = "PJRT_LOCAL_PROCESS_COUNT"
+"""Set in the processes that ``torch_xla.launch`` starts."""
+LAUNCHER = "torch_xla.launch"
+"""Who started processes that no launcher's variables describe."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the runtime of torch_xla turned out to be.
+
+    Args:
+        place: this process among the others; where no launcher said so, as torch_xla counts.
+        device: torch's name, ``"xla:0"``.
+        hardware: ``"CPU"``, ``"TPU"``, ...
+        mesh: sizes of the axes over this process's devices, ``None`` when it drives one.
+        spans_processes: XLA's own collectives reach the other processes.
+    """
+
+    place: Place
+    device: str
+    hardware: str
+    mesh: dict[str, int] | None
+    spans_processes: bool
+
+
+def start(settings: RunSettings, section: XLAConfig) -> Started:
+    """Bring torch_xla up. Not collective on a CPU; on TPUs every process must come.
+
+    Raises:
+        BackendBlockedError: no such device, or not as many as asked for.
+        UnsupportedError: devices as threads, or a mesh over several processes.
+    """
+    hardware = _choose(settings.device_type)
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    place = settings.place
+    if section.compilation_cache is not None:
+        _keep_graphs(Path(section.compilation_cache), hardware)
+    as_mesh = _as_mesh(settings, section, hardware)
+    if as_mesh:
+        return _start_mesh(settings, hardware)
+    if place.world_size > 1 and hardware == "TPU":
+        from torch_xla._internal import pjrt
+
+        # Which chip is whose; torch_xla.launch would have said so.
+        pjrt.initialize_multiprocess(place.local_rank, place.local_world_size)
+    if xr.is_spmd():
+        raise UnsupportedError(
+            "this process has begun as one mesh of devices (SPMD), and torch_xla cannot leave that",
+            cure="Use one mesh for all accelerators of a process.",
+        )
+    device = str(torch_xla.device())
+    _refuse_threads(xr.addressable_device_count())
+    spans = xr.world_size() > 1
+    if place.world_size == 1 and spans:
+        place = Place(
+            xr.global_ordinal(),
+            xr.world_size(),
+            xr.local_ordinal(),
+            xr.local_process_count(),
+            xr.host_index(),
+            max(1, xr.world_size() // xr.local_process_count()),
+            LAUNCHER,
+        )
+    elif place.world_size > 1 and hardware != "CPU" and xr.world_size() != place.world_size:
+        raise BackendBlockedError(
+            f"{place.launcher} started {place.world_size} processes, the {hardware} runtime counts {xr.world_size()}",
+            cure="Start one process for each chip, or one process and mesh: for all chips of this machine.",
+        )
+    return Started(place, device, hardware, None, spans)
+
+
+def _choose(device_type: str | None) -> str:
+    """Settle ``PJRT_DEVICE`` before torch_xla is imported, which otherwise settles it by itself, with a warning."""
+    asked = os.environ.get(DEVICE)
+    if device_type == "cpu":
+        if asked not in (None, "CPU"):
+            raise BackendBlockedError(
+                f"use_cpu is set, but the environment says {DEVICE}={asked}", cure="Unset one of the two."
+            )
+        asked = "CPU"
+    elif asked is None:
+        if not chips.present():
+            raise BackendBlockedError(
+                "this machine has no TPU",
+                whose="the backend xla",
+                cure=f"Write use_cpu: true (--cpu) to run XLA on the CPU, or {DEVICE}= another of its devices.",
+            )
+        asked = "TPU"
+    os.environ[DEVICE] = asked
+    return asked
+
+
+def _as_mesh(settings: RunSettings, section: XLAConfig, hardware: str) -> bool:
+    """Whether this process drives its devices as one mesh."""
+    asked = any(size > 1 for size in settings.mesh.values())
+    if section.spmd is False and asked:
+        raise UnsupportedError(
+            "mesh: names sizes above 1, but xla.spmd is false", cure="Leave one of the two out of the configuration."
+        )
+    wanted = section.spmd or asked
+    if wanted and settings.place.world_size > 1:
+        raise UnsupportedError(
+            f"xla trains one mesh in one process, {settings.place.launcher} started {settings.place.world_size}",
+            cure="Write num_processes: 1: that process drives all devices of the machine. Without mesh: and spmd: "
+            "there may be one process for each device.",
+        )
+    if wanted or section.spmd is False or settings.place.world_size > 1 or LAUNCHED in os.environ:
+        return bool(wanted)
+    if hardware == "CPU":
+        return int(os.environ.get(CPU_DEVICES, "1")) > 1
+    return hardware == "TPU" and chips.usable(os.environ) > 1
+
+
+def _start_mesh(settings: RunSettings, hardware: str) -> Started:
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    if not xr.is_spmd():
+        xr.use_spmd()
+    if xr.process_count() > 1:
+        raise UnsupportedError(
+            f"a mesh over {xr.process_count()} hosts is not supported", cure="Start one process for each chip instead."
+        )
+    sizes = layout.device_mesh_sizes(settings.mesh, xr.global_runtime_device_count())
+    return Started(replace(settings.place), str(torch_xla.device()), hardware, sizes, spans_processes=False)
+
+
+def _refuse_threads(num_devices: int) -> None:
+    """Torch_xla runs the devices of a CPU, and the two cores of old TPUs, as threads of one process."""
+    if num_devices > 1 and threading.current_thread() is not threading.main_thread():
+        raise UnsupportedError(
+            f"torch_xla.launch runs the {num_devices} devices of this process as threads, whose collectives XLA aborts",
+            cure="Start the script without torch_xla.launch: one process then drives all devices as a mesh. Or set "
+            f"{CPU_DEVICES}=1.",
+        )
+
+
+def _keep_graphs(folder: Path, hardware: str) -> None:
+    """Switch the cache of compiled graphs on, once a process."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    library: Any = torch_xla._XLAC  # noqa: SLF001  (what initialize_cache itself asks)
+    if library._xla_computation_cache_is_initialized():  # noqa: SLF001
+        return
+    if hardware == "CPU":
+        logger.warning("compilation_cache: XLA writes graphs of a CPU to %s and cannot read them again.", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    xr.initialize_cache(str(folder), readonly=False)
+
+
+def meet() -> str:
+    """Where the hosts of processes meet that torch_xla has started: at an address that it finds."""
+    import torch_xla.distributed.xla_backend  # noqa: F401  (registers the address's scheme)
+
+    return "xla://"

@@ -1,0 +1,25 @@
+"""``xla`` passes the conformance kit as one mesh of four devices too: parameters in shards, and cut for ``tp``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `make test-xla`")
+
+from drivetrain.testing.suite import *  # noqa: F403
+
+
+@pytest.fixture(autouse=True)
+def _four_devices(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "xla"
+    world_sizes = (1,)
+    shared_ranks = True
+    mesh: ClassVar = {1: {"dp_shard": 2, "tp": 2}}
+    # The kit's parameters are small; all of them are cut that can be.
+    section: ClassVar = {"min_shard_elements": 1}
