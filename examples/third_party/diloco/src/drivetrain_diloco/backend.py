@@ -1,0 +1,198 @@
+"""``diloco``: every worker trains its own replica, and an outer optimizer joins them at the end of each round.
+
+The contract of gradients holds in the mean: the average over the workers of their gradients is the contract's gradient.
+Until ``synchronous_steps`` are over it holds on each worker, since gradients are averaged there while backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.api import (
+    Backend,
+    Mesh,
+    PortableState,
+    StepResult,
+    TensorSpec,
+    Topology,
+    TorchEngine,
+    Trainable,
+    UsageError,
+    clipping,
+    collectives,
+    ensure_process_group,
+    pick_device,
+    place_model,
+)
+from drivetrain_diloco import state
+from drivetrain_diloco.config import DiLoCoConfig
+from drivetrain_diloco.plugin import DILOCO
+from drivetrain_diloco.rounds import RoundEnd, Rounds
+
+
+@final
+class DiLoCoTrainable(Trainable):
+    """A worker's replica. Behind ``DistributedDataParallel`` while steps are synchronous, bare afterwards."""
+
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel | None,
+        model: nn.Module,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        backend: DiLoCoBackend,
+    ) -> None:
+        self.wrapper, self._model, self.module, self._backend = wrapper, model, module, backend
+        self.optimizers, self._engine = [], backend.engine
+        self.rounds: list[Rounds] = []
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        replica = self.wrapper
+        if replica is None or not torch.is_grad_enabled():
+            return self._engine.forward(self._model, args, kwargs)
+        return self._engine.forward(replica, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        # The mean over the workers is taken by DDP of gradients, or at the end of the round of what they led to.
+        self._engine.backward(loss, scale * self._backend.topology.dp_size)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        if self.wrapper is not None:
+            self.wrapper.require_backward_grad_sync = enabled
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip this worker's gradients; in a round the norm is this worker's own, as in the paper."""
+        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """One inner step, and the outer one when it was the round's last: then collective over the workers."""
+        rounds = next(each for each in self.rounds if each.optimizer is optimizer)
+        rounds.before_step()
+        result = self._engine.step(optimizer, closure)
+        self._backend.note(rounds.after_step())
+        if self.wrapper is not None and not any(each.synchronous for each in self.rounds):
+            self.wrapper = None
+        return result
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        # The first optimizer's rounds take the buffers along.
+        floating = [one for one in self.module.buffers() if one.is_floating_point()] if not self.rounds else []
+        self.rounds.append(Rounds(optimizer, floating, self._backend.section, self._backend.mean))
+
+    def portable_state(self) -> PortableState:
+        return state.portable_state(self.module, self.rounds, self._backend.mean)
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return state.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        state.load_portable_state(self.module, self.rounds, portable)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer.
+
+        Raises:
+            UsageError: within a round, when there is not one model but one for each worker.
+        """
+        state.check_joined(self.rounds, "a model's weights were asked for", UsageError)
+        return super().full_state_dict()
+
+    def release(self) -> None:
+        """Drop the wrapper, whose reducer must be gone before the process group is destroyed."""
+        self.wrapper = None
+
+
+@final
+class DiLoCoBackend(Backend):
+    """One worker a process.
+
+    Attributes:
+        section: the configuration.
+        engine: precision, clipping and the inner step.
+        ended: rounds that nobody has looked at yet.
+        num_rounds: rounds that have ended, of all optimizers.
+        sent_bytes: that this worker gave to be averaged in rounds.
+    """
+
+    capabilities = DILOCO.capabilities
+
+    def start(self) -> Topology:
+        settings = self.settings
+        self.section: DiLoCoConfig = settings.section or DiLoCoConfig()
+        device = pick_device(settings.device_type, settings.place)
+        self._group = ensure_process_group(settings.place, device.partition(":")[0], settings.process_group)
+        mesh = Mesh(settings.mesh or {"dp_replicate": settings.place.world_size})
+        self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
+        self.engine = TorchEngine(settings.precision, device)
+        self.ended: list[RoundEnd] = []
+        self.num_rounds = self.sent_bytes = 0
+        self.trainables: list[DiLoCoTrainable] = []
+        return self.topology
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module = place_model(model, optimizers, self.settings, self.topology)
+        wrapper = None
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if self.topology.world_size > 1 and self.section.synchronous_steps and training and trained:
+            index = None if self.topology.device == "cpu" else [int(self.topology.device.partition(":")[2] or 0)]
+            unused = self.section.find_unused_parameters
+            wrapper = DistributedDataParallel(model, device_ids=index, find_unused_parameters=unused)
+        elif self.topology.world_size > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
+        made = DiLoCoTrainable(wrapper, model, module, optimizers, self)
+        self.trainables.append(made)
+        return made
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Average over the workers. Collective."""
+        return self.reduce(tensor, "mean")
+
+    def note(self, end: RoundEnd | None) -> None:
+        """Remember that a round has ended."""
+        if end is not None:
+            self.ended.append(end)
+            self.num_rounds += 1
+            self.sent_bytes += end.num_bytes
+
+    def stop(self) -> None:
+        self.trainables = []
+        self._group.release()
+
+
+def synchronise(accelerator: Any) -> None:
+    """End the rounds that are under way, so that all workers agree: before a save, or an evaluation of one model.
+
+    Collective over all workers; nothing happens when they agree already. The outer optimizer makes its step as at the
+    end of a full round.
+
+    Raises:
+        UsageError: the accelerator trains with another backend.
+    """
+    backend = accelerator.backend
+    if not isinstance(backend, DiLoCoBackend):
+        raise UsageError(
+            f"synchronise() ends a round of the backend diloco, this run's is {accelerator.distributed_type}",
+            cure="Leave it out, or ask accelerator.distributed_type first.",
+        )
+    for trainable in backend.trainables:
+        for rounds in trainable.rounds:
+            backend.note(rounds.finish())

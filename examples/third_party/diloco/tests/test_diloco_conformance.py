@@ -1,0 +1,15 @@
+"""In synchronous steps ``diloco`` keeps the whole contract: the conformance kit, without a gap."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from drivetrain.testing.suite import *  # noqa: F403
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "diloco"
+    world_sizes = (1, 2)
+    section: ClassVar = {"synchronous_steps": 1000}
+    unused_parameters: ClassVar = {"find_unused_parameters": True}
+    shared_ranks = True
