@@ -66,6 +66,9 @@ PIPELINES = [
     PipelineCase("zero_bubble"),
     PipelineCase("zbv"),
     PipelineCase("dualpipev"),
+    PipelineCase("1f1b", trained=True),
+    PipelineCase("interleaved_1f1b", trained=True),
+    PipelineCase("zbv", trained=True),
 ]
 ZERO_STEPS = [
     *(ZeroCase(stage) for stage in (0, 1, 2, 3)),
@@ -207,9 +210,10 @@ def measure_deepspeed(quick: bool) -> Iterator[Section]:
 
 def measure_pipelines(quick: bool) -> Iterator[Section]:
     """Idle time of real pipelines beside what the planner predicts."""
-    for case in [PipelineCase("1f1b", (1.0, 1.0), 0.005, 4)] if quick else PIPELINES:
+    in_small = [PipelineCase("1f1b", (1.0, 1.0), 0.005, 4, trained) for trained in (False, True)]
+    for case in in_small if quick else PIPELINES:
         samples, meaning = _spawn(pipelines.measure, case.world, case, 2 if quick else 8)
-        title = f"Pipeline, idle time: {case.title}; the first line is torch's schedule, run"
+        title = f"Pipeline, idle time: {case.title}; the first line is the real one"
         yield Section(title, "wall", "ms", "rank and step", samples, remarks=meaning)
 
 

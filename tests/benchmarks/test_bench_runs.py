@@ -23,8 +23,18 @@ def test_a_quick_run_prints_a_table_of_every_group(tmp_path):
     assert done.returncode == 0, done.stderr
     sections = json.loads(written[0].read_text())["sections"]
     titles = [section["title"] for section in sections]
+    zero = ("deepspeed, training", "deepspeed, prepare", "deepspeed, save_state", "deepspeed, ZeRO-3 with CPU offload")
     words = ("Training step", "Loading", "gather_for_metrics", "save_state", "load_state", "--help", "Import")
-    for word in (*words, "fsdp, training", "fsdp, save_state", "waits for a save", "memory", "Llama"):
+    for word in (
+        *words,
+        "fsdp, training",
+        "fsdp, save_state",
+        "waits for a save",
+        "memory",
+        "Pipeline",
+        "Llama",
+        *zero,
+    ):
         assert any(word in title for title in titles), f"{word} is not among {titles}"
     for section in sections:
         ours = [row for row in section["rows"] if "drivetrain" in row["name"]]
@@ -42,6 +52,17 @@ def test_the_model_of_the_gpu_group_trains_in_small_on_a_cpu():
         sys.path.remove(str(ROOT))
     samples, meaning = spawn(llama.measure, 1, llama.SMALL, "cpu", 1, 2, timeout=60)[0]
     assert set(samples) == {"bare torch", "drivetrain", "bare torch again"}
+    assert sum("tokens/s" in line for line in meaning) == 3
+
+
+def test_the_offloaded_model_of_the_gpu_group_trains_in_small_on_a_cpu():
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import llama, zero_offload
+    finally:
+        sys.path.remove(str(ROOT))
+    samples, meaning = spawn(zero_offload.measure, 1, llama.SMALL, "cpu", 1, 2, timeout=100)[0]
+    assert set(samples) == {"bare DeepSpeed", "drivetrain", "bare DeepSpeed again"}
     assert sum("tokens/s" in line for line in meaning) == 3
 
 

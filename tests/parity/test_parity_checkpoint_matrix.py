@@ -30,7 +30,7 @@ class Case:
     backend: str
     world_size: int
     mesh: tuple[tuple[str, int], ...] = ()
-    section: tuple[tuple[str, int], ...] = ()
+    section: tuple[tuple[str, int | str], ...] = ()
 
     def __str__(self) -> str:
         settings = [f"{key}{value}" for key, value in (*self.mesh, *self.section)]
@@ -44,6 +44,8 @@ BACKENDS = [
     Case("fsdp", 2),
     Case("fsdp", 4),
     Case("fsdp", 4, (("dp_replicate", 2), ("dp_shard", 2))),
+    # One micro-batch, since the model counts its forwards.
+    Case("megatron", 2, section=(("pipeline_parallel_size", 2), ("num_micro_batches", 1), ("schedule", "gpipe"))),
     Case("deepspeed", 2, section=(("zero_stage", 0),)),
     Case("deepspeed", 2, section=(("zero_stage", 1),)),
     Case("deepspeed", 2, section=(("zero_stage", 2),)),

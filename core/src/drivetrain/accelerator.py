@@ -94,7 +94,7 @@ class Accelerator(RunServices):
         **engine_arguments: Any,
     ) -> None:
         self._config = resolved = assembly.resolve_config(config)
-        choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
+        self._choice = choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
         self._handlers = handlers = assembly.Handlers.of(kwargs_handlers)
         self._loader_config = assembly.loader_configuration(resolved, dataloader_config, split_batches)
         self._project = assembly.project_configuration(resolved, project_config, project_dir)

@@ -106,3 +106,10 @@ def test_a_broken_off_pass_leaves_no_thread(accelerator):
     for _ in accelerator.prepare(loader(8, 2)):
         break
     assert not [each for each in threading.enumerate() if each.name.startswith("drivetrain-feeder")]
+
+
+def test_a_loss_over_filled_rows_is_gathered_without_a_warning(accelerator):
+    """Rows that a loss ignores do not weigh in it (warnings are errors here)."""
+    accelerator.backend.feeding = Feeding(filler=-100)
+    losses = [accelerator.gather_for_metrics(y[y >= 0].float().mean()) for _, y in accelerator.prepare(loader(6, 4))]
+    assert torch.cat(losses).tolist() == [1.5, 4.5]

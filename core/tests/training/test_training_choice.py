@@ -129,6 +129,16 @@ def test_a_name_of_an_engine_is_found_among_accelerates():
         _ = drivetrain.NobodysPlugin
 
 
+def test_a_script_may_ask_whose_section_holds():
+    accelerator = Accelerator()
+    assert (accelerator.single_plugin, accelerator.state.toy_plugin) == (None, None)
+    with pytest.raises(AttributeError, match="no backend 'nobodys'"):
+        _ = accelerator.nobodys_plugin
+    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'plugin_of_nobody'"):
+        _ = accelerator.plugin_of_nobody
+    accelerator.end_training()
+
+
 # ---- what a backend is told of batches ------------------------------------------------------------------------------
 
 

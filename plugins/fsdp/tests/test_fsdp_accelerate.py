@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.config import load_config
-from drivetrain.errors import ConfigError
+from drivetrain.api import ConfigError, load_config
 
 VERSION_2 = """
 distributed_type: FSDP

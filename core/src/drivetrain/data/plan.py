@@ -37,12 +37,14 @@ class Rows:
         units: by how much it moves the position.
         whole: a rank's rows count all or none (a whole batch is repeated, never a part of one); then ``real`` may
             hold a nominal 1 where the number of rows is not known.
+        filled: what is loaded beyond the real rows has labels that a loss ignores.
     """
 
     real: tuple[int, ...]
     loaded: tuple[int, ...]
     units: int
     whole: bool = False
+    filled: bool = False
 
     @cached_property
     def padded(self) -> bool:

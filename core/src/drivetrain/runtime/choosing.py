@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from drivetrain.backend import BackendInfo, Statement
 from drivetrain.config import ResolvedConfig
 from drivetrain.config.origin import DEFAULT
-from drivetrain.errors import UsageError
+from drivetrain.errors import BackendNotFoundError, UsageError
 from drivetrain.registry import get_registry
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,20 @@ def choose_backend(
         found = {key: origin for key, origin in resolved.origins.items() if key.startswith(prefix)}
         origins = {key.removeprefix(prefix): str(origin) for key, origin in found.items() if origin != DEFAULT}
     return Choice(info, section, origins, info.implied(section, origins))
+
+
+def section_at_hand(choice: Choice, engine: str) -> Any:
+    """The run's section where ``engine`` names its backend, else ``None``: what ``accelerator.<engine>_plugin`` is.
+
+    Raises:
+        AttributeError: nobody knows a backend of this name.
+    """
+    try:
+        return choice.section if get_registry().resolve(engine) == choice.info.name else None
+    except BackendNotFoundError as error:
+        if "pip install" in error.cure and "Did you mean" not in error.cure:
+            return None  # A backend that is not installed here, hence not this run's.
+        raise AttributeError(f"there is no backend {engine!r}, hence no {engine}_plugin") from error
 
 
 def _section_argument(given: Mapping[str, Any]) -> tuple[str, Any] | None:

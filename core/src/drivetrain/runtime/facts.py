@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.backend import BackendInfo
+from drivetrain.runtime.choosing import Choice, section_at_hand
 from drivetrain.runtime.process_control import ProcessControl
 
 if TYPE_CHECKING:
@@ -24,12 +25,20 @@ class RunFacts(ProcessControl):
     _loader_config: DataLoaderConfiguration
     _project: ProjectConfiguration
     _dataloaders: list[Any]
+    _choice: Choice
     gradient_state: GradientState
 
     @property
     def state(self) -> RunFacts:
         """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""
+        engine = name.removesuffix("_plugin")
+        if engine == name or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return section_at_hand(self._choice, engine)
 
     def __repr__(self) -> str:
         place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
@@ -144,14 +153,6 @@ class RunFacts(ProcessControl):
     def is_fsdp2(self) -> bool:
         """Whether the backend goes by this name."""
         return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
-
-    @property
-    def deepspeed_plugin(self) -> None:
-        """``None``, as for every engine: what it is told is the section of its backend in the configuration."""
-
-    @property
-    def fsdp_plugin(self) -> None:
-        """``None``; see :attr:`deepspeed_plugin`."""
 
     @property
     def parallelism_config(self) -> None:

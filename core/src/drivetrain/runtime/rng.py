@@ -58,7 +58,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: from 0 to 2**32 - 1.
-        device_specific: add this process's global rank, so that ranks draw different numbers.
+        device_specific: add this process's data-parallel coordinate, so that ranks draw different numbers for different
+            samples. Peers along other axes hold parts of one model and must draw the same. Without an accelerator: the
+            global rank.
         deterministic: also make torch refuse operations without a deterministic implementation. CUDA needs the
             environment variable ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` for that; torch says so when it is missing.
 
@@ -69,7 +71,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise UsageError(f"seed {seed} is out of range", cure="Choose one from 0 to 4294967295.")
     if device_specific:
         started = started_backend()
-        seed += started[0].topology.rank if started is not None else read_place(os.environ).rank
+        seed += started[0].topology.dp_rank if started is not None else read_place(os.environ).rank
     random.seed(seed)
     _numpy.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 class LossScaler(torch.amp.GradScaler):
     """Takes the scale out of what this rank holds of each gradient.
 
-    Torch's own does not take plain tensors beside DTensors. Whether another rank's part overflowed is the caller's to ask.
+    Torch's own does not take plain tensors beside DTensors. Whether another rank's part overflowed is the caller's to
+    ask.
     """
 
     def _unscale_grads_(
@@ -32,7 +33,7 @@ class LossScaler(torch.amp.GradScaler):
                     if grad.is_sparse:
                         # Duplicates in a sparse gradient may overflow only once they are added up.
                         parameter.grad = grad = grad.coalesce()
-                        grad = grad._values()
+                        grad = grad._values()  # noqa: SLF001 (torch's documented name)
                     local = grad.to_local() if isinstance(grad, DTensor) else grad
                     alike.setdefault((local.device, local.dtype), []).append(local)
             flags: dict[torch.device, Tensor] = {}

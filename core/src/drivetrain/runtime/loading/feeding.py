@@ -82,7 +82,8 @@ class Feeder:
 
 def grown(rows: Rows, full: int) -> Rows:
     """The same rows among batches of this size: every rank that has any loads so many."""
-    return replace(rows, loaded=tuple(full if loaded else 0 for loaded in rows.loaded))
+    loaded = tuple(full if number else 0 for number in rows.loaded)
+    return replace(rows, loaded=loaded, filled=not rows.padded)
 
 
 def fill(batch: Any, rows: int, full: int, filler: int) -> Any:

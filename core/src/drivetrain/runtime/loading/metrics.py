@@ -133,7 +133,8 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
         rows_to_keep(size, info, trees.describe(leaf), scalar=is_scalar)
         for leaf, size, is_scalar in zip(leaves, sizes, scalar, strict=True)
     ]
-    if any(scalar) and info is not None and info.padded and info.rows is not None and not info.rows.whole:
+    rows = None if info is None else info.rows
+    if any(scalar) and rows is not None and rows.padded and not rows.whole and not rows.filled:
         warnings.warn(
             "gather_for_metrics was given one number for each rank while the current batch repeats samples; they weigh "
             "in it. Pass one value for each sample to leave them out.",

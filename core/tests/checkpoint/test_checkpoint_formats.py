@@ -1,0 +1,121 @@
+"""Checkpoint formats that a plugin brings: a third party's comes through the same door as ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from drivetrain.api import CheckpointFormat, foreign, hookimpl
+from drivetrain.checkpoint import convert, convert_to, inspect
+from drivetrain.checkpoint.formats import format_names, load_format
+from drivetrain.cli.checkpoint import checkpoint
+from drivetrain.errors import CheckpointError, UnsupportedError
+from drivetrain.registry import get_registry, reset_registry
+
+
+class Diary(CheckpointFormat):
+    """Numbers as text: ``diary.json``."""
+
+    options: ClassVar = {"indent": "spaces before a line"}
+
+    def recognises(self, path: Path) -> bool:
+        return (path / "diary.json").is_file()
+
+    def read(self, path: Path) -> foreign.Foreign:
+        found = foreign.Foreign("a diary")
+        found.add_model(
+            {key: torch.tensor(rows) for key, rows in json.loads((path / "diary.json").read_text()).items()}
+        )
+        return found
+
+    def write(self, saved, target, options):
+        rows = {key[6:]: one.produce().tolist() for key, one in saved.tensors.items() if key.startswith("model.")}
+        (target / "diary.json").write_text(json.dumps(rows, indent=int(options.get("indent", 0))))
+        return ["everything but numbers"]
+
+
+class Silent(CheckpointFormat):
+    """Writes nothing."""
+
+    def recognises(self, path: Path) -> bool:
+        return False
+
+    def read(self, path: Path) -> foreign.Foreign:
+        raise CheckpointError("empty")
+
+
+@pytest.fixture
+def formats():
+    module = types.ModuleType("formats_of_a_test")
+    module.Diary, module.Silent = Diary, Silent
+    sys.modules[module.__name__] = module
+
+    class Plugin:
+        @hookimpl
+        def drivetrain_checkpoint_formats(self):
+            return {"diary": "formats_of_a_test:Diary", "silent": "formats_of_a_test:Silent"}
+
+    get_registry().register(Plugin(), name="diaries")
+    yield
+    reset_registry()
+    del sys.modules[module.__name__]
+
+
+def test_it_is_recognised_read_and_written(formats, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0, 2.5]}')
+    assert {"diary", "silent"} <= set(format_names())
+    for kind in ("auto", "diary"):
+        assert convert(tmp_path / "theirs", tmp_path / kind, kind).kind == "a diary"
+    assert inspect(tmp_path / "auto").manifest.tensors["model.weight"].shape == (2,)
+    assert convert_to(tmp_path / "auto", tmp_path / "back", "diary", {"indent": "2"}) == ["everything but numbers"]
+    assert (tmp_path / "back" / "diary.json").read_text().splitlines()[1].startswith("  ")
+
+
+def test_the_command_takes_options_and_prints_what_is_left_out(formats, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0]}')
+    ours, back = str(tmp_path / "ours"), str(tmp_path / "back")
+    run = CliRunner().invoke
+    done = run(checkpoint, ["convert", str(tmp_path / "theirs"), ours, "--from", "diary"])
+    assert done.output.splitlines()[0] == f"{ours}: from a diary"
+    done = run(checkpoint, ["convert", ours, back, "--to", "diary", "--set", "indent=1"])
+    assert done.output.splitlines() == [f"{back}: written as diary", "  left out: everything but numbers"]
+    assert (
+        "--set takes KEY=VALUE" in run(checkpoint, ["convert", ours, back, "--to", "diary", "--set", "indent"]).output
+    )
+    assert "--set belongs to --to" in run(checkpoint, ["convert", ours, back, "--set", "indent=1"]).output
+
+
+def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0]}')
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"no option 'indemt'\. Did you mean 'indent'\?"):
+        convert_to(tmp_path / "ours", tmp_path / "back", "diary", {"indemt": "2"})
+    with pytest.raises(UnsupportedError, match="reads checkpoints and writes none"):
+        convert_to(tmp_path / "ours", tmp_path / "back", "silent")
+    with pytest.raises(CheckpointError, match=r"Did you mean 'diary'\?"):
+        convert_to(tmp_path / "ours", tmp_path / "back", "dairy")
+    with pytest.raises(ValueError, match="invalid literal"):
+        convert_to(tmp_path / "ours", tmp_path / "back", "diary", {"indent": "two"})
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert_to(tmp_path / "ours", tmp_path / "theirs", "diary")
+    with pytest.raises(CheckpointError, match="holds 1 model"):
+        convert_to(tmp_path / "ours", tmp_path / "back", "diary", index=1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_format_of_a_plugin_that_is_not_installed_says_what_to_type(monkeypatch):
+    monkeypatch.setattr("drivetrain.checkpoint.formats.known_extras", lambda: ("ledger",))
+    with pytest.raises(CheckpointError, match="no installed plugin brings the checkpoint format 'ledger'") as caught:
+        load_format("ledger")
+    assert 'pip install "drivetrain[ledger]"' in str(caught.value)
