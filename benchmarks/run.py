@@ -49,7 +49,8 @@ def environment() -> Path:
 
 def main(arguments: list[str]) -> int:
     """Run ``benchmarks.measure`` with these arguments; its exit code."""
-    here = "--here" in arguments
+    # Help needs no peers.
+    here = not {"--here", "-h", "--help"}.isdisjoint(arguments)
     python = sys.executable if here else str(environment())
     # One thread, as every rank has: what is measured is Python, and two ranks share two cores.
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -290,5 +290,5 @@ Accelerator(distributed_type="deepspeed", cpu=True)
 def test_without_deepspeed() -> None:
     done = run(WITHOUT)
     assert done.returncode != 0
-    assert "deepspeed>=0.18 (not installed)" in done.stderr, done.stderr
-    assert 'pip install "deepspeed>=0.18"' in done.stderr
+    assert "deepspeed>=0.19.8,<0.20 (not installed)" in done.stderr, done.stderr
+    assert 'pip install "deepspeed>=0.19.8,<0.20"' in done.stderr

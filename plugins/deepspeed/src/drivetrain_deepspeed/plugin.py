@@ -22,7 +22,7 @@ DEEPSPEED = BackendInfo(
     config="drivetrain_deepspeed.config:DeepSpeedConfig",
     names={"DeepSpeedPlugin": "drivetrain_deepspeed.accelerate:DeepSpeedPlugin"},
     imports={"deepspeed_config": "drivetrain_deepspeed.accelerate:RULES"},
-    requires=("deepspeed>=0.18",),
+    requires=("deepspeed>=0.19.8,<0.20",),
     capabilities=Capabilities(
         mesh_axes=frozenset({"dp_shard"}),
         # Stage 3 shares parameters out, stages 2 and 3 reduce each micro-batch: what holds for every stage is said.
