@@ -11,12 +11,6 @@ import click
 if TYPE_CHECKING:
     from drivetrain.config.rules import Verdict
 
-TITLES = {
-    "carried over": "Carried over",
-    "no meaning here": "No meaning here",
-    "not supported": "Not supported",
-}
-
 
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
@@ -54,7 +48,7 @@ def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
     verdicts = list(verdicts)
     for pile in PILES:
         here = [verdict for verdict in verdicts if verdict.pile == pile]
-        yield f"{TITLES[pile]} ({len(here)})"
+        yield f"{pile.capitalize()} ({len(here)})"
         width = max((len(_left(verdict)) for verdict in here), default=0)
         for verdict in here:
             yield f"  {_left(verdict):<{width}}  {_right(verdict)}"

@@ -61,7 +61,7 @@ class Replicas:
             if one.grad is not None:
                 local_part(one.grad).copy_(mean)
             elif somewhere is not None and somewhere[index] > 0:
-                one.grad = _like(one, mean.clone())
+                one.grad = laid_out_as(one, mean.clone())
 
 
 def _in_shards(parameter: Tensor) -> bool:
@@ -74,7 +74,8 @@ def local_part(tensor: Any) -> Tensor:
     return local
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
+def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part, laid out as the parameter is; as it is for a plain one."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

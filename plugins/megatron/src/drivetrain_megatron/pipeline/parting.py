@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_megatron.pipeline.cutting import Cut
 from drivetrain_megatron.pipeline.skeleton import Skeleton
+from drivetrain_megatron.replicas import laid_out_as, local_part
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def add_shared_gradients(
     own: dict[str, Tensor] = {}
     for name, ranks in share.shared():
         parameter = parameters[name]
-        added = _local(parameter.grad) if parameter.grad is not None else torch.zeros_like(_local(parameter))
+        added = local_part(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_part(parameter))
         own[name] = added = added.contiguous()
         others = []
         for rank in ranks:
@@ -140,26 +139,5 @@ def add_shared_gradients(
         old = before[name]
         parameter = parameters[name]
         if old is not None:
-            added = added + _local(old)
-        if parameter.grad is None or isinstance(parameter, DTensor):
-            parameter.grad = _like(parameter, added)
-        else:
-            parameter.grad = added
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+            added = added + local_part(old)
+        parameter.grad = laid_out_as(parameter, added)
