@@ -22,10 +22,12 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ParallelismConfig,
         ProfileKwargs,
         ProjectConfiguration,
     )
     from drivetrain.launch.notebook import debug_launcher, notebook_launcher
+    from drivetrain.launch.variables import clear_environment, patch_environment
     from drivetrain.logging import get_logger
     from drivetrain.progress import tqdm
     from drivetrain.runtime.at_hand import (
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
         is_initialized,
         wait_for_everyone,
     )
+    from drivetrain.runtime.float32 import convert_outputs_to_fp32, convert_to_fp32
     from drivetrain.runtime.loading import already_sharded, skip_first_batches
+    from drivetrain.runtime.loading.kinds import DataLoaderDispatcher, DataLoaderShard
     from drivetrain.runtime.local_sgd import LocalSGD
     from drivetrain.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.runtime.nested import (
@@ -72,6 +76,8 @@ _HOME = {
     "AutocastKwargs": "kwargs",
     "DDPCommunicationHookType": "kwargs",
     "DataLoaderConfiguration": "kwargs",
+    "DataLoaderDispatcher": "runtime.loading.kinds",
+    "DataLoaderShard": "runtime.loading.kinds",
     "DistributedDataParallelKwargs": "kwargs",
     "DistributedOperationException": "errors:CollectiveMismatchError",
     "DistributedType": "distributed_type",
@@ -83,6 +89,7 @@ _HOME = {
     "GradientState": "runtime.at_hand",
     "InitProcessGroupKwargs": "kwargs",
     "LocalSGD": "runtime.local_sgd",
+    "ParallelismConfig": "kwargs",
     "PartialState": "runtime.partial_state",
     "ProfileKwargs": "kwargs",
     "ProjectConfiguration": "kwargs",
@@ -91,7 +98,10 @@ _HOME = {
     "broadcast": "runtime.nested",
     "broadcast_object_list": "runtime.nested",
     "clear_device_cache": "runtime.memory",
+    "clear_environment": "launch.variables",
     "concatenate": "runtime.trees",
+    "convert_outputs_to_fp32": "runtime.float32",
+    "convert_to_fp32": "runtime.float32",
     "debug_launcher": "launch.notebook",
     "extract_model_from_parallel": "runtime.at_hand",
     "find_batch_size": "runtime.trees",
@@ -104,6 +114,7 @@ _HOME = {
     "load_config": "config",
     "notebook_launcher": "launch.notebook",
     "pad_across_processes": "runtime.nested",
+    "patch_environment": "launch.variables",
     "recursively_apply": "runtime.trees",
     "reduce": "runtime.nested",
     "register_tracker_class": "tracking",
@@ -124,13 +135,23 @@ def __getattr__(name: str) -> Any:
     if name in globals():  # Asked for by way of drivetrain.utils.
         return globals()[name]
     if name not in _HOME:
-        if not name[:1].isupper():  # A submodule, or what Python itself asks for.
-            raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-        return import_module("drivetrain.brought").brought(name)
+        return _further(name)
     home, _, own_name = _HOME[name].partition(":")
     value = getattr(import_module(f"drivetrain.{home}"), own_name or name)
     globals()[name] = value
     return value
+
+
+def _further(name: str) -> Any:
+    """Names that are too many to list, that plugins bring, or that do not exist here and say so."""
+    if name.startswith("is_") and name.endswith("_available"):
+        return import_module("drivetrain.runtime.availability").probe(name)
+    absent = import_module("drivetrain.absent")
+    if name in absent.INSTEAD:
+        return absent.refuse(name)
+    if not name[:1].isupper():  # A submodule, or what Python itself asks for.
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+    return import_module("drivetrain.brought").brought(name)
 
 
 def __dir__() -> list[str]:
@@ -145,6 +166,8 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
@@ -156,6 +179,7 @@ __all__ = [
     "GradientState",
     "InitProcessGroupKwargs",
     "LocalSGD",
+    "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -165,7 +189,10 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
+    "clear_environment",
     "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
     "debug_launcher",
     "extract_model_from_parallel",
     "find_batch_size",
@@ -178,6 +205,7 @@ __all__ = [
     "load_config",
     "notebook_launcher",
     "pad_across_processes",
+    "patch_environment",
     "recursively_apply",
     "reduce",
     "register_tracker_class",

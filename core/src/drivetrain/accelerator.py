@@ -15,10 +15,11 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs
 from drivetrain.launch.environment import read_place
 from drivetrain.registry import get_registry
-from drivetrain.runtime import assembly, at_hand, lifetime, loading
+from drivetrain.runtime import assembly, at_hand, last_call, lifetime, loading, watchdog
 from drivetrain.runtime.choosing import choose_backend
 from drivetrain.runtime.current import set_current_backend
 from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.interruption import Interruption
 from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.optimizer import PreparedOptimizer
 from drivetrain.runtime.preparing import Preparer
@@ -63,7 +64,11 @@ class Accelerator(RunServices):
         config: a configuration or its file; ``None`` takes the launcher's, else defaults.
         distributed_type: name of the backend; ``None`` takes the configuration's, else the best for the world.
         engine_arguments: ``<backend>_plugin``: that backend's section, as its model or a mapping; chooses it, too.
+            ``parallelism_config``: sizes of the mesh, a ``ParallelismConfig``.
         step_scheduler_per_process: move schedulers once per process at each update, Accelerate's way.
+        desync_watchdog: compare each collective call over the ranks before it is made, and raise where they are apart.
+        save_on_interrupt: told to end (Ctrl-C, SIGTERM), save the run after the step and stop; as the next checkpoint
+            with automatic naming, else as ``project_dir/interrupted``. The exit code is 75 after SIGTERM.
 
     Raises:
         UsageError: arguments that contradict each other.
@@ -91,9 +96,11 @@ class Accelerator(RunServices):
         config: ResolvedConfig | str | Path | None = None,
         distributed_type: str | None = None,
         step_scheduler_per_process: bool | None = None,
+        desync_watchdog: bool | None = None,
+        save_on_interrupt: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
-        self._config = resolved = assembly.resolve_config(config)
+        self._config = resolved = assembly.with_mesh(assembly.resolve_config(config), engine_arguments)
         self._choice = choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
         self._handlers = handlers = assembly.Handlers.of(kwargs_handlers)
         self._loader_config = assembly.loader_configuration(resolved, dataloader_config, split_batches)
@@ -101,6 +108,7 @@ class Accelerator(RunServices):
         accumulation = assembly.accumulation(
             resolved, choice, gradient_accumulation_steps, gradient_accumulation_plugin
         )
+        saves_first = assembly.saves_on_interrupt(resolved, save_on_interrupt, self._project)
         self.device_placement = device_placement
         self.rng_types = rng_types if rng_types is not None else ["generator"]
         self._info = choice.info
@@ -128,7 +136,7 @@ class Accelerator(RunServices):
             self._active.state,
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
-            on_step=self._step_ended if registry.listens("step_ended") else None,
+            on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
         )
         per_process = resolved.config.scheduler.step_per_process
         if step_scheduler_per_process is not None:
@@ -145,6 +153,13 @@ class Accelerator(RunServices):
         )
         self.gradient_state = GradientState(self._trainer, self._active)
         self._trackers = assembly.trackers(resolved, log_with, self._project, self.backend)
+        last_call.use_launchers_file()
+        watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
+        self._watchdog = watchdog.watch(self.backend, self._active) if watched else None
+        self._interruption = None
+        if saves_first:
+            topology = self.backend.topology
+            self._interruption = Interruption(topology, self._active, self._save_interrupted, self.end_training)
         at_hand.remember(self)
         lifetime.at_exit(self._close)
         if registry.listens("failed"):
@@ -332,7 +347,8 @@ class Accelerator(RunServices):
             even_batches: override the loaders' setting meanwhile.
         """
         trainables = [self._preparer.record_of(each).trainable for each in joinables if isinstance(each, nn.Module)]
-        with loading.even_batches_as(self._dataloaders, even_batches), self.backend.join(trainables):
+        even = loading.even_batches_as(self._dataloaders, even_batches)
+        with watchdog.unwatched(), even, self.backend.join(trainables):
             yield
 
 

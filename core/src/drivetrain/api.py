@@ -27,7 +27,7 @@ from drivetrain.backend import (
     Trainable,
     always_ready,
 )
-from drivetrain.config.rules import Rule, flag
+from drivetrain.config.rules import Rule, flag, section_from_arguments
 from drivetrain.errors import (
     BackendBlockedError,
     CheckpointError,
@@ -147,6 +147,7 @@ __all__ = [
     "portable",
     "precision",
     "register_device_generator",
+    "section_from_arguments",
     "temporary",
     "trees",
 ]

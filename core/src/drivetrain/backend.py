@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.description import (
     CONTRACT,
@@ -221,14 +221,15 @@ class Backend(ABC):
     """This process's place in the job; one per run. Created, started, used, stopped, in that order.
 
     Attributes:
-        capabilities: the same data as in :class:`BackendInfo`.
+        capabilities: the same data as in :class:`BackendInfo`; where this run's settings make no pipeline or keep
+            everything on every rank, :meth:`start` sets a copy with ``pipelined`` or ``sharded_save`` switched off.
         settings: what the run asked for.
         topology: set by :meth:`start`.
         scaler: the ``torch.amp.GradScaler`` in use, when the backend scales losses with one.
         feeding: how batches come to the device; an engine that wants more than a copy sets it in :meth:`start`.
     """
 
-    capabilities: ClassVar[Capabilities]
+    capabilities: Capabilities
     settings: RunSettings
     topology: Topology
     scaler: torch.amp.GradScaler | None = None

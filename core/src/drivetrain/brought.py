@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from drivetrain.backend_checks import import_object
-from drivetrain.errors import BackendConflictError, BackendError
+from drivetrain.errors import AbsentNameError, BackendConflictError, BackendError
+from drivetrain.installed import known_extras, pip_line
 from drivetrain.registry import get_registry
+from drivetrain.suggest import listed
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +19,7 @@ def brought(name: str) -> Any:
 
     Raises:
         AttributeError: nobody installed brings it.
+        AbsentNameError: the same, and a backend that is not installed might.
         BackendConflictError: two backends bring it.
         BackendBrokenError: its import failed.
     """
@@ -30,6 +33,12 @@ def brought(name: str) -> Any:
             continue
         if name in names:
             found.append((registry.owner(backend), names[name]))
+    missing = sorted(set(known_extras()) - set(registry.names()))
+    if not found and name.endswith("Plugin") and missing:
+        raise AbsentNameError(
+            f"no installed backend brings the name {name!r}",
+            cure=f"Install the one that does: {pip_line('NAME')}, NAME one of {listed(missing)}.",
+        )
     if not found:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
     if len(found) > 1:

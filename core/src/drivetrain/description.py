@@ -16,6 +16,9 @@ CONTRACT = 1
 class Capabilities:
     """What a backend declares it can do. The conformance kit proves each flag, both ways.
 
+    ``pipelined`` and ``sharded_save`` say what settings may ask for: a backend whose settings ask for less says so in
+    :meth:`~drivetrain.api.Backend.start`, see ``Backend.capabilities``. All others hold for every run.
+
     Args:
         multi_process: trains over several processes. When ``False`` a world larger than 1 is refused.
         mesh_axes: mesh axes that may be larger than 1.
@@ -23,7 +26,8 @@ class Capabilities:
         precisions: values of ``mixed_precision`` that it interprets.
         owns_optimizer: ``prepare`` may replace the optimizer by the engine's own.
         pipelined: a forward in training mode is deferred until the loss is known.
-        accumulates_without_sync: ``synchronise_gradients(False)`` really skips communication.
+        accumulates_without_sync: ``synchronise_gradients(False)`` really skips communication; what then stays on a rank
+            is the gradient of ``loss * scale * dp_size``, with which LocalSGD steps.
         replicated: every rank of the data-parallel group holds all parameters, so they may be averaged (LocalSGD).
         multiple_models: several models can be prepared in one process.
         optimizer_spans_models: one optimizer may hold parameters of several models.
@@ -189,14 +193,15 @@ class Feeding:
     Args:
         ahead: copy the next batch in a thread while the script works on this one. Samples are still read by the
             script's own thread, so that random numbers are drawn in the same order.
-        arrived: called with each tensor of a batch that has come to the device, in that thread.
+        send: brings one tensor of a batch to the device, in that thread; ``None`` = ``tensor.to(device)``. Where the
+            engine's own ``to`` must not run beside the script, this is what may.
         filler: fill the last batch of an epoch up to the size of the others, for a device that compiles anew for each
             shape: rows are repeated, and their labels become this number, which the loss must ignore. What is gathered
             for metrics leaves them out. ``None`` leaves batches as they are.
     """
 
     ahead: bool = False
-    arrived: Callable[[Any], object] | None = None
+    send: Callable[[Any], Any] | None = None
     filler: int | None = None
 
 
@@ -214,6 +219,7 @@ class RunSettings:
         handlers: the user's keyword handlers that this backend reads, by class name.
         place_on_device: move parameters to the device in ``prepare``.
         origins: where each key of the section that was given was written, by dotted key below the section.
+        name: under which the backend was chosen: ``BackendInfo.name``; empty for one that is made by hand.
     """
 
     place: Place = field(default_factory=Place)
@@ -225,3 +231,4 @@ class RunSettings:
     handlers: Mapping[str, Any] = field(default_factory=dict)
     place_on_device: bool = True
     origins: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""

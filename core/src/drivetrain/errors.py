@@ -1,7 +1,7 @@
 """One small tree of errors with one grammar: what happened, whose it is, what to type next.
 
 Every class that a user's own mistake can cause derives from ``ValueError`` (or the built-in that fits better), so that
-a script may catch it without importing this module.
+a script may catch it without importing this module. Causes and cures are shown in the reference as they stand here.
 """
 
 from __future__ import annotations
@@ -33,64 +33,160 @@ def _rebuild(kind: type[DrivetrainError], what: str, whose: str, cure: str) -> D
 
 
 class UsageError(DrivetrainError, ValueError):
-    """A call whose arguments or whose moment cannot be right."""
+    """A call whose arguments or whose moment cannot be right.
+
+    Cause: an argument that contradicts another one or the run, or a call at the wrong time, as
+    ``backward`` before ``prepare``.
+
+    Cure: change the call; the message says what to write.
+    """
+
+
+class AbsentNameError(DrivetrainError, ImportError):
+    """A name that scripts import from Accelerate, and that does not exist here.
+
+    Cause: it has no meaning here, or the backend that brings it is not installed.
+
+    Cure: the message says what to write or to install instead.
+    """
 
 
 class UnsupportedError(DrivetrainError, NotImplementedError):
-    """A call that the chosen backend cannot honour; says why and what to write instead."""
+    """A call that the chosen backend cannot honour; says why and what to write instead.
+
+    Cause: the engine underneath has no such thing; ``drivetrain backends`` lists what each backend can do.
+
+    Cure: write what the message names, or choose a backend that can.
+    """
 
 
 class ConfigError(DrivetrainError, ValueError):
-    """Mistakes in a configuration, all of them at once; ``what`` holds one line for each."""
+    """Mistakes in a configuration, all of them at once; ``what`` holds one line for each.
+
+    Cause: a key that nobody knows, a value of the wrong type or range, or two values that contradict each other.
+
+    Cure: change the file at the line and column of the message, the variable or the flag; ``drivetrain config show``
+    says who set what.
+    """
 
 
 class EnvironmentVariableError(DrivetrainError, ValueError):
-    """A launcher's environment that is incomplete or contradicts itself."""
+    """A launcher's environment that is incomplete or contradicts itself.
+
+    Cause: some of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and the like are missing or disagree, often left over in a
+    shell.
+
+    Cure: start the script with one launcher, or unset what an earlier one left.
+    """
 
 
 class BackendError(DrivetrainError):
-    """Base of what can go wrong between a name in a configuration and a running backend."""
+    """Base of what can go wrong between a name in a configuration and a running backend.
+
+    Cause: never raised itself; the classes below say which step failed.
+
+    Cure: ``drivetrain backends`` shows every backend with its owner and what is wrong with it.
+    """
 
 
 class BackendNotFoundError(BackendError, ValueError):
-    """No installed plugin brings a backend of this name."""
+    """No installed plugin brings a backend of this name.
+
+    Cause: a misspelt name, or a plugin that is not installed in this environment.
+
+    Cure: take the name that the message guesses, or run its pip command.
+    """
 
 
 class BackendConflictError(BackendError, ValueError):
-    """Two distributions claim one name."""
+    """Two distributions claim one name.
+
+    Cause: two installed plugins bring a backend, tracker, checkpoint format or section of the same name.
+
+    Cure: uninstall one of the two; the message names both with their versions.
+    """
 
 
 class BackendBrokenError(BackendError, ImportError):
-    """The plugin that brings this backend could not be imported."""
+    """The plugin that brings this backend could not be imported.
+
+    Cause: the plugin or something that it imports is damaged or too old, or an answer of the plugin is not what it must
+    be.
+
+    Cure: reinstall or upgrade the distribution of the message; ``drivetrain backends`` shows the traceback.
+    """
 
 
 class BackendBlockedError(BackendError, RuntimeError):
-    """The backend is installed but cannot run here: a requirement, a device, the size of the world."""
+    """The backend is installed but cannot run here: a requirement, a device, the size of the world.
+
+    Cause: a missing or too old engine, no device of the kind it needs, or a number of processes that does not fit.
+
+    Cure: the message says what to install or to change.
+    """
 
 
 class ContractMismatchError(BackendError, RuntimeError):
-    """Plugin and core speak different versions of the backend contract."""
+    """Plugin and core speak different versions of the backend contract.
+
+    Cause: one of the two was upgraded without the other.
+
+    Cure: upgrade the one that is behind; the message has the pip command.
+    """
 
 
 class CollectiveMismatchError(DrivetrainError, RuntimeError):
-    """Ranks disagree about a collective (operation, shape or dtype); raised in debug mode before it can hang."""
+    """Ranks disagree about a collective (operation, shape, dtype, line); raised before it can hang.
+
+    Cause: ranks took different branches, or hold tensors of different shapes. Shapes are compared on the CPU and by
+    ``gather_for_metrics`` always, elsewhere with ``debug: true``; calls, lines and absence with ``desync_watchdog:
+    true``.
+
+    Cure: make the call on every rank with the same structure; ``pad_across_processes`` evens out shapes.
+    """
 
 
 class CheckpointError(DrivetrainError, ValueError):
-    """Base of what can go wrong with a checkpoint."""
+    """Base of what can go wrong with a checkpoint.
+
+    Cause: a save that failed, a folder that cannot be read or written, or one of the classes below.
+
+    Cure: as the message says; the last complete checkpoint is never harmed by a failed save.
+    """
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint at this place."""
+    """There is no complete checkpoint at this place.
+
+    Cause: a wrong path, or a run that ended before its first save was complete.
+
+    Cure: give the folder that holds ``manifest.json``.
+    """
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A file of the checkpoint is missing, truncated or altered."""
+    """A file of the checkpoint is missing, truncated or altered.
+
+    Cause: an incomplete copy, a full or failing disk, or an edit.
+
+    Cure: copy the folder again or load an older one; ``drivetrain checkpoint inspect`` checks every file.
+    """
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is sound but is not of this model, optimizer or script."""
+    """The checkpoint is sound but is not of this model, optimizer or script.
+
+    Cause: names, shapes, parameter groups or registered objects differ from those of the run that saved.
+
+    Cure: build the objects as that run did; ``strict=False`` loads what fits and says what it left out.
+    """
 
 
 class LaunchError(DrivetrainError, RuntimeError):
-    """Workers could not be started, or one of them failed."""
+    """Workers could not be started, or one of them failed.
+
+    Cause: a script that raised (its traceback is above), a port in use, a machine that did not arrive, or too little
+    memory.
+
+    Cure: repair the first failure that the message shows; the others follow from it.
+    """

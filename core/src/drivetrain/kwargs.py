@@ -273,6 +273,51 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+@dataclass
+class ParallelismConfig:
+    """Sizes of mesh axes, for ``Accelerator(parallelism_config=...)``: what ``mesh:`` says in a configuration.
+
+    Args:
+        dp_replicate_size: ranks that hold whole replicas; here and below ``None`` leaves the choice to the backend.
+        dp_shard_size: ranks that share the parameters in shards.
+        tp_size: ranks that share each matrix.
+        cp_size: ranks that share one sequence.
+        cp_backend: without meaning: the backend decides how a sequence is shared.
+        sp_size: must stay 1: a sequence is shared along ``cp``.
+        sp_backend: without meaning, as ``cp_backend``.
+        tp_handler: must stay ``None``, as the next two: a backend's section says how it works.
+        cp_handler: see ``tp_handler``.
+        sp_handler: see ``tp_handler``.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+
+    def __post_init__(self) -> None:
+        _require(self.sp_size in (None, 1), f"sp_size={self.sp_size} is not supported", "Write cp_size.")
+        for axis, size in self.sizes().items():
+            _require(size >= 1, f"{axis}_size must be at least 1, not {size}", "Leave it out, or write 1.")
+        for name in ("tp_handler", "cp_handler", "sp_handler"):
+            _require(
+                getattr(self, name) is None,
+                f"{name} is not supported",
+                "Leave it out; the backend's section in the configuration says how it works.",
+            )
+
+    def sizes(self) -> dict[str, int]:
+        """The axes that were asked for, by name."""
+        asked = {axis: getattr(self, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
+        return {axis: size for axis, size in asked.items() if size is not None}
+
+
 PROFILE_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
 """What the profiler can watch."""
 
@@ -329,6 +374,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
 ]

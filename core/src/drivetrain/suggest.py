@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -15,6 +14,8 @@ def closest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str
         cutoff: similarity (0 to 1) below which nothing is guessed. 0.6 is difflib's own; it takes one wrong letter in
             a word of four and does not take ``dp`` for ``xla``.
     """
+    import difflib  # only where something was mistyped
+
     by_form = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(word.lower(), by_form, n=1, cutoff=cutoff)
     return by_form[matches[0]] if matches else None

@@ -9,12 +9,13 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drivetrain.errors import UsageError
+from drivetrain.installed import pip_line
 from drivetrain.logging import current_rank, get_logger
 from drivetrain.suggest import did_you_mean, listed, sentences
 
@@ -113,9 +114,13 @@ class _Known:
 
 _BUILT_IN = (
     _Known("jsonl", "drivetrain.trackers.jsonl:JSONLTracker"),
+    _Known("mlflow", "drivetrain.trackers.mlflow:MLflowTracker", ("mlflow",)),
     _Known("tensorboard", "drivetrain.runtime.trackers:TensorBoardTracker", ("tensorboard",)),
+    _Known("trackio", "drivetrain.trackers.trackio:TrackioTracker", ("trackio",)),
     _Known("wandb", "drivetrain.trackers.wandb:WandBTracker", ("wandb",)),
 )
+"""Each that needs a package is an extra of the core, by the same name."""
+
 _registered: dict[str, _Known] = {}
 
 
@@ -199,7 +204,7 @@ def _named(name: Any) -> _Known:
     if missing:
         raise UsageError(
             f"the tracker {tracker.name!r} needs {listed(missing)}, which is not installed",
-            cure=f"Run: pip install {' '.join(missing)}",
+            cure=f"Run: {pip_line(tracker.name)}",
         )
     return tracker
 
@@ -250,6 +255,7 @@ class Trackers:
         self._asked = resolve(log_with, logging_dir)
         self._is_main = current_rank() == 0 if is_main_process is None else is_main_process
         self.running: list[GeneralTracker] = []
+        self._failures: Counter[str] = Counter()
 
     @property
     def names(self) -> list[str]:
@@ -288,6 +294,9 @@ class Trackers:
     ) -> None:
         """Hand values to every tracker; a script without trackers may call this too.
 
+        A tracker that raises is named in the log, the first time with its traceback, and the training goes on: it would
+        end on this process alone, while the others wait for it in their next collective.
+
         Args:
             values: by name.
             step: the moment.
@@ -299,7 +308,8 @@ class Trackers:
             _logger.warning_once("log() was called while no tracker runs; call init_trackers(project_name) before.")
         chosen = self._of_each(log_kwargs, "log_kwargs")
         for tracker in self.running:
-            tracker.log(dict(values), step=step, **chosen.get(_name(tracker), {}))
+            kwargs = chosen.get(_name(tracker), {})
+            self._guard(tracker, "log", functools.partial(tracker.log, dict(values), step=step, **kwargs))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """One tracker by name, or with ``unwrap`` the tracking library's own object.
@@ -320,11 +330,23 @@ class Trackers:
         return GeneralTracker(_blank=True)
 
     def finish(self) -> None:
-        """End every tracker, also when one of them fails; may be called twice."""
-        with ExitStack() as stack:
-            for tracker in reversed(self.running):
-                stack.callback(tracker.finish)
-            self.running = []
+        """End every tracker; one that raises is named in the log, as in :meth:`log`. May be called twice."""
+        running, self.running = self.running, []
+        for tracker in reversed(running):
+            self._guard(tracker, "finish", tracker.finish)
+        for name, count in self._failures.items():
+            if count > 1:
+                _logger.error("the tracker %r failed %d times in this run", name, count, main_process_only=False)
+        self._failures.clear()
+
+    def _guard(self, tracker: GeneralTracker, method: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            name = _name(tracker)
+            self._failures[name] += 1
+            if self._failures[name] == 1:
+                _logger.exception("the tracker %r failed in %s", name, method, main_process_only=False)
 
     def _make(self, known: _Known, project_name: str, chosen: Mapping[str, Mapping[str, Any]]) -> GeneralTracker | None:
         kind: Any = known.load()

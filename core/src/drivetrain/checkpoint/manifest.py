@@ -84,7 +84,8 @@ class Manifest:
     """Everything about a checkpoint but the numbers.
 
     Args:
-        backend: name of the class that wrote it, for people; loading does not look at it.
+        backend: name of the backend that wrote it, for people; loading does not look at it. In older files, and for a
+            backend made by hand, the name of its class.
         mesh: mesh axis sizes of the job that wrote it.
         world_size: its number of processes.
         created: seconds since 1970.

@@ -96,7 +96,7 @@ class Ranks:
         except CheckpointError as problem:
             failure = problem
         except Exception as problem:  # noqa: BLE001  Whatever it is, the other ranks wait to hear of it.
-            failure = CheckpointError(f"could not {action}: {type(problem).__name__}: {problem}")
+            failure = CheckpointError(f"could not {action}: {type(problem).__name__}: {problem}".rstrip("."))
             cause = problem
         outcomes = self.gather((value, failure))
         failed = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]

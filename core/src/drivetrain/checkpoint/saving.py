@@ -272,7 +272,7 @@ class SaveWork:
                     )
         collected, settled = _present(self._collected), _present(self._settled)
         manifest = Manifest(
-            backend=type(self._backend).__name__,
+            backend=self._backend.settings.name or type(self._backend).__name__,
             mesh=topology.mesh.sizes,
             world_size=topology.world_size,
             created=time.time(),

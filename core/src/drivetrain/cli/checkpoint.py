@@ -25,7 +25,7 @@ def checkpoint() -> None:
     """Look into a checkpoint, export its model, convert from and to other libraries' formats."""
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Print what a checkpoint holds and whether it is whole.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 def inspect(path: Path, as_json: bool) -> None:
@@ -40,7 +40,7 @@ def inspect(path: Path, as_json: bool) -> None:
     sys.exit(1 if found.problems else 0)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write a checkpoint's model as safetensors.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--max_shard_size", default="10GB", show_default=True, metavar="SIZE", help="Largest file.")
@@ -53,7 +53,7 @@ def export(path: Path, out: Path, max_shard_size: str, index: int) -> None:
         click.echo(file)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write another library's checkpoint as ours, or ours as another's.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(

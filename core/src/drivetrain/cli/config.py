@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,44 @@ DEFAULT_FILE = "drivetrain.yaml"
 def config(ctx: click.Context, default: bool, target: str, force: bool) -> None:
     """Ask a few questions and write a commented configuration file.
 
-    Asks with menus on a terminal and line by line elsewhere; where nobody answers, defaults are written.
+    Asks with menus on a terminal and line by line elsewhere, and only what the machine does not tell; where nobody
+    answers, defaults are written. The file is shown before it is written; Ctrl-C leaves nothing behind.
     """
     if ctx.invoked_subcommand is not None:
         return
     path = Path(target)
     if path.exists() and not force:
         raise click.UsageError(f"{target} exists already; --force replaces it, --config FILE writes elsewhere")
-    from drivetrain.cli.wizard import Terminal, ask_all, lines_from
     from drivetrain.config import default_file
 
-    answers: dict[str, Any] = {}
-    if not default:
-        on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        answers = ask_all(Terminal() if on_terminal else lines_from(sys.stdin))
+    text = default_file() if default else _asked(target)
+    if text is None:
+        click.echo("Nothing was written.")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(default_file(answers), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     click.echo(f"Wrote {target}. Use it: drivetrain launch --config {target} script.py")
+
+
+def _asked(target: str) -> str | None:
+    """The text of a file from answers, ``None`` when it shall not be written."""
+    from drivetrain.cli.detected import detect
+    from drivetrain.cli.prompts import Lines, Terminal
+    from drivetrain.cli.wizard import Wizard
+    from drivetrain.config.template import chosen_file
+    from drivetrain.registry import get_registry
+
+    machine = detect()
+    click.echo(f"Found: {machine}.")
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    wizard = Wizard(Terminal() if on_terminal else Lines(sys.stdin), machine, get_registry())
+    values = wizard.run()
+    remarks = [f"Found when it was written: {machine}."]
+    if values.get("num_machines", 1) > 1:
+        remarks.append("The same file serves every machine; `drivetrain launch --machine_rank 0` says which one it is.")
+    text = chosen_file(values, get_registry(), remarks)
+    click.echo(f"\n{text}")
+    return text if wizard.confirm(f"Write this to {target}?") else None
 
 
 @config.command()

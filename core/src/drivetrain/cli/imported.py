@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +30,41 @@ def import_file(file: str, output: str | None, force: bool) -> None:
     target = None if output is None else Path(output)
     if target is not None and target.exists() and not force:
         raise click.UsageError(f"{output} exists already; --force replaces it")
-    document = locate(Path(file).read_text(encoding="utf-8-sig"), file)
+    document = locate(_read(file), file)
     if document.problems:
         raise mistakes(document.problems)
     verdicts = judge_file(document.values, get_registry())
     for line in report(verdicts):
         click.echo(line)
+    if not any(verdict.stops for verdict in verdicts) and (wrong := _what_stops(file)):
+        click.echo(f"`drivetrain launch` stops with this file: {wrong}")
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(as_file(verdicts, file), encoding="utf-8")
         click.echo(f"Wrote {output}. Use it: drivetrain launch --config {output} script.py")
+
+
+def _read(file: str) -> str:
+    from drivetrain.errors import ConfigError
+
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file!r} cannot be read: {error}", cure="Name a YAML file of Accelerate's.") from error
+
+
+def _what_stops(file: str) -> str:
+    """What is wrong with the values that are carried over; empty when a launch would go on."""
+    from drivetrain.config import load_config
+    from drivetrain.errors import DrivetrainError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # keys without which the run goes on are in the report
+            load_config(file, environ={})
+    except DrivetrainError as error:
+        return str(error)
+    return ""
 
 
 def report(verdicts: Iterable[Verdict]) -> Iterable[str]:

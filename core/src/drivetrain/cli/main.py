@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -23,6 +25,7 @@ COMMANDS = {
     "config": ("drivetrain.cli.config:config", "Write a configuration file, or show where each value comes from."),
     "env": ("drivetrain.cli.env:env", "Print versions, devices and plugins for a bug report."),
     "launch": ("drivetrain.cli.launch:launch", "Run a script on every process of this machine."),
+    "new-plugin": ("drivetrain.cli.new_plugin:new_plugin", "Write a package that brings a backend of your own."),
     "test": ("drivetrain.cli.test:test", "Run a short distributed job and check its numbers."),
 }
 """The core's subcommands: where each is, and its line in the help."""
@@ -62,6 +65,14 @@ class Commands(click.Group):
             rows.append((name, line))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ctrl-C ends every subcommand with the code that a shell gives it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped by SIGINT", err=True)
+            ctx.exit(128 + signal.SIGINT)
 
     def _ask_plugins(self) -> None:
         """Let plugins add their subcommands, once; what goes wrong is said and harms nobody else."""

@@ -12,19 +12,27 @@ if TYPE_CHECKING:
 
 FLAGS = {
     "distributed_type": "The backend that trains, by name or alias.",
-    "num_processes": "Processes over all machines.",
-    "num_machines": "Machines in the job.",
+    "num_processes": "Processes over all machines, when all are there.",
+    "num_machines": "Machines in the job; 1:4 goes on with any number of them from 1 to 4.",
     "machine_rank": "Index of this machine, from 0.",
     "main_process_ip": "Address of machine 0.",
     "main_process_port": "Port on machine 0.",
-    "rdzv_backend": "How machines meet: c10d or static.",
+    "rdzv_backend": "c10d or static, accepted either way: machines are numbered by machine_rank.",
     "accelerator_ids": "Accelerators of this machine, in order: 0,2 or UUIDs; all; '' for the CPU.",
     "device_order": "Which accelerator is number 0: pci_bus_id or fastest_first.",
     "max_restarts": "How often failed workers are started again.",
     "mixed_precision": "no, bf16 or fp16.",
     "gradient_accumulation_steps": "Micro-batches between two optimizer steps.",
+    "local_ranks_filter": "Local ranks whose output is shown: 0,1 or all; rank 0 of the job if not given.",
+    "log_dir": "Folder that gets one file for each rank and stream.",
+    "tee": "Streams shown with the rank in front, and filed with log_dir: 1 stdout, 2 stderr, 3 both; or 0:3,1:1.",
+    "redirects": "Streams that go to log_dir and are not shown; numbers as for tee.",
+    "role": "Word before the rank where lines have it in front.",
 }
-"""Flags with a value, each named as the configuration key that it sets."""
+"""Flags with a value, each named as the configuration key that it sets, or as in :data:`KEYS`."""
+
+KEYS = {name: f"output.{name}" for name in ("local_ranks_filter", "log_dir", "tee", "redirects", "role")}
+"""Flags whose key stands in a section."""
 
 ALIASES = {"accelerator_ids": "gpu_ids"}
 """Second names of flags, as other launchers call them."""
@@ -71,7 +79,7 @@ def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, A
         if not equals or not key:
             raise click.UsageError(f"--set takes KEY=VALUE, not {setting!r}")
         overrides[key.strip()] = value
-    overrides |= {name: flags[name] for name in FLAGS if flags.get(name) is not None}
+    overrides |= {KEYS.get(name, name): flags[name] for name in FLAGS if flags.get(name) is not None}
     if overrides.get("accelerator_ids") == "":
         overrides["accelerator_ids"] = []  # elsewhere an empty flag means "not given"; here it is a choice
     overrides |= {key: True for name, (key, _) in SWITCHES.items() if flags.get(name)}

@@ -26,7 +26,7 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
     if resolved.config.num_processes is None:
         plan = make_plan(resolved)
         on_cpu = resolved.config.use_cpu or plan.on_cpu or not has_accelerator()
-        world = (2 if on_cpu else plan.processes_here) * resolved.config.num_machines
+        world = (2 if on_cpu else plan.processes_here) * plan.num_machines
         if not trains_over(resolved.config.distributed_type, world):
             click.echo(f"no backend that may be taken trains over {world} processes; testing one", err=True)
             world = 1

@@ -1,134 +1,243 @@
-"""The questions of ``drivetrain config``: which, in which order, and two ways to ask them."""
+"""The questions of ``drivetrain config``: which, in which order, and what their answers mean for the file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
+from drivetrain.cli.detected import BEST, Machine, backend_choices
+from drivetrain.cli.prompts import Asker, Choice, NoAnswerError, Question, explain_blocked
 from drivetrain.config import load_config
+from drivetrain.config.locate import write
+from drivetrain.config.schema import MeshConfig
 from drivetrain.errors import DrivetrainError
+from drivetrain.launch.environment import DEFAULT_PORT
+from drivetrain.registry import Registry
 
-BEST = "the best for the number of processes"
+_ALL, _SOME, _CPU = "all accelerators", "some accelerators", "the CPU"
+_PRECISIONS = {
+    "no": "Everything in float32.",
+    "bf16": "Computes in bfloat16; parameters stay float32.",
+    "fp16": "Computes in float16 with a scaled loss; parameters stay float32.",
+}
 
 
-@dataclass(frozen=True)
-class Question:
-    """One question about one key.
+class Wizard:
+    """Asks one after the other and collects values by dotted key; asks nothing that the machine answers.
 
     Args:
-        key: of the configuration.
-        text: the question.
-        default: the answer when the user only presses Enter; empty = the key stays as it is.
-        choices: allowed answers; empty = any.
-        when: whether to ask, given the answers so far.
+        asker: how questions are put.
+        machine: what was detected.
+        registry: who knows the backends.
     """
 
-    key: str
-    text: str
-    default: str = ""
-    choices: tuple[str, ...] = ()
-    when: Callable[[dict[str, str]], bool] = lambda _: True
+    def __init__(self, asker: Asker, machine: Machine, registry: Registry) -> None:
+        self._asker, self._machine, self._registry = asker, machine, registry
+        self.values: dict[str, str] = {}
 
+    def run(self) -> dict[str, Any]:
+        """Ask everything; where nobody answers any more the rest keeps its defaults.
 
-class Asker(Protocol):
-    """How a question is put."""
+        Returns:
+            Values by dotted key, typed as the configuration has them: what was answered and is no default.
+        """
+        try:
+            machines = self._machines()
+            here = self._devices(machines)
+            world = here * machines
+            backend = self._backend(world)
+            self._mesh(backend, world)
+            self._training(backend)
+            self._settings(backend)
+        except NoAnswerError:
+            click.echo("no more answers: the rest are defaults")
+        return self._typed()
 
-    def ask(self, question: Question) -> str | None:
-        """Return the answer, or ``None`` when nobody answers any more."""
+    def confirm(self, text: str) -> bool:
+        """Ask for a yes; who does not answer has not said no."""
+        answers = (Choice("yes"), Choice("no"))
+        try:
+            return self._asker.ask(Question(text, "yes", answers)) == "yes"
+        except NoAnswerError:
+            return True
 
+    # ---- the questions ------------------------------------------------------------------------------------------
 
-class Terminal:
-    """Menus and lines on a terminal. Ctrl-C ends the whole command, nothing is written."""
+    def _machines(self) -> int:
+        found = self._machine.machines
+        # A range, for jobs that lose machines and go on, is written by hand.
+        question = Question("How many machines?", str(found), complaint=_not_a_count)
+        machines = int(self._asker.ask(question))
+        if machines > 1:
+            self.values["num_machines"] = str(machines)
+            text = "Address of machine 0, where the others meet it?"
+            self._ask("main_process_ip", text, self._machine.first, unwritten=None)
+            self._ask("main_process_port", "A free port there?", str(DEFAULT_PORT), unwritten=None)
+        return machines
 
-    def ask(self, question: Question) -> str | None:
-        import questionary
+    def _devices(self, machines: int) -> int:
+        """Who computes; returns the processes on one machine."""
+        devices = self._machine.inventory.devices
+        if not devices:
+            return self._processes(machines)
+        answers = [Choice(_ALL, f"One process for each of the {len(devices)} on a machine.")]
+        answers += [Choice(_SOME, "One process for each of those that you mark.")] * (len(devices) > 1)
+        chosen = self._asker.ask(Question("What computes?", _ALL, (*answers, Choice(_CPU))))
+        if chosen == _CPU:
+            self.values["use_cpu"] = "true"
+            return self._processes(machines)
+        if chosen == _ALL:
+            return len(devices)
+        marks = tuple(Choice(str(each.index), str(each)) for each in devices)
+        marked = self._asker.ask(
+            Question(
+                "Which of them?",
+                ",".join(each.value for each in marks),
+                marks,
+                several=True,
+                complaint=lambda answer: "" if answer else "mark one at least",
+            )
+        )
+        self.values["accelerator_ids"] = f"[{marked}]"
+        return len(marked.split(","))
 
-        if question.choices:
-            prompt = questionary.select(question.text, choices=list(question.choices), default=question.default)
-        else:
-            prompt = questionary.text(question.text, default=question.default)
-        answer: str | None = prompt.ask()
-        if answer is None:
-            raise click.Abort
+    def _processes(self, machines: int) -> int:
+        """On one machine, where there is nothing to count."""
+        text = "How many processes on each machine?" if machines > 1 else "How many processes?"
+        here = int(self._asker.ask(Question(text, "1", complaint=_not_a_count)))
+        self.values["num_processes"] = str(here * machines)
+        return here
+
+    def _backend(self, world: int) -> str | None:
+        """Returns the backend's name; ``None`` when the core shall choose."""
+        choices = backend_choices(self._registry, world)
+        if all(choice.blocked for choice in choices):
+            explain_blocked(choices)
+            raise click.ClickException(f"no backend can train {_processes(world)} here; the lines above say what to do")
+        answer = self._asker.ask(Question(f"Which backend trains the {_processes(world)}?", BEST, choices))
+        if answer == BEST:
+            return None
+        self.values["distributed_type"] = answer
         return answer
 
+    def _mesh(self, backend: str | None, world: int) -> None:
+        """Sizes of the axes that are no data parallelism, which the processes left over are for."""
+        axes = self._registry.info(backend).capabilities.mesh_axes if backend is not None else frozenset()
+        left = world
+        for axis, info in MeshConfig.model_fields.items():
+            if axis in axes and not axis.startswith("dp_") and left > 1:
+                sizes = [str(size) for size in range(1, left + 1) if left % size == 0]
+                question = Question(f"How many along mesh.{axis}?", "1", tuple(map(Choice, sizes)), about=_about(info))
+                answer = self._asker.ask(question)
+                left //= int(answer)
+                if answer != "1":
+                    self.values[f"mesh.{axis}"] = answer
 
-class Lines:
-    """One line of text for each question, from anything that can be read; the end of it leaves the rest unasked."""
+    def _training(self, backend: str | None) -> None:
+        known = set(_PRECISIONS)
+        if backend is not None:
+            known = set(self._registry.info(backend).capabilities.precisions)
+        choices = tuple(
+            Choice(name, about, "" if name in known else f"not under {backend}") for name, about in _PRECISIONS.items()
+        )
+        answer = self._asker.ask(Question("Mixed precision?", "no", choices))
+        if answer != "no":
+            self.values["mixed_precision"] = answer
+        text = "Micro-batches between two optimizer steps?"
+        self._ask("gradient_accumulation_steps", text, "1", unwritten="1")
 
-    def __init__(self, source: TextIO) -> None:
-        self._source = source
+    def _settings(self, backend: str | None) -> None:
+        """The backend's own keys, of which the user marks those to change."""
+        model = None if backend is None else self._registry.load_section(self._registry.info(backend))
+        if backend is None or model is None or not model.model_fields:
+            return
+        # What is itself made of keys is written by hand.
+        named = {info.alias or key: info for key, info in model.model_fields.items()}
+        fields = {key: info for key, info in named.items() if not isinstance(_default(info), BaseModel)}
+        choices = tuple(Choice(key, _about(info)) for key, info in fields.items())
+        marked = self._asker.ask(
+            Question(f"Which settings of {backend} do you want to change?", "", choices, several=True)
+        )
+        for key in filter(None, marked.split(",")):
+            self._setting(backend, key.strip(), fields[key.strip()])
 
-    def ask(self, question: Question) -> str | None:
-        choices = f" ({', '.join(question.choices)})" if question.choices else ""
-        click.echo(f"{question.text}{choices} [{question.default}]: ", nl=False)
-        line = self._source.readline()
-        click.echo()
-        return line.strip() or question.default if line else None
+    def _setting(self, backend: str, key: str, info: FieldInfo) -> None:
+        options = _options(info.annotation)
+        default = write(_default(info))
+        name, choices = f"{backend}.{key}", tuple(map(Choice, options))
+        self._ask(name, f"{name}?", default, choices, unwritten=default, about=_about(info))
 
+    # ---- one answer ---------------------------------------------------------------------------------------------
 
-def lines_from(source: TextIO) -> Lines:
-    """Ask by lines of text."""
-    return Lines(source)
+    def _ask(
+        self,
+        key: str,
+        text: str,
+        default: str,
+        choices: tuple[Choice, ...] = (),
+        *,
+        unwritten: str | None,
+        about: str = "",
+    ) -> str:
+        """Ask for the value of a key, which the answer ``unwritten`` leaves out of the file."""
+        complaint = functools.partial(self._complaint, key)
+        answer = self._asker.ask(Question(text, default, choices, complaint=complaint, about=about))
+        if answer != unwritten:
+            self.values[key] = answer
+        return answer
 
+    def _complaint(self, key: str, answer: str) -> str:
+        """What the configuration says about an answer, with all that was answered before."""
+        if not answer:
+            return "an answer is needed here"
+        try:
+            load_config(overrides={**self.values, key: answer}, environ={})
+        except DrivetrainError as error:
+            return str(error).splitlines()[0].removeprefix(f"flag {key}: ")
+        return ""
 
-def questions() -> list[Question]:
-    """Return the questions, with what is installed as choices of the first."""
-    from drivetrain.registry import get_registry
-
-    def several(answers: dict[str, str]) -> bool:
-        return answers.get("num_machines", "1") != "1"
-
-    return [
-        Question("distributed_type", "Which backend trains?", BEST, (BEST, *get_registry().names())),
-        Question("num_machines", "How many machines?", "1"),
-        Question("num_processes", "How many processes over all machines? (empty: one per accelerator)"),
-        Question("machine_rank", "Which of them is this one, from 0?", "0", when=several),
-        Question("main_process_ip", "Address of machine 0?", when=several),
-        Question("main_process_port", "Port on machine 0?", "29500", when=several),
-        Question("use_cpu", "Stay on the CPU?", "no", ("no", "yes")),
-        Question("mixed_precision", "Mixed precision?", "no", ("no", "bf16", "fp16")),
-        Question("gradient_accumulation_steps", "Micro-batches between two optimizer steps?", "1"),
-    ]
-
-
-def ask_all(asker: Asker) -> dict[str, Any]:
-    """Ask every question and return typed values by key; a wrong answer is explained and asked again.
-
-    Returns:
-        Only what was answered, and differs from the key's own default where the default is to leave it open.
-    """
-    given: dict[str, str] = {}
-    for question in questions():
-        if not question.when(given):
-            continue
-        while True:
-            answer = asker.ask(question)
-            if answer is None:
-                click.echo("no more answers: the rest are defaults")
-                return _typed(given)
-            if answer in {"", BEST}:
-                break
-            try:
-                _check(question, answer, given)
-            except DrivetrainError as error:
-                click.echo(str(error))
-                continue
-            given[question.key] = answer
-            break
-    return _typed(given)
-
-
-def _check(question: Question, answer: str, given: dict[str, str]) -> None:
-    """Raise when this answer is not among the choices or the configuration refuses it."""
-    if question.choices and answer not in question.choices:
-        raise DrivetrainError(f"{answer!r} is none of {', '.join(question.choices)}")
-    load_config(overrides={**given, question.key: answer}, environ={})
+    def _typed(self) -> dict[str, Any]:
+        loaded = load_config(overrides=dict(self.values), environ={})
+        return {key: _look_up(loaded.config.model_dump() | loaded.sections, key) for key in self.values}
 
 
-def _typed(given: dict[str, str]) -> dict[str, Any]:
-    config = load_config(overrides=dict(given), environ={}).config
-    return {key: getattr(config, key) for key in given}
+def _not_a_count(answer: str) -> str:
+    return "" if answer.isdecimal() and int(answer) > 0 else f"expected a number from 1, not {answer!r}"
+
+
+def _options(annotation: Any) -> list[str]:
+    """The values of a setting that has few: truth values and literals, ``null`` where it may be left open."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return [write(value) for value in get_args(annotation)]
+    parts = [each for each in get_args(annotation) if each is not type(None)]
+    if len(parts) == 1 and len(get_args(annotation)) == 2 and (options := _options(parts[0])):
+        return [*options, "null"]
+    return []
+
+
+def _about(info: FieldInfo) -> str:
+    return info.description or ""
+
+
+def _default(info: FieldInfo) -> Any:
+    value = info.get_default(call_default_factory=True, validated_data={})
+    return None if value is PydanticUndefined else value
+
+
+def _look_up(values: Mapping[str, Any], key: str) -> Any:
+    here: Any = values
+    for part in key.split("."):
+        here = here[part]
+    return here
+
+
+def _processes(world: int) -> str:
+    return "one process" if world == 1 else f"{world} processes"

@@ -41,6 +41,7 @@ RULES: Mapping[str, Rule] = {
         instead="set the environment variable OMP_NUM_THREADS", nothing=(0, 1), changes_results=False
     ),
     "downcast_bf16": _only_yes("set mixed_precision: bf16", changes_results=True),
+    "command": _POD,
     "command_file": _POD,
     "commands": _POD,
     "tpu_env": Rule(instead="export these variables before `drivetrain launch`"),
@@ -50,9 +51,6 @@ RULES: Mapping[str, Rule] = {
     "tpu_use_cluster": _only_yes(_POD.instead),
     "tpu_use_sudo": _only_yes(_POD.instead),
     "dynamo_backend": _COMPILE,
-    "fp8_config": Rule(instead="fp8 is not supported; set mixed_precision: bf16"),
-    "ipex_config": Rule(why="torch itself supports Intel devices"),
-    "mpirun_config": Rule(why="`mpirun python script.py` is started as it stands; the launcher is not part of it"),
     "sagemaker_inputs_file": _CLOUD,
     "sagemaker_metrics_file": _CLOUD,
     "additional_args": _CLOUD,
@@ -69,6 +67,10 @@ RULES: Mapping[str, Rule] = {
 """Keys at the top of the file that are not ours; those that are keep their meaning."""
 
 _AXIS = "parallelism_config_"
+_FP8 = Rule(why="it has a meaning only with mixed_precision: fp8, which is not supported")
+_MPI = Rule(why="`mpirun python script.py` is started as it stands; the launcher is not part of it")
+_IPEX = Rule(why="torch itself supports Intel devices")
+_SP = Rule(why="it has a meaning only with parallelism_config_sp_size")
 
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     "parallelism_config": {
@@ -79,11 +81,21 @@ SECTIONS: Mapping[str, Mapping[str, Rule]] = {
         f"{_AXIS}cp_backend": Rule(why=_NO_CP),
         f"{_AXIS}cp_comm_strategy": Rule(why=_NO_CP),
         f"{_AXIS}sp_size": Rule(into=_one),
-        f"{_AXIS}sp_backend": Rule(why="it has a meaning only with parallelism_config_sp_size"),
-        f"{_AXIS}sp_seq_length": Rule(why="it has a meaning only with parallelism_config_sp_size"),
-        f"{_AXIS}sp_seq_length_is_variable": Rule(why="it has a meaning only with parallelism_config_sp_size"),
-        f"{_AXIS}sp_attn_implementation": Rule(why="it has a meaning only with parallelism_config_sp_size"),
+        f"{_AXIS}sp_backend": _SP,
+        f"{_AXIS}sp_seq_length": _SP,
+        f"{_AXIS}sp_seq_length_is_variable": _SP,
+        f"{_AXIS}sp_attn_implementation": _SP,
     },
+    "fp8_config": {
+        f"fp8_{name}": _FP8
+        for name in (
+            *("backend", "format", "interval", "margin", "override_linear_precision", "use_autocast_during_eval"),
+            *("amax_history_len", "amax_history_length", "amax_compute_algo", "amax_compute_algorithm"),
+            *("opt_level", "optimization_level", "enable_fsdp_float8_all_gather", "pad_inner_dim"),
+        )
+    },
+    "ipex_config": {"ipex": _IPEX, "use_xpu": _IPEX, "ipex_fusion_enabled": _IPEX},
+    "mpirun_config": {"mpirun_hostfile": _MPI, "mpirun_ccl": _MPI},
     "dynamo_config": {
         f"dynamo_{name}": _COMPILE
         for name in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")

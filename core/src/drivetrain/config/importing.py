@@ -6,6 +6,7 @@ The same verdicts serve ``drivetrain config import``, which prints them, and eve
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from drivetrain.config.accelerate import RULES, SECTIONS, UNSUPPORTED_VALUES
@@ -41,8 +42,24 @@ def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importe
         return [judge(key, value, RULES[key])]
     if not value:
         return [Verdict(key, value, "no meaning here", "says nothing special")]
-    rules = SECTIONS[key] if key in SECTIONS else registry.import_rules().get(key)
-    return [_stranger(key, value, values, registry)] if rules is None else list(judge_section(key, value, rules))
+    if key in SECTIONS:
+        return list(judge_section(key, value, SECTIONS[key]))
+    rules = registry.import_rules().get(key)
+    if rules is None:
+        return [_stranger(key, value, values, registry)]
+    verdicts = list(judge_section(key, value, rules))
+    # What another engine is told changes nothing in this run.
+    return [replace(each, stops=False) for each in verdicts] if _is_idle(key, values, registry) else verdicts
+
+
+def _is_idle(section: str, values: Mapping[str, Any], registry: Importers) -> bool:
+    """Whether the file chooses a backend, and it is another than the one that reads this section."""
+    chosen = values.get("distributed_type")
+    try:
+        engine = registry.resolve(section.removesuffix("_config"))
+        return chosen is not None and registry.resolve("no" if chosen is False else str(chosen)) != engine
+    except BackendError:
+        return False  # a name that nobody brings is told where it stands
 
 
 def judge_file(values: Mapping[str, Any], registry: Importers) -> list[Verdict]:

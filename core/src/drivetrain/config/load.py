@@ -90,7 +90,7 @@ def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backend
     given = {path: origin for path, origin in handed.places().items() if origin != DEFAULT}
     tree = Tree(values, dict(given), dict(given))
     flags = {path for path, origin in given.items() if origin.kind == "flag"}
-    return _Loading(tree, registry).run(environ, {}, settled=flags)
+    return _Loading(tree, registry, mentioned=True).run(environ, {}, settled=flags)
 
 
 def _read(path: str | os.PathLike[str]) -> str:
@@ -108,8 +108,9 @@ def _read(path: str | os.PathLike[str]) -> str:
 class _Loading:
     """One run over all layers; collects mistakes on the way."""
 
-    def __init__(self, tree: Tree, registry: Backends | None) -> None:
+    def __init__(self, tree: Tree, registry: Backends | None, *, mentioned: bool = False) -> None:
         self.tree = tree
+        self._mentioned = mentioned  # the launcher has said what does not stop the run
         self.problems = tree.problems
         self._registry = registry
         self._models: dict[str, type[BaseModel] | None] = {}
@@ -133,9 +134,10 @@ class _Loading:
         lay(self.tree, flags, self._is_text)
         core, sections = self._split()
         config = self._core(core)
-        checked = {
-            name: self._spelled(name, values) for name, values in sections.items() if self._section(name, values)
-        }
+        checked: dict[str, dict[str, Any]] = {}
+        for section, values in sections.items():
+            if self._section(section, values):
+                checked[section] = self._spelled(section, values)
         try:
             name = self._backend(core)
         except BackendError as error:
@@ -260,8 +262,25 @@ class _Loading:
         elif model is None and values:
             self._complain((name, next(iter(values))), f"backend '{name}' has no settings of its own; remove its keys")
         elif model is not None:
-            self.problems += check_section(model, name, values, self.tree.origins, self.tree.keys)[1]
+            for problem in check_section(model, name, values, self.tree.origins, self.tree.keys)[1]:
+                self._judge(name, problem)
         return bool(values)
+
+    def _judge(self, name: str, problem: Problem) -> None:
+        """A file that another backend would read may be missing here: what is not chosen is only mentioned, once."""
+        if not (problem.judged and self._is_idle(name)):
+            self.problems.append(problem)
+        elif not self._mentioned:
+            chosen = f"distributed_type is not {name}, and the run goes on"
+            warnings.warn(f"{problem}; {chosen}.", UserWarning, stacklevel=5)
+
+    def _is_idle(self, name: str) -> bool:
+        """Whether a backend is chosen, and it is another than this one."""
+        chosen = self.tree.values.get("distributed_type")
+        try:
+            return chosen is not None and self.registry.resolve("no" if chosen is False else str(chosen)) != name
+        except BackendError:
+            return False  # told where it stands
 
     def _spelled(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         model = self._model(name)

@@ -1,7 +1,7 @@
 """Read a YAML file into plain values, and remember the line and column of each key and each value.
 
-Two readings of YAML 1.1 are changed, since both surprise people who write numbers: ``1e-3`` is a number (not text), and
-``2026-11-20`` is text (not a date).
+Three readings of YAML 1.1 are changed, since they surprise people who write numbers: ``1e-3`` is a number (not text),
+``2026-11-20`` is text (not a date), and so is ``1:30`` (not 90, a number to the base 60).
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: where, and a sentence that starts in lower case and carries no full stop."""
+    """One mistake: where, and a sentence that starts in lower case and carries no full stop.
+
+    Args:
+        origin: where.
+        sentence: what is wrong.
+        judged: a check of the model's own found it, which may have looked beyond the configuration: at a file.
+    """
 
     origin: Origin
     sentence: str
+    judged: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.sentence}"
@@ -47,13 +54,18 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with the two changes named above."""
+    """The safe loader with the three changes named above."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("timestamp", "int")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),

@@ -27,6 +27,9 @@ _EXPECTED = {
 }
 """What the first word of a pydantic error type expects."""
 
+_JUDGED = ("value_error", "assertion_error")
+"""Types of what a validator raises itself."""
+
 _LIMITS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -85,10 +88,12 @@ def model_problems(
     """
     grouped: dict[Path, list[str]] = {}
     at_key: set[Path] = set()
+    judged: dict[Path, bool] = {}
     for details in error.errors(include_url=False):
         path = (*prefix, *_known_part(details["loc"], prefix, origins))
         if details["type"] == "extra_forbidden":
             at_key.add(path)
+        judged[path] = judged.get(path, True) and details["type"] in _JUDGED
         sentence = _sentence(details, model)
         so_far = grouped.setdefault(path, [])
         if sentence not in so_far:
@@ -101,7 +106,8 @@ def model_problems(
             continue
         origin = _nearest(path, origins)
         # A variable or a flag is its own name; a place in a file is not.
-        problems.append(Problem(origin, f"{'.'.join(map(str, path))}: {said}" if origin.kind == "file" else said))
+        said = f"{'.'.join(map(str, path))}: {said}" if origin.kind == "file" else said
+        problems.append(Problem(origin, said, judged[path]))
     return problems
 
 
@@ -146,7 +152,7 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
     if kind in _LIMITS:
         word, key = _LIMITS[kind]
         return f"expected {word} {context.get(key)}, not {show(value)}"
-    if kind in ("value_error", "assertion_error"):
+    if kind in _JUDGED:
         return str(context.get("error", details["msg"])).rstrip(".")
     family, _, rest = kind.partition("_")
     if family in _EXPECTED and rest in ("type", "parsing", "from_float", "parsing_size", "attributes_type"):

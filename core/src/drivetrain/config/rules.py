@@ -6,12 +6,18 @@ keys that belong to no engine are in ``config/accelerate.py``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from drivetrain.errors import UsageError
 from drivetrain.suggest import closest
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Model = TypeVar("Model", bound="BaseModel")
 Pile = Literal["carried over", "no meaning here", "not supported"]
 
 PILES: tuple[Pile, ...] = ("carried over", "no meaning here", "not supported")
@@ -93,13 +99,59 @@ def judge_section(name: str, values: Any, rules: Mapping[str, Rule]) -> Iterator
             yield Verdict(name, values, "not supported", "expected keys and values", stops=True)
         return
     for key, value in values.items():
-        rule = rules.get(key)
+        # Accelerate takes `version` for `fsdp_version`, and so for its other sections.
+        rule = rules.get(key) or rules.get(f"{name.removesuffix('_config')}_{key}")
         if rule is None:
             guess = closest(str(key), rules)
             says = f"nobody knows this key{f'; did you mean {guess!r}?' if guess else ''}"
             yield Verdict(f"{name}.{key}", value, "not supported", says, stops=True)
         else:
             yield judge(f"{name}.{key}", value, rule)
+
+
+def section_from_arguments(
+    who: str, given: Mapping[str, Any], rules: Mapping[str, Rule], section: str, model: type[Model]
+) -> Model:
+    """A backend's section from the arguments of a class of Accelerate's, by the rules for its file.
+
+    Args:
+        who: the class, for messages.
+        given: by argument; ``None`` = not given.
+        rules: by argument.
+        section: the backend's name.
+        model: of the section.
+
+    Raises:
+        UsageError: arguments that nobody knows, that cannot be honoured, or that the section refuses, all at once.
+    """
+    carried: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, value in given.items():
+        if name not in rules:
+            guess = closest(name, rules)
+            wrong.append(f"it has no argument {name!r}{f'; did you mean {guess!r}?' if guess else ''}")
+            continue
+        verdict = judge(name, value, rules[name])
+        if verdict.stops:
+            wrong.append(f"{name}={value!r} is not supported; {verdict.says}")
+        elif verdict.pile == "not supported":
+            # user -> the class -> here
+            warnings.warn(f"{who}({name}={value!r}) changes nothing: {verdict.says}", UserWarning, stacklevel=3)
+        for key, ours in (verdict.carried or {}).items():
+            inside, _, last = key.partition(".")
+            if inside == section:
+                carried[last] = ours
+            else:
+                wrong.append(f"{name}={value!r} is no setting of the backend; write {key}: {ours} in the configuration")
+    if wrong:
+        raise UsageError(f"{who}: {'; '.join(wrong)}")
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(carried)
+    except ValidationError as error:
+        found = (each["msg"].removeprefix("Value error, ") for each in error.errors(include_url=False))
+        raise UsageError(f"{who}: {'; '.join(found)}") from error
 
 
 def flag(value: Any) -> bool:

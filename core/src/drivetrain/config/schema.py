@@ -6,9 +6,11 @@ described by the plugin's model, which should derive from :class:`Section`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from drivetrain.topology import AXES
 
@@ -61,6 +63,55 @@ def _ids(value: Any) -> Any:
     return [str(each) if type(each) is int else each for each in value] if isinstance(value, list) else value
 
 
+def _local_ranks(value: Any) -> Any:
+    """``0``, ``0,2``, ``[0, 2]`` and ``all``."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return [int(each) if each.isdecimal() else each for each in _names(value)] if isinstance(value, str) else value
+
+
+_BY_RANK = re.compile(r"(\d+:[0-3])(,\d+:[0-3])*")
+
+
+def _streams(value: Any) -> Any:
+    """``0`` to ``3`` for every rank, or ``0:3,1:2`` by local rank, as torchrun reads them."""
+    text = str(value).replace(" ", "")
+    if value is None or text == "0":
+        return None
+    if text in ("1", "2", "3") or _BY_RANK.fullmatch(text):
+        return text
+    raise ValueError("write 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or by local rank: 0:3,1:2")
+
+
+def _by_rank(streams: str | None) -> dict[int, int]:
+    """``'0:3,1:2'`` as ``{0: 3, 1: 2}``; empty for one number that is meant for all."""
+    if streams is None or ":" not in streams:
+        return {}
+    return {int(rank): int(number) for rank, number in (part.split(":") for part in streams.split(","))}
+
+
+def _streams_of(streams: str | None, local_rank: int) -> int:
+    return _by_rank(streams).get(local_rank, 0) if ":" in (streams or "") else int(streams or 0)
+
+
+def _machines(value: Any) -> Any:
+    """``2``, or the fewest and the most as ``1:4``."""
+    text = str(_not_bool(value)).replace(" ", "")
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
+        return int(text)
+    if re.fullmatch(r"\d+:\d+", text) and 1 <= (fewest := int(text.split(":")[0])) <= (most := int(text.split(":")[1])):
+        return fewest if fewest == most else f"{fewest}:{most}"
+    raise ValueError("write a number from 1, or the fewest and the most machines as in 1:4")
+
+
+def machine_range(machines: int | str) -> tuple[int, int]:
+    """The fewest and the most machines that ``num_machines`` allows."""
+    fewest, _, most = str(machines).partition(":")
+    return int(fewest), int(most or fewest)
+
+
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Index = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
 Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
@@ -93,6 +144,16 @@ class ProcessGroupConfig(Section):
     )
 
 
+class RendezvousConfig(Section):
+    """How long the machines of a job wait for each other."""
+
+    timeout_seconds: Seconds = Field(600.0, description="Within which all machines have to come.")
+    last_call_seconds: Seconds = Field(
+        30.0, description="With num_machines: 2:4, how long to wait for a further machine once there are two."
+    )
+    lost_after_seconds: Seconds = Field(15.0, description="After which a machine that gives no sign of life is lost.")
+
+
 class DataLoaderConfig(Section):
     """How prepared data loaders share out their samples."""
 
@@ -117,6 +178,53 @@ class DataLoaderConfig(Section):
     )
 
 
+class OutputConfig(Section):
+    """What is shown and kept of what the processes of a launch write."""
+
+    local_ranks_filter: Annotated[list[Index] | Literal["all"] | None, BeforeValidator(_local_ranks)] = Field(
+        None, description="Local ranks that each machine shows: [0, 1] or all; null: rank 0 of the job, all with tee."
+    )
+    log_dir: str | None = Field(
+        None, description="Folder that gets one file for each rank and stream, of every rank; null keeps none."
+    )
+    tee: Annotated[str | None, BeforeValidator(_streams)] = Field(
+        None,
+        description="Streams that are shown with the rank in front, and filed if there is a log_dir: 0 none, 1 stdout,"
+        " 2 stderr, 3 both; or by local rank, '0:3,1:2'.",
+    )
+    redirects: Annotated[str | None, BeforeValidator(_streams)] = Field(
+        None, description="Streams that go to log_dir and are not shown; numbers as for tee."
+    )
+    role: str = Field("rank", description="The word before the rank where lines have it in front: [rank0].")
+
+    @model_validator(mode="after")
+    def _redirects_go_somewhere(self) -> Self:
+        if self.redirects is not None and self.log_dir is None:
+            raise ValueError("redirects needs a folder; set log_dir")
+        return self
+
+    def tee_of(self, local_rank: int) -> int:
+        """The streams of a rank that are shown and filed: 1 stdout, 2 stderr, 3 both."""
+        return _streams_of(self.tee, local_rank)
+
+    def redirects_of(self, local_rank: int) -> int:
+        """The streams of a rank that are only filed."""
+        return _streams_of(self.redirects, local_rank)
+
+    def shown_ranks(self, processes_here: int, first_rank: int) -> Sequence[int]:
+        """Local ranks whose output is shown unless it is redirected, on the machine whose ranks begin there."""
+        if self.local_ranks_filter == "all" or (self.local_ranks_filter is None and self.tee is not None):
+            return range(processes_here)
+        if self.local_ranks_filter is None:
+            return [0] if first_rank == 0 else []
+        return self.local_ranks_filter
+
+    def named_ranks(self) -> list[int]:
+        """Local ranks that are written out anywhere in this section."""
+        chosen = self.local_ranks_filter if isinstance(self.local_ranks_filter, list) else []
+        return sorted({*chosen, *_by_rank(self.tee), *_by_rank(self.redirects)})
+
+
 class SchedulerConfig(Section):
     """How prepared learning-rate schedulers move."""
 
@@ -139,13 +247,17 @@ class Config(Section):
     num_processes: Count | None = Field(
         None, description="Processes over all machines; null takes one per accelerator, or one."
     )
-    num_machines: Count = Field(1, description="Machines in the job.")
+    num_machines: Annotated[int | str, BeforeValidator(_machines)] = Field(
+        1, description="Machines in the job; 2:4 starts with two to four of them and goes on while two are left."
+    )
     machine_rank: Index = Field(0, description="Index of this machine, from 0.")
     main_process_ip: str | None = Field(None, description="Address of machine 0, where the others meet.")
     main_process_port: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)] | None = Field(
         None, description="Port on that machine; null or 0 takes a free one when there is a single machine."
     )
-    rdzv_backend: Literal["c10d", "static"] = Field("c10d", description="How machines meet: c10d or static.")
+    rdzv_backend: Literal["c10d", "static"] = Field(
+        "c10d", description="Accepted either way: machines are numbered by machine_rank, and may come back."
+    )
     max_restarts: Index = Field(0, description="How often failed workers are started again, all together.")
     monitor_interval: Seconds = Field(0.1, description="Seconds between two looks at the workers.")
     accelerator_ids: Annotated[list[str] | None, BeforeValidator(_ids)] = Field(
@@ -156,6 +268,14 @@ class Config(Section):
     )
     use_cpu: bool = Field(False, description="Stay on the CPU even where there is an accelerator.")
     debug: bool = Field(False, description="Compare shapes and dtypes over the ranks before each collective.")
+    desync_watchdog: bool = Field(
+        False,
+        description="Compare each collective call over the ranks before it is made: operation, shapes, dtypes and line "
+        "of the script; ranks that are apart, or that do not come within process_group.timeout_seconds, raise.",
+    )
+    save_on_interrupt: bool = Field(
+        False, description="Told to end by Ctrl-C or SIGTERM, save the run in project_dir after the step, then stop."
+    )
     log_with: Annotated[list[str], BeforeValidator(_names)] = Field(
         default_factory=list, description="Experiment trackers by name, e.g. [jsonl, tensorboard], or all."
     )
@@ -166,14 +286,16 @@ class Config(Section):
     )
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     process_group: ProcessGroupConfig = Field(default_factory=ProcessGroupConfig)
+    rendezvous: RendezvousConfig = Field(default_factory=RendezvousConfig)
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    output: OutputConfig = Field(default_factory=OutputConfig)
 
     @field_validator("machine_rank")
     @classmethod
     def _machine_exists(cls, value: int, info: ValidationInfo) -> int:
         machines = info.data.get("num_machines")
-        if machines is not None and value >= machines:
+        if machines is not None and value >= machine_range(machines)[1]:
             raise ValueError(f"machine {value} does not exist among num_machines: {machines}; count from 0")
         return value
 

@@ -24,6 +24,10 @@ _HEAD = """\
 # flags of `drivetrain launch` louder still; `drivetrain config show` says who set what.
 
 """
+_CHOSEN = (
+    "Configuration of drivetrain, written by `drivetrain config`. Keys that are not here have their defaults;",
+    "`drivetrain config --default --config FILE` writes a file with all of them.",
+)
 _SECTIONS = """\
 # Sections of the installed backends, one for each. Remove the marks before a section's name and before the keys that
 # you change; the section of a backend that is not chosen is checked, and waits.
@@ -47,6 +51,37 @@ def default_file(values: Mapping[str, Any] | None = None, registry: Backends | N
     if any(sections):
         parts += ["\n", _SECTIONS, *sections]
     return "".join(parts)
+
+
+def chosen_file(values: Mapping[str, Any], registry: Backends, remarks: Iterable[str] = ()) -> str:
+    """The text of a YAML file that holds only ``values``, each with the sentence about its key above it.
+
+    Args:
+        values: by dotted key; keys of sections, those of backends included, are two words long.
+        registry: who knows the backends.
+        remarks: comment lines for the top of the file.
+    """
+    lines = [f"# {line}\n" for line in (*_CHOSEN, *remarks)]
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, dot, inner = key.partition(".")
+        if dot:
+            sections.setdefault(section, {})[inner] = value
+        else:
+            lines += ["\n", *_entry(key, value, Config.model_fields[key], "")]
+    for section, inside in sections.items():
+        fields = _fields(section, registry)
+        lines += [f"\n{section}:\n", *(line for key in inside for line in _entry(key, inside[key], fields[key], "  "))]
+    return "".join(lines)
+
+
+def _fields(section: str, registry: Backends) -> dict[str, FieldInfo]:
+    """The fields of a section of the core or of a backend, by the name that stands in a file."""
+    ours = Config.model_fields.get(section)
+    model = registry.load_section(registry.info(section)) if ours is None else ours.annotation
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    return {info.alias or key: info for key, info in model.model_fields.items()}
 
 
 def _section(name: str, registry: Backends, given: Given) -> str:

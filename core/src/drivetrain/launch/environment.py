@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import EnvironmentVariableError
+from drivetrain.launch.slurm import first_host, tasks_per_node
 from drivetrain.topology import Place
 
 CONFIG = "DRIVETRAIN_CONFIG"
@@ -84,6 +85,9 @@ OTHERS = (
     Tongue("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),  # MPICH, Intel MPI
 )
 
+Jobs = list[tuple[Tongue, tuple[int, int]]]
+"""Launchers, each with this process's rank and the world."""
+
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """The variables by which torchrun places a process."""
 
@@ -103,6 +107,7 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place:
     ``RANK`` and ``WORLD_SIZE`` belong together. ``LOCAL_RANK`` may be missing when the world is 1; the size of the
     machine's part may be missing when there is one machine (``MASTER_ADDR`` is this host, or the group world is 1).
     A launcher of processes that was itself started by ``srun`` or ``mpirun``, one on each machine, counts alone.
+    Some of torchrun's names in a job of theirs, as batch scripts export them, have to say the same.
 
     Args:
         environ: the environment; ``None`` = this process's.
@@ -115,20 +120,29 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place:
             speak at once; lists what was seen.
     """
     environ = os.environ if environ is None else environ
-    theirs = [(tongue, numbers) for tongue in OTHERS if (numbers := _job_of(tongue, environ)) is not None]
+    theirs = _jobs(environ)
     seen = _seen(TORCHRUN, environ)
-    started = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(seen) and not seen.items() <= {"WORLD_SIZE": "1"}.items()
-    if not started:
-        _refuse_two(theirs, environ)
-        return _place(theirs[0][0], environ) if theirs else Place()
-    place = _place(TORCHRUN, environ)
-    if _ELASTIC not in environ and LAUNCHER not in environ:
-        for tongue, (rank, world) in theirs:
-            # deepspeed and hand-written scripts export torchrun's names in a job of mpirun's or srun's, and agree.
-            if (rank, world) != (place.rank, place.world_size):
-                both = {**seen, **_seen(tongue, environ)}
-                raise _refuse(f"{tongue.launcher} says rank {rank} of {world}, RANK and WORLD_SIZE say otherwise", both)
-    return place
+    said: dict[str, str] = {name: seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in seen}
+    started = bool(said) and not seen.items() <= {"WORLD_SIZE": "1"}.items()
+    if started and theirs and _ELASTIC not in environ and LAUNCHER not in environ:
+        _refuse_otherwise(said, theirs, environ)
+        started = {"RANK", "WORLD_SIZE"} <= said.keys()
+    if started:
+        return _place(TORCHRUN, environ)
+    _refuse_half(environ)
+    _refuse_two(theirs, environ)
+    return _place(theirs[0][0], environ) if theirs else Place()
+
+
+def _jobs(environ: Mapping[str, str]) -> Jobs:
+    """Launchers other than torchrun that started several processes, without an ``srun`` of another one's daemons."""
+    jobs = [(tongue, numbers) for tongue in OTHERS if (numbers := _job_of(tongue, environ)) is not None]
+    # mpirun and Ray have srun start one daemon on each machine; what srun told that, its processes inherit.
+    one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
+    worlds = [world for _, (_, world) in jobs]
+    if own := _job_of(TORCHRUN, environ):
+        worlds.append(own[1])
+    return [job for job in jobs if not (one_each and job[0].launcher == "srun" and job[1][1] < max(worlds))]
 
 
 def _job_of(tongue: Tongue, environ: Mapping[str, str]) -> tuple[int, int] | None:
@@ -141,10 +155,53 @@ def _job_of(tongue: Tongue, environ: Mapping[str, str]) -> tuple[int, int] | Non
     return numbers if numbers[1] > 1 else None
 
 
-def _refuse_two(theirs: list[tuple[Tongue, tuple[int, int]]], environ: Mapping[str, str]) -> None:
+def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -> None:
+    """Refuse to launch in each process of another launcher: every one of them would be a run of its own.
+
+    One launcher on each machine, started by ``srun`` or ``mpirun``, is as it should be.
+
+    Raises:
+        EnvironmentVariableError: this process is one of several, and not one of ``num_machines``.
+    """
+    environ = os.environ if environ is None else environ
+    for tongue in (TORCHRUN, *OTHERS):
+        job, seen = _job_of(tongue, environ), _seen(tongue, environ)
+        # Kubernetes and Slurm's batch shell export a world without placing this process in it.
+        if job is not None and job[1] != num_machines and _first(tongue.local, seen) is not None:
+            raise _refuse(
+                f"this launcher is itself one of {job[1]} processes, and each of them would start a run of its own",
+                seen,
+                cure="Start the script itself there, or one launcher on each machine with --num_machines; or unset"
+                " what an earlier run left in this shell.",
+            )
+
+
+def _refuse_otherwise(said: Mapping[str, str], theirs: Jobs, environ: Mapping[str, str]) -> None:
+    """Refuse torchrun's names where they are set and differ from what ``srun`` or ``mpirun`` says."""
+    # All of them together may hide devices, and number this process 0 on its machine.
+    names = ("RANK", "WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= said.keys() else tuple(said)
+    for tongue, (rank, world) in theirs:
+        seen = {**said, **_seen(tongue, environ)}
+        local = _first(tongue.local, seen) or "LOCAL_RANK"
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": _number(local, seen.get(local, "0"), seen)}
+        if wrong := [name for name in names if _number(name, said[name], seen) != numbers[name]]:
+            says = f"{' and '.join(wrong)} {'says' if len(wrong) == 1 else 'say'} otherwise"
+            raise _refuse(f"{tongue.launcher} says rank {rank} of {world}, {says}", seen)
+
+
+def _refuse_half(environ: Mapping[str, str]) -> None:
+    """Refuse one alone of a rank and a world. Slurm's batch shell, too, has a rank, which is 0, and is no job."""
+    for tongue in OTHERS:
+        seen = _seen(tongue, environ)
+        missing = [names[0] for names in (tongue.rank, tongue.world) if _first(names, seen) is None]
+        if len(missing) == 1 and (tongue.launcher == "mpirun" or seen.get("SLURM_PROCID", "0") != "0"):
+            raise _refuse(f"{missing[0]} is not set", seen)
+
+
+def _refuse_two(theirs: Jobs, environ: Mapping[str, str]) -> None:
     """Two launchers that agree are one, seen twice (srun with MPI); two that do not were started inside each other."""
     if len({numbers for _, numbers in theirs}) > 1:
-        names = " and ".join(tongue.launcher for tongue, _ in theirs)
+        names = " and ".join(f"{tongue.launcher} ({tongue.rank[0]})" for tongue, _ in theirs)
         seen = {name: value for tongue, _ in theirs for name, value in _seen(tongue, environ).items()}
         raise _refuse(f"{names} both speak, and contradict each other", seen)
 
@@ -164,25 +221,32 @@ def _place(tongue: Tongue, environ: Mapping[str, str]) -> Place:
     rank, world = number["rank"], number["world"]
     local = number.get("local", 0 if world == 1 else None)
     if local is None:
-        raise _refuse(f"{tongue.local[0]} is not set, so that the device of this process is unknown", seen)
+        raise _refuse(
+            f"{tongue.local[0]} is not set, so that the device of this process is unknown",
+            seen,
+            cure="Start the script with `drivetrain launch` or `torchrun`; where each machine runs one process, "
+            "`export LOCAL_RANK=0 LOCAL_WORLD_SIZE=1` says so.",
+        )
     here = _size_here(tongue, environ, number, seen)
     nodes = number.get("nodes", max(1, world // here) if here else 1)
     _check_sizes(rank, world, local, here, seen)
+    if world < here + nodes - 1 or (nodes == 1 and here != world):
+        raise _refuse(f"{world} processes cannot be {here} on this one of {nodes} machine{'s' * (nodes != 1)}", seen)
     node = number.get("node", rank // here)
     if not 0 <= node < max(nodes, 1):
         raise _refuse(f"machine {node} does not exist among {nodes}", seen)
     return Place(rank, world, local, here, node, nodes, _launcher(tongue, environ))
 
 
-def _size_here(
-    tongue: Tongue, environ: Mapping[str, str], number: Mapping[str, int], seen: Mapping[str, str]
-) -> int:
+def _size_here(tongue: Tongue, environ: Mapping[str, str], number: Mapping[str, int], seen: Mapping[str, str]) -> int:
     """Processes on this machine: as told, else all of them when there is one machine."""
     variable = _first(tongue.here, seen)
     if variable is not None:
-        counts = _tasks_per_node(seen[variable])
+        counts = tasks_per_node(seen[variable])
         if counts is None:
             return _number(variable, seen[variable], seen)
+        if len(counts) == number.get("nodes") and sum(counts) != number["world"]:
+            raise _refuse(f"{variable} counts {sum(counts)} processes, and the world has {number['world']}", seen)
         return counts[number.get("node", 0) % len(counts)]
     one_machine = number.get("nodes", 0) == 1 or environ.get("MASTER_ADDR", "localhost") in _LOOPBACK
     if not (number["world"] == 1 or one_machine):
@@ -206,14 +270,17 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         EnvironmentVariableError: ``mpirun`` runs over several machines, and nobody said where they meet.
     """
     environ = os.environ if environ is None else environ
-    if {"RANK", "WORLD_SIZE"} <= environ.keys() or {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+    said = {name for name, value in environ.items() if value}
+    if {"RANK", "WORLD_SIZE"} <= said or {"MASTER_ADDR", "MASTER_PORT"} <= said:
+        _check_master(environ)
         return None
-    tongue = next((each for each in OTHERS if _job_of(each, environ) is not None), None)
-    if tongue is None:
+    jobs = _jobs(environ)
+    if not jobs:
         return None
+    tongue = jobs[0][0]
     place = _place(tongue, environ)
     job = ":".join(environ[name] for name in _JOB_NAMES if name in environ)
-    port = int(environ.get("MASTER_PORT") or (_PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT))
+    port = _port(environ) or (_PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT)
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], port
@@ -229,31 +296,31 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
     )
 
 
+def _check_master(environ: Mapping[str, str]) -> None:
+    """The common names of where processes meet, which several processes need."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if environ.get("WORLD_SIZE", "1").strip() != "1" and missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise _refuse(
+            f"{' and '.join(missing)} {verb} not set, so that nobody knows where to meet",
+            {name: environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environ.get(name)},
+        )
+    _port(environ)
+
+
+def _port(environ: Mapping[str, str]) -> int | None:
+    """``MASTER_PORT``; ``None`` when it is not set."""
+    text = environ.get("MASTER_PORT")
+    if not text:
+        return None
+    port = _number("MASTER_PORT", text, {"MASTER_PORT": text})
+    if not 0 <= port < 1 << 16:
+        raise _refuse(f"MASTER_PORT is {port}, and ports end at 65535", {"MASTER_PORT": text})
+    return port
+
+
 _JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 """Variables that differ between jobs on one machine and agree within one."""
-
-
-def first_host(listed: str) -> str:
-    """First name of Slurm's compressed list: ``node[03-05,9],gpu1`` begins with ``node03``.
-
-    Source: the hostlist expressions of ``scontrol show hostnames``.
-    """
-    before, bracket, after = listed.partition("[")
-    if not bracket or "," in before:
-        return before.partition(",")[0]
-    inside, _, rest = after.partition("]")
-    return before + re.split("[-,]", inside)[0] + first_host(rest)
-
-
-def _tasks_per_node(text: str) -> list[int] | None:
-    """Slurm's ``4(x2),3`` as ``[4, 4, 3]``; ``None`` when the text is a plain number or no such list."""
-    if text.isdecimal() or not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        return None
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts
 
 
 def _seen(tongue: Tongue, environ: Mapping[str, str]) -> dict[str, str]:
@@ -299,10 +366,9 @@ def _check_sizes(rank: int, world: int, local: int, here: int, seen: Mapping[str
 
 
 def _number(name: str, text: str, seen: Mapping[str, str]) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _refuse(f"{name} is {text!r}, not a number", seen) from None
+    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
+        raise _refuse(f"{name} is {text!r}, not a number", seen)
+    return int(text)
 
 
 def _refuse(

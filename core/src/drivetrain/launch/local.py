@@ -1,33 +1,52 @@
-"""Start a command's workers on this machine through torch's elastic agent, and report the first failure once."""
+"""Start a command's workers on this machine, alone or among others, and report the first failure once."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import signal
+import shutil
 import sys
 import tempfile
-import threading
-import uuid
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from drivetrain.errors import UsageError
-from drivetrain.launch import worker
-from drivetrain.launch.environment import worker_environment
-from drivetrain.launch.failures import STOPPING, explain, failures_of
+from drivetrain.errors import LaunchError, UsageError
+from drivetrain.launch import alone, elastic, worker
+from drivetrain.launch.elastic import quiet_logs
+from drivetrain.launch.environment import refuse_nested, worker_environment
+from drivetrain.launch.failures import explain, failures_of, file_report, where_they_were
+from drivetrain.launch.output import Output
+from drivetrain.launch.output import check as check_output
 from drivetrain.launch.plan import LaunchPlan, make_plan
+from drivetrain.launch.rendezvous.hosting import import_torch_quietly
+from drivetrain.launch.stopping import Stopping, ToldToEndError
 
 if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
     from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.launch.machines import Fate
+    from drivetrain.launch.rendezvous.handlers import OneMachine
+    from drivetrain.launch.rendezvous.meeting import Meeting
 
-_AGENT_LOGS = ("torch.distributed.elastic", "torch.multiprocessing")
+
+@dataclass(frozen=True)
+class Ending:
+    """How the workers of this machine ended.
+
+    Args:
+        code: for the shell.
+        fate, why: what the other machines are told.
+        error: raised after they were told.
+    """
+
+    code: int
+    fate: Fate
+    why: str = ""
+    error: LaunchError | None = None
+
+
+Start = Callable[[Output, Stopping], dict[int, int | None]]
+"""Starts workers and waits for them; returns exit codes by global rank of those that did not end well."""
 
 
 def launch(
@@ -51,11 +70,14 @@ def launch(
         plan: what :func:`drivetrain.launch.plan.make_plan` made of the configuration; ``None`` = ask it.
 
     Returns:
-        0, or the exit code of the worker that failed first (128 + n when signal n ended it).
+        0, or the exit code of the worker that failed first (128 + n when signal n ended it). Told to end by signal n it
+        is 128 + n, too, but for SIGTERM to a run that saved itself: ``stopping.EXIT_RESUMABLE``.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.launch.plan.make_plan`; nothing was started.
-        UsageError: there is no such script.
+        UsageError: there is no such script or program.
+        EnvironmentVariableError: another launcher started several of this one.
+        LaunchError: machines did not meet, or one that the others need was lost.
     """
     if not command:
         raise UsageError("no script was named", cure="Write: drivetrain launch [options] script.py [its arguments]")
@@ -63,26 +85,82 @@ def launch(
         raise UsageError("--module and --no_python exclude each other", cure="A program has no module's name.")
     if not (module or no_python) and not Path(command[0]).exists():
         raise UsageError(f"there is no script {command[0]!r}", cure="Correct the path, or use -m for a module's name.")
+    if no_python and shutil.which(command[0]) is None:
+        raise UsageError(
+            f"there is no program {command[0]!r}", cure="Correct its name, or leave --no_python out for a script."
+        )
     plan = make_plan(resolved) if plan is None else plan
+    refuse_nested(plan.num_machines)
+    check_output(resolved.config.output, plan.processes_here)
     words = worker_command(command, module=module, no_python=no_python)
     added = worker_variables(resolved, plan)
     added[worker.PARENT] = str(os.getpid())
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    if plan.num_machines > 1:
+        return _among_machines(words, plan, resolved, added)
+    with quiet_logs((__package__,), resolved.config.debug):
+        ending = _end_of(
+            lambda output, stopping: alone.run(words, plan, output, stopping, added), resolved, plan.processes_here
+        )
+    if ending.error is not None:
+        raise ending.error
+    return ending.code
 
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as logs, agent_surroundings(added, resolved.config.debug):
+
+def _among_machines(words: Sequence[str], plan: LaunchPlan, resolved: ResolvedConfig, added: Mapping[str, str]) -> int:
+    """Be one of several machines; the others are told how it ended."""
+    import_torch_quietly()
+    import torch.distributed.launcher.api  # noqa: F401 - so that its logs are there to be quiet
+
+    from drivetrain.launch.rendezvous.handlers import rendezvous_of
+
+    meeting = rendezvous_of(plan)
+    with elastic.agent_surroundings(added, resolved.config.debug):
+        ending = _end_of(
+            lambda output, stopping: elastic.run(words, plan, output, stopping, meeting), resolved, plan.processes_here
+        )
+    return _leave(meeting, ending)
+
+
+def _end_of(start: Start, resolved: ResolvedConfig, workers: int) -> Ending:
+    """Start the workers, wait, and tell the user how they ended."""
+    with (
+        tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
+        Output(resolved.config.output, Path(folder)) as output,
+        Stopping(lambda: output.records, workers) as stopping,
+    ):
         try:
-            elastic_launch(launch_config(plan, logs), words[0])(*words[1:])
-        except ChildFailedError as error:
-            failures = failures_of(error, Path(logs))
-            sys.stderr.write(f"{explain(failures)}\n")
-            return failures[0].shell_code
-        except SignalException as error:
-            sys.stderr.write(f"stopped by {error.sigval.name}; no worker is left\n")
-            return 128 + error.sigval
-    return 0
+            failed = start(output, stopping)
+        except LaunchError as error:
+            output.close()
+            sys.stderr.write(where_they_were(output.records))
+            return Ending(1, "stopped", error=error)
+        except ToldToEndError as told:
+            stopping.end_leftovers()
+            sys.stderr.write(f"stopped by {told.received.name}; no worker is left\n")
+            return Ending(128 + told.received, "gone", f"was stopped by {told.received.name}")
+        if failed:
+            output.close()  # the report goes below everything that the workers wrote
+            failures = failures_of(failed, output.records)
+            sys.stderr.write(f"{output.last_words(failures[0].rank)}{explain(failures)}\n")
+            path = file_report(failures, resolved.config.project_dir)
+            sys.stderr.write("" if path is None else f"With the stacks of all ranks: {path}\n")
+            return Ending(failures[0].shell_code, "failed", f"rank {failures[0].rank} failed: {failures[0]}")
+        if code := stopping.exit_code():
+            sys.stderr.write("the run saved itself and stopped; started again, it goes on\n")
+            return Ending(code, "gone", "saved itself and stopped")
+        return Ending(0, "finished")
+
+
+def _leave(meeting: OneMachine | Meeting, ending: Ending) -> int:
+    """Tell the other machines how this one ended, and the user what is known of them."""
+    said = str(ending.error)
+    sys.stderr.writelines(f"{it}\n" for it in meeting.leave(ending.fate, ending.why) if it not in said)
+    if ending.error is not None:
+        raise ending.error
+    if ending.fate == "finished" and meeting.verdict():
+        raise LaunchError(meeting.verdict())
+    return ending.code
 
 
 def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> list[str]:
@@ -103,73 +181,3 @@ def _handed_over(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
     if plan.on_cpu and resolved.config.accelerator_ids is not None:
         resolved = replace(resolved, config=resolved.config.model_copy(update={"use_cpu": True}))
     return resolved.to_json()
-
-
-def launch_config(plan: LaunchPlan, logs: str, **further: Any) -> LaunchConfig:
-    """Return a plan in the words of torch's elastic agent.
-
-    Args:
-        plan: what to start.
-        logs: an existing folder for the files in which workers report failures.
-        further: fields of ``LaunchConfig`` that only one caller needs.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    configs: dict[str, Any] = {}
-    if plan.rdzv_backend == "static":
-        configs["rank"] = plan.machine_rank
-    elif plan.num_machines > 1:
-        configs["is_host"] = plan.machine_rank == 0
-        warnings.warn(
-            f"under rdzv_backend: c10d, machine_rank: {plan.machine_rank} only says who hosts the meeting; which"
-            " machine gets rank 0 is settled there. Write rdzv_backend: static to number machines by machine_rank.",
-            stacklevel=2,
-        )
-    fields: dict[str, Any] = {
-        "min_nodes": plan.num_machines,
-        "max_nodes": plan.num_machines,
-        "nproc_per_node": plan.processes_here,
-        # Machines of one job find each other by this name; a job of one machine must not find another job.
-        "run_id": "drivetrain" if plan.num_machines > 1 else uuid.uuid4().hex,
-        "rdzv_backend": plan.rdzv_backend,
-        "rdzv_endpoint": plan.rdzv_endpoint,
-        "rdzv_configs": configs,
-        "max_restarts": plan.max_restarts,
-        "monitor_interval": plan.monitor_interval,
-        # A container's own host name often does not resolve.
-        "local_addr": "127.0.0.1" if plan.num_machines == 1 else None,
-        "logs_specs": DefaultLogsSpecs(log_dir=logs),
-    }
-    return LaunchConfig(**{**fields, **further})
-
-
-@contextlib.contextmanager
-def agent_surroundings(added: Mapping[str, str], debug: bool = False) -> Iterator[None]:
-    """Lend the elastic agent an environment, its signals and a quiet log, and take all three back afterwards.
-
-    Args:
-        added: variables for the workers; they inherit this process's environment.
-        debug: let the agent's own log messages through.
-    """
-    environ = dict(os.environ)
-    in_main = threading.current_thread() is threading.main_thread()
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in STOPPING if hasattr(signal, name)}
-    # Each of torch's loggers has a level of its own, so that setting their parent's is not enough.
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGS)]
-    logs = [logging.getLogger(name) for name in names]
-    levels = [log.level for log in logs]
-    os.environ.update(added)
-    if not debug:
-        for log in logs:  # what it logs about a failure, explain() says shorter
-            log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
-        os.environ.clear()
-        os.environ.update(environ)
-        if in_main:
-            for name, handler in handlers.items():
-                signal.signal(getattr(signal, name), handler)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.config.schema import RendezvousConfig
 from drivetrain.errors import LaunchError, UsageError
 from drivetrain.launch import worker
+from drivetrain.launch.elastic import agent_surroundings, codes_of, launch_config
 from drivetrain.launch.environment import LAUNCHER, available_cores
 from drivetrain.launch.failures import STOPPING, explain, failures_of
-from drivetrain.launch.local import agent_surroundings, launch_config
+from drivetrain.launch.output import Output
 from drivetrain.launch.plan import LaunchPlan, check_backend, count_devices
 
 
@@ -48,9 +50,9 @@ def notebook_launcher(
         master_addr: address of machine 0.
         node_rank: index of this machine.
         num_nodes: machines in the job; this function is called on each.
-        rdzv_backend: ``"static"`` or ``"c10d"``.
+        rdzv_backend: ``"static"`` or ``"c10d"``; machines are numbered by ``node_rank`` either way.
         rdzv_endpoint: where machines meet, ``host:port``; empty = ``master_addr:use_port``.
-        rdzv_conf: further settings of the rendezvous, such as ``{"timeout": 60}``.
+        rdzv_conf: how long machines wait for each other: ``{"timeout": 60}``, in seconds.
         rdzv_id: name of the job.
         max_restarts: how often all processes are started again after one failed.
         monitor_interval: seconds between two looks at the processes.
@@ -70,10 +72,10 @@ def notebook_launcher(
         processes_here=here,
         num_machines=num_nodes,
         machine_rank=node_rank,
-        rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
         max_restarts=max_restarts,
         monitor_interval=monitor_interval,
+        rendezvous=_patience(rdzv_backend, rdzv_conf or {}),
     )
     further = {"run_id": rdzv_id, "log_line_prefix_template": log_line_prefix_template}
     setting = {"DRIVETRAIN_MIXED_PRECISION": mixed_precision}
@@ -81,7 +83,7 @@ def notebook_launcher(
         with agent_surroundings(setting):
             function(*args)
         return
-    _fork_workers(function, args, plan, setting, rdzv_configs=dict(rdzv_conf or {}), **further)
+    _fork_workers(function, args, plan, setting, **further)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -109,8 +111,6 @@ def _fork_workers(
     args: Sequence[Any],
     plan: LaunchPlan,
     setting: dict[str, str],
-    *,
-    rdzv_configs: dict[str, Any] | None = None,
     **further: Any,
 ) -> None:
     """Fork the processes, wait, and turn the first failure into an error. Leaves nothing in this process."""
@@ -123,13 +123,33 @@ def _fork_workers(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as logs, agent_surroundings(added):
-        config = launch_config(plan, logs, start_method="fork", **further)
-        config.rdzv_configs.update(rdzv_configs or {})
+    from drivetrain.launch.rendezvous.handlers import rendezvous_of
+
+    meeting = rendezvous_of(plan)
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder, agent_surroundings(added):
+        output = Output(None, Path(folder))
+        config = launch_config(plan, output, meeting, start_method="fork", **further)
         try:
             elastic_launch(config, _Work(function, tuple(args)))()
         except ChildFailedError as error:
-            raise LaunchError(explain(failures_of(error, Path(logs)))) from None
+            failures = failures_of(codes_of(error), output.records)
+            others = meeting.leave("failed", f"rank {failures[0].rank} failed: {failures[0]}")
+            raise LaunchError("\n".join([explain(failures), *others])) from None
+        except LaunchError:
+            meeting.leave("stopped")
+            raise
+        meeting.leave("finished")
+
+
+def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:
+    """How long machines wait for each other, in the words of torch's rendezvous."""
+    if rdzv_backend not in ("c10d", "static"):
+        raise UsageError(f"rdzv_backend is {rdzv_backend!r}", cure="Write 'c10d' or 'static'.")
+    ours = {"timeout": "timeout_seconds", "join_timeout": "timeout_seconds", "last_call_timeout": "last_call_seconds"}
+    unknown = sorted(set(rdzv_conf) - set(ours))
+    if unknown:
+        raise UsageError(f"rdzv_conf has no {', '.join(unknown)}", cure=f"It takes {', '.join(ours)}, in seconds.")
+    return RendezvousConfig(**{ours[name]: seconds for name, seconds in rdzv_conf.items()})
 
 
 class _Work:
@@ -144,6 +164,7 @@ class _Work:
         for name in STOPPING:  # the fork inherited the agent's own handlers, which are not for workers
             number = getattr(signal, name)
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        worker.leave_traces()
         try:
             self.function(*self.args)
         except Exception as error:  # noqa: BLE001 - recorded for the launching process, which raises it

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from drivetrain.config.schema import RendezvousConfig, machine_range
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
 from drivetrain.installed import core_version
 from drivetrain.launch.devices import known_kinds
@@ -21,6 +22,7 @@ from drivetrain.registry import get_registry
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
 
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """Numbers and addresses of one launch, as seen from this machine.
@@ -28,24 +30,31 @@ class LaunchPlan:
     Args:
         world_size: processes over all machines.
         processes_here: processes on this machine.
-        num_machines: machines in the job.
+        num_machines: machines in the job; of an elastic one, the most.
+        fewest_machines: with how many it goes on; 0 means all.
         machine_rank: index of this machine.
-        rdzv_backend: how machines meet, ``c10d`` or ``static``.
-        rdzv_endpoint: where, ``host:port``; port 0 takes a free one.
+        rdzv_endpoint: where they meet, ``host:port``; port 0 takes a free one.
         max_restarts: how often failed workers are started again.
         monitor_interval: seconds between two looks at the workers.
         selection: the accelerators that the workers of this machine see.
+        rendezvous: how long machines wait for each other.
     """
 
     world_size: int
     processes_here: int
     num_machines: int = 1
     machine_rank: int = 0
-    rdzv_backend: str = "c10d"
     rdzv_endpoint: str = "localhost:0"
     max_restarts: int = 0
     monitor_interval: float = 0.1
     selection: Selection = field(default_factory=Selection)
+    rendezvous: RendezvousConfig = field(default_factory=RendezvousConfig)
+    fewest_machines: int = 0
+
+    @property
+    def machines(self) -> str:
+        """As ``num_machines`` is written."""
+        return f"{self.fewest_machines}:{self.num_machines}" if self.fewest_machines else str(self.num_machines)
 
     @property
     def on_cpu(self) -> bool:
@@ -69,7 +78,7 @@ def make_plan(
         BackendError: the backend is absent, broken, or cannot train over this many processes.
     """
     config = resolved.config
-    machines = config.num_machines
+    fewest, machines = machine_range(config.num_machines)
     environ = os.environ if environ is None else environ
     asks_machine = not (config.use_cpu or elsewhere)
     kinds = known_kinds(get_registry().devices())
@@ -88,29 +97,31 @@ def make_plan(
         world = _processes(config.distributed_type, selection, wish, asks_machine=asks_machine) * machines
     if world % machines:
         raise ConfigError(
-            f"num_processes: {world} cannot be shared equally by num_machines: {machines}",
-            cure="num_processes counts the processes of all machines together; write a multiple of num_machines.",
+            f"num_processes: {world} cannot be shared equally by num_machines: {config.num_machines}",
+            cure="num_processes counts the processes of all machines together, when all are there; write a multiple of"
+            f" {machines}.",
         )
     if machines > 1 and not config.main_process_ip:
         raise ConfigError(
-            f"num_machines is {machines} but main_process_ip is not set",
+            f"num_machines is {config.num_machines} but main_process_ip is not set",
             cure="Write the address of machine 0 there, the same on every machine.",
         )
     check_backend(config.distributed_type, world)
     if asks_machine:
         _check_devices(world // machines, selection, wish, present)
     host = config.main_process_ip or "localhost"
-    port = config.main_process_port or (DEFAULT_PORT if machines > 1 or config.rdzv_backend == "static" else 0)
+    port = config.main_process_port or (DEFAULT_PORT if machines > 1 else 0)
     return LaunchPlan(
         world_size=world,
         processes_here=world // machines,
         num_machines=machines,
         machine_rank=config.machine_rank,
-        rdzv_backend=config.rdzv_backend,
         rdzv_endpoint=f"{host}:{port}",
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         selection=selection,
+        rendezvous=config.rendezvous,
+        fewest_machines=0 if fewest == machines else fewest,
     )
 
 
@@ -127,6 +138,8 @@ def _check_devices(processes: int, selection: Selection, wish: Wish, present: In
     """More processes than accelerators, where there are accelerators, is a mistake."""
     if wish.ids is not None:
         check_count(processes, wish.ids, present)
+    elif selection.devices is not None and processes <= len(selection.devices):
+        return  # enough were named; asking torch would only take its time
     elif processes > 1 and not selection.on_cpu and has_accelerator():
         check_count(processes, selection.devices or tuple(map(str, range(count_devices()))), present)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from drivetrain.launch.environment import RANKS
 from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.stopping import EXIT_RESUMABLE
 
 
 @dataclass(frozen=True)
@@ -45,31 +46,33 @@ def machines(plan: LaunchPlan, typed: Typed, environment: Mapping[str, str], wor
     for machine in range(plan.num_machines):
         first = machine * plan.processes_here
         ranks = f"rank {first}" if plan.processes_here == 1 else f"ranks {first} to {first + plan.processes_here - 1}"
-        yield f"# machine {machine} of {plan.num_machines}: {ranks} of {plan.world_size}"
+        yield f"# machine {machine} of {plan.machines}: {ranks} of {plan.world_size}"
         yield shlex.join(typed.words(machine_rank=str(machine)) if plan.num_machines > 1 else typed.words())
     host, _, port = plan.rdzv_endpoint.rpartition(":")
     meeting = "at a free port of this machine" if port == "0" else f"at {host}, port {port}"
-    yield f"# They meet {meeting} ({plan.rdzv_backend}). Every process gets, besides {', '.join(RANKS)},"
+    yield f"# They meet {meeting}. Every process gets, besides {', '.join(RANKS)},"
     yield "# MASTER_ADDR and MASTER_PORT, which are settled there:"
     for name, value in environment.items():
         yield f"export {name}={shlex.quote(value)}"
     yield shlex.join(worker)
 
 
-def batch_file(plan: LaunchPlan, typed: Typed, *, accelerators: int) -> str:
+def batch_file(plan: LaunchPlan, typed: Typed, *, accelerators: int, resumable: bool = False) -> str:
     """Text for ``sbatch``: one launcher on each machine of the allocation, which meet at the first.
 
     Args:
         plan: how many machines and processes.
         typed: what the user typed; flags that number machines are filled in by Slurm.
         accelerators: devices to ask for on each machine; 0 asks for none.
+        resumable: the run saves itself when it is told to end, so let Slurm tell it in time, and submit the job again.
     """
     # The batch shell fills in the address, the shell of each task its own number.
-    filled = {"num_machines": str(plan.num_machines), "machine_rank": "$SLURM_NODEID", "main_process_ip": "$HEAD"}
+    filled = {"num_machines": plan.machines, "machine_rank": "$SLURM_NODEID", "main_process_ip": "$HEAD"}
     filled |= {} if any(name == "main_process_port" for name, _ in typed.flags) else {"main_process_port": "$PORT"}
     line = shlex.join(typed.words(**filled) if plan.num_machines > 1 else typed.words())
     for text in filled.values():
         line = line.replace(f"'{text}'", f'"{text}"')
+    start = f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(line)}"
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={_job_name(typed.command)}",
@@ -77,15 +80,27 @@ def batch_file(plan: LaunchPlan, typed: Typed, *, accelerators: int) -> str:
         "#SBATCH --ntasks-per-node=1",
         *([f"#SBATCH --gpus-per-node={accelerators}"] if accelerators else []),
         "#SBATCH --output=%x-%j.out",
+        *(["#SBATCH --requeue", "#SBATCH --signal=TERM@120", "#SBATCH --open-mode=append"] if resumable else []),
         "# Time, partition, account and cores are yours to add: #SBATCH --time=24:00:00 --cpus-per-task=16",
         "",
         "set -eu",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         "# Below the range from which systems lend ports, and another one for every job.",
         "export PORT=$((20000 + SLURM_JOB_ID % 10000))",
-        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(line)}",
+        *(_submitted_again(start) if resumable else [start]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _submitted_again(start: str) -> list[str]:
+    """A command whose exit code says whether the job goes back into the queue."""
+    return [
+        "code=0",
+        f"{start} || code=$?",
+        f"# {EXIT_RESUMABLE}: told to end, the run saved itself. The script resumes where it finds that checkpoint.",
+        f'if [ "$code" -eq {EXIT_RESUMABLE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
 
 
 def _job_name(command: Sequence[str]) -> str:

@@ -9,29 +9,45 @@ library, and nothing of Drivetrain: it runs before the script's own environment 
 
 from __future__ import annotations
 
+import _thread
+import faulthandler
 import importlib.machinery
 import importlib.util
 import io
 import json
 import os
 import runpy
+import signal
+import struct
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 PARENT = "DRIVETRAIN_INTERNAL_LAUNCHER_PID"
 """Process id of the launcher; a worker that outlives it would hold devices and write into the next run's folders."""
 
+LAST_CALL, CALL_SITES, STACKS = "last_call", "call_sites", "stacks"
+"""Files beside the agent's: numbers of 8 bytes (below), one line of text for each site, and a dump for each signal."""
+
+PID, RANK, CALLS, SITE, STOP = range(5)
+"""What the numbers in ``last_call`` are: process id, global rank, how many calls of ours the script has made, number of
+the last one's line in ``call_sites`` plus 1, and what a request to stop does to this process.
+
+That is 0: it ends at once, 1: it saves first; later the exit code with which it stopped because of one.
+"""
+
 _HERE = str(Path(__file__).parent)
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-_SIGTERM = 15
 
 
 def run(arguments: list[str]) -> None:
     """Execute a script, folder or ``-m module`` as the main program, with the remaining arguments as its own."""
     follow_launcher()
+    leave_traces()
     sys.excepthook = record_failure
     try:
         _execute(arguments)
@@ -75,8 +91,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
 def _write_record(message: str, text: str) -> bool:
     """Write what happened into the agent's file, in the agent's format. ``False``: there is nobody to read it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{word}", "0")) for word in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if not path or restarts < limit:  # the agent reads the file only when it gives up
+    if not path:
         return False
     now = time.time()
     details = {
@@ -94,6 +109,46 @@ def _write_record(message: str, text: str) -> bool:
     return True
 
 
+def leave_traces() -> None:
+    """Open the files from which the launcher tells where this process was when it cannot say so itself.
+
+    A signal that ends the process makes ``faulthandler`` write every thread's stack, also while the main thread waits
+    in a collective, where Python code could not run. What survives SIGKILL is only the record of the last call, which
+    :mod:`drivetrain.runtime.last_call` keeps in a mapped file.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or sys.platform == "win32":
+        return
+    try:
+        Path(path).with_name(LAST_CALL).write_bytes(struct.pack("5Q", os.getpid(), int(os.environ["RANK"]), 0, 0, 0))
+        Path(path).with_name(STACKS).write_text(f"{_thread.get_ident():#x}\n", encoding="utf-8")
+    except OSError:  # a full disk must not keep anybody from training
+        return
+    _dump_stacks_into(Path(path).with_name(STACKS))
+    # A loader's worker is stopped by the same signal, and its stack is not the rank's.
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
+def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """As ``signal.signal`` for each, but stacks are still written first where they were. Returns the handlers before.
+
+    Without this a new handler of SIGTERM would take the place of the one that writes them.
+    """
+    writes = sys.platform != "win32" and bool(faulthandler.unregister(signal.SIGTERM))  # type: ignore[func-returns-value]
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    if writes:
+        _dump_stacks_into(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACKS))
+    return before
+
+
+def _dump_stacks_into(path: Path) -> None:
+    """Write the stacks of all threads there when this process is told to end or crashes."""
+    stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
+    faulthandler.register(signal.SIGTERM, stacks, chain=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(stacks)
+
+
 def follow_launcher() -> None:
     """End this process when the launcher dies without having said so (Linux; elsewhere there is no such means)."""
     parent = os.environ.pop(PARENT, "")
@@ -101,7 +156,7 @@ def follow_launcher() -> None:
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, _SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != int(parent):  # it died between our start and the line above
         sys.exit(1)
 

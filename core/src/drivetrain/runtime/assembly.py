@@ -14,6 +14,7 @@ import torch
 
 from drivetrain.backend import Backend, BackendInfo, Place, ProcessGroupSettings, RunSettings
 from drivetrain.config import ResolvedConfig, load_config, worker_config
+from drivetrain.config.schema import MeshConfig
 from drivetrain.errors import BackendBlockedError, UsageError
 from drivetrain.kwargs import (
     AutocastKwargs,
@@ -22,6 +23,7 @@ from drivetrain.kwargs import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -80,6 +82,31 @@ def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig
     return worker_config(os.environ) if config is None else load_config(config)
 
 
+def with_mesh(resolved: ResolvedConfig, arguments: dict[str, Any]) -> ResolvedConfig:
+    """The configuration with the mesh that the script passes as ``parallelism_config``.
+
+    Args:
+        resolved: the configuration.
+        arguments: further arguments of ``Accelerator``; that one is taken out.
+
+    Raises:
+        UsageError: both speak of an axis, and say different sizes.
+    """
+    given = arguments.get("parallelism_config")
+    if not isinstance(given, ParallelismConfig):
+        return resolved
+    del arguments["parallelism_config"]
+    written, asked = resolved.config.mesh.sizes(), given.sizes()
+    for axis in [axis for axis in asked if written.get(axis, asked[axis]) != asked[axis]]:
+        where = resolved.origin(f"mesh.{axis}")
+        raise UsageError(
+            f"parallelism_config says {axis}_size={asked[axis]}, and mesh.{axis} is {written[axis]} ({where})",
+            cure="Say it in one place, or the same in both.",
+        )
+    mesh = MeshConfig(**{**written, **asked})
+    return replace(resolved, config=resolved.config.model_copy(update={"mesh": mesh}))
+
+
 def start_backend(
     choice: Choice,
     resolved: ResolvedConfig,
@@ -121,6 +148,7 @@ def start_backend(
         handlers=handlers.for_backend(info),
         place_on_device=place_on_device,
         origins=choice.origins,
+        name=info.name,
     )
     backend = registry.load_backend(info)(settings)
     backend.start()
@@ -184,6 +212,16 @@ def project_configuration(
     if folder is not None and project.project_dir is None:
         project.set_directories(folder)
     return project
+
+
+def saves_on_interrupt(resolved: ResolvedConfig, given: bool | None, project: ProjectConfiguration) -> bool:
+    """Whether the run saves itself when it is told to end. Raises :class:`UsageError` when it has no folder."""
+    wanted = resolved.config.save_on_interrupt if given is None else given
+    if wanted and project.project_dir is None:
+        raise UsageError(
+            "save_on_interrupt has no folder to save in", cure="Set project_dir, in the configuration or the script."
+        )
+    return wanted
 
 
 def accumulation(

@@ -8,8 +8,11 @@ from collections import Counter
 from itertools import count
 from typing import final
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from drivetrain.errors import CollectiveMismatchError
+from drivetrain.runtime.watchdog import CURE, give_up
 from drivetrain.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -37,21 +40,22 @@ class Attendance:
 
     def __init__(self, topology: Topology, call: str, lost: str) -> None:
         self._rank, self._others = topology.rank, topology.world_size - 1
-        self._call, self._lost = call, lost
+        self.call, self._lost = call, lost
         self._prefix = f"attendance/{next(_serial)}"
         self._times: Counter[int] = Counter()
         self._absent = False
 
-    def all_come(self, step: int) -> bool:
+    def all_come(self, step: int, site: str) -> bool:
         """Whether all ranks are in this call; ``False`` on the main process when it is to go on alone.
 
         ``False`` on another rank means that the main process went on without it. Costs a few round trips to the store.
 
         Args:
             step: a number on which the ranks agree, and which seldom recurs.
+            site: ``save_state at train.py:88``.
 
         Raises:
-            torch.distributed.DistStoreError: the main process does not come within the process group's time-out.
+            CollectiveMismatchError: the main process does not come within the process group's time-out, or has ended.
         """
         if not self._others:
             return True
@@ -61,7 +65,13 @@ class Attendance:
         arrived, decision = f"{occasion}/arrived", f"{occasion}/decision"
         if self._rank != 0:
             store.add(arrived, 1)
-            return bool(store.get(decision) == b"all")
+            try:
+                return bool(store.get(decision) == b"all")
+            except dist.DistError as error:
+                give_up(site)
+                raise CollectiveMismatchError(
+                    f"{site}: the main process has not come", whose=f"rank {self._rank}", cure=CURE
+                ) from error
         deadline = time.monotonic() + (LATER_PATIENCE_SECONDS if self._absent else PATIENCE_SECONDS)
         pause = 0.0005
         while (here := store.add(arrived, 0)) < self._others and time.monotonic() < deadline:
@@ -74,7 +84,7 @@ class Attendance:
             logger.warning(
                 "%s: %d of %d processes did not come within %g s; %s. Call it on every process, not under "
                 "`if accelerator.is_main_process:`.",
-                self._call,
+                self.call,
                 self._others - here,
                 self._others + 1,
                 PATIENCE_SECONDS,

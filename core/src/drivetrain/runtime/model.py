@@ -100,6 +100,12 @@ class PreparedModel(nn.Module):
         self.module.train(mode)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""
+        super().zero_grad(set_to_none)
+        for optimizer in self.trainable.optimizers:
+            self.trainable.zero_grad(optimizer, set_to_none)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

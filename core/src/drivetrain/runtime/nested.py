@@ -27,6 +27,7 @@ from drivetrain.backend import Backend, ReduceOp
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.runtime.current import current_backend
 from drivetrain.runtime.trees import describe, tensors, with_tensors
+from drivetrain.runtime.watchdog import meet
 
 # On 2 gloo ranks a collective of 64 KiB takes as long as one of 256 bytes; at 1 MiB the size tells.
 TOGETHER_BYTES = 1 << 16
@@ -47,6 +48,7 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
         UsageError: a leaf that is no tensor.
         CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first.
     """
+    meet("gather", tensor, compare="all")
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare("gather", tensor, backend, debug)
@@ -90,6 +92,7 @@ def reduce(
     """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise UsageError(f"unknown reduction {reduction!r}", cure="Choose 'sum', 'mean', 'max', 'min' or 'none'.")
+    meet(f"reduce {reduction}", tensor, compare="all")
     backend = backend or current_backend()
     leaves = [leaf.detach() for leaf in tensors(tensor)]
     _compare(f"reduce {reduction}", tensor, backend, debug)
@@ -114,6 +117,7 @@ def broadcast(tensor: Any, from_process: int = 0, backend: Backend | None = None
         UsageError: a leaf that is no tensor, or no such process.
         CollectiveMismatchError: the ranks' trees differ.
     """
+    meet(f"broadcast from {from_process}", tensor, compare="all")
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare(f"broadcast from {from_process}", tensor, backend, debug)
@@ -148,6 +152,7 @@ def pad_across_processes(
         UsageError: a leaf that is no tensor.
         CollectiveMismatchError: the ranks' trees differ in more than sizes.
     """
+    meet("pad_across_processes", tensor, compare="dtypes")
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare(f"pad_across_processes dim {dim}", tensor, backend, debug, sizes=False)
@@ -176,6 +181,7 @@ def gather_object(object: Any, backend: Backend | None = None) -> list[Any]:  # 
     Raises:
         UsageError: some ranks gave a list or tuple and others did not.
     """
+    meet("gather_object")
     objects = (backend or current_backend()).gather_object(object)
     sequences = [isinstance(one, (list, tuple)) for one in objects]
     if all(sequences):
@@ -196,6 +202,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, backend
     """
     if not isinstance(object_list, list):
         raise UsageError(f"broadcast_object_list fills a list in place, it was given {type(object_list).__name__}")
+    meet("broadcast_object_list")
     object_list[:] = (backend or current_backend()).broadcast_object(object_list, from_process)
     return object_list
 

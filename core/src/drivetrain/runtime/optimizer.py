@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.runtime.last_call import note
 from drivetrain.runtime.records import Record
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class PreparedOptimizer(Optimizer):
         for record in self._records:  # `is_ready`, without the cost of asking it at each step
             if not record.ready:
                 return
+        note("step")
         if self._open is not None:
             self.settle()
         result = self._records[0].trainable.optimizer_step(self.optimizer, closure)

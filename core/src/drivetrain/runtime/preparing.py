@@ -17,6 +17,7 @@ from drivetrain.runtime.placeholders import DummyScheduler, refuse_without_engin
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.scheduler import PreparedScheduler
 from drivetrain.runtime.training import Trainer
+from drivetrain.runtime.watchdog import meet
 
 
 @final
@@ -66,6 +67,7 @@ class Preparer:
                 f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
                 cure="Make one nn.Module of both.",
             )
+        meet("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
         for optimizer in mine:
             if optimizer.records and not capabilities.optimizer_spans_models:

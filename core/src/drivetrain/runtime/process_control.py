@@ -13,6 +13,7 @@ import torch
 from drivetrain.backend import Backend
 from drivetrain.errors import UsageError
 from drivetrain.runtime.splitting import split
+from drivetrain.runtime.watchdog import meet
 from drivetrain.topology import Topology
 
 P = ParamSpec("P")
@@ -84,6 +85,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective over all ranks."""
+        meet("wait_for_everyone")
         self._job.barrier()
 
     @contextmanager

@@ -15,8 +15,10 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import ProjectConfiguration
 from drivetrain.runtime import rng
 from drivetrain.runtime.attendance import Attendance
+from drivetrain.runtime.last_call import note
 from drivetrain.runtime.preparing import Preparer
 from drivetrain.runtime.training import Trainer
+from drivetrain.runtime.watchdog import meet
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +139,7 @@ class RunCheckpoints:
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
         """Read one checkpoint, the newest when none is named. Collective over all ranks."""
+        meet("load_state")
         self._catch_up()
         automatic = self._project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
@@ -169,8 +172,10 @@ class RunCheckpoints:
     def _all_come(self, attendance: Attendance) -> bool:
         """Asked only where the main process could do without the others; elsewhere they must come."""
         topology = self._backend.topology
-        whole_on_each_rank = self._backend.capabilities.replicated and topology.dp_size == topology.world_size
-        return not whole_on_each_rank or attendance.all_come(self._trainer.step)
+        if not (self._backend.capabilities.replicated and topology.dp_size == topology.world_size):
+            meet(attendance.call)
+            return True
+        return attendance.all_come(self._trainer.step, note(attendance.call))
 
     def _run_save_hooks(self, folder: Path) -> set[int]:
         """Let the script's hooks write their own files; the models whose weights they took out of the list."""

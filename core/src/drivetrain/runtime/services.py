@@ -19,16 +19,20 @@ from drivetrain.runtime import assembly, loading, memory, nested
 from drivetrain.runtime.at_hand import extract_model_from_parallel
 from drivetrain.runtime.current import forget_backend
 from drivetrain.runtime.facts import RunFacts
+from drivetrain.runtime.last_call import note
 from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.portable import tied_names
 from drivetrain.runtime.profile import profile
 from drivetrain.runtime.run_state import RemovableHandle, RunCheckpoints
+from drivetrain.runtime.watchdog import meet, stop_watching
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from drivetrain.data.active import ActiveLoaders
+    from drivetrain.runtime.interruption import Interruption
     from drivetrain.runtime.preparing import Preparer
+    from drivetrain.runtime.watchdog import Watchdog
     from drivetrain.tracking import GeneralTracker, Trackers
 
 
@@ -38,6 +42,8 @@ class RunServices(RunFacts):
     _preparer: Preparer
     _checkpoints: RunCheckpoints
     _trackers: Trackers
+    _watchdog: Watchdog | None
+    _interruption: Interruption | None
     _handlers: assembly.Handlers
     _dataloaders: list[Any]
     _loading: loading.LoadingContext | None
@@ -56,6 +62,7 @@ class RunServices(RunFacts):
                 put_on_device=self.device_placement,
                 active=self._active,
                 rng_types=tuple(self.rng_types),
+                interruption=self._interruption,
             )
         return self._loading
 
@@ -75,6 +82,7 @@ class RunServices(RunFacts):
         Raises:
             UsageError: rows that cannot be told from padding.
         """
+        meet("gather_for_metrics")
         return loading.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -94,6 +102,7 @@ class RunServices(RunFacts):
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised its flag since the last call; lowers it. Collective."""
+        meet("check_trigger")
         topology = self.backend.topology
         if topology.dp_size == topology.world_size:
             flag = torch.tensor([int(self._flag)], device=self.device)
@@ -142,7 +151,9 @@ class RunServices(RunFacts):
             state: dict[str, Any] = model.state_dict()
             return state
         if self.backend.capabilities.replicated:
+            note("get_state_dict")
             return dict(model.trainable.full_state_dict())
+        meet("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
         named = model.trainable.full_state_dict()
         return {name: tensor.cpu() for name, tensor in named if self.is_main_process}
@@ -227,6 +238,12 @@ class RunServices(RunFacts):
         if blocking:
             self._tell("checkpoint_saved", path=path)
         return str(path)
+
+    def _save_interrupted(self) -> str:
+        """Save a run that was told to end. Collective."""
+        project = self._project
+        folder = None if project.automatic_checkpoint_naming else Path(str(project.project_dir), "interrupted")
+        return self.save_state(folder)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until what ``save_state(..., blocking=False)`` began is complete; at once when nothing runs.
@@ -321,6 +338,7 @@ class RunServices(RunFacts):
         """
         if self._closed:
             return
+        meet("end_training")
         try:
             self.wait_for_checkpoint()
         finally:
@@ -334,6 +352,9 @@ class RunServices(RunFacts):
         if self._closed:
             return
         self._closed = True
+        stop_watching(self._watchdog)
+        if self._interruption is not None:
+            self._interruption.close()
         self._checkpoints.close()
         self._tell("closed")
         self._trainer.release()
@@ -346,7 +367,9 @@ class RunServices(RunFacts):
             registry.notify(event, accelerator=self, **details)
 
     def _step_ended(self, step: int, skipped: bool) -> None:
-        get_registry().notify("step_ended", accelerator=self, step=step, skipped=skipped)
+        self._tell("step_ended", step=step, skipped=skipped)
+        if self._interruption is not None:
+            self._interruption.stepped()
 
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drivetrain.trackers.values import plain
+from drivetrain.trackers.values import flat, number, plain
 from drivetrain.tracking import GeneralTracker
 
 
@@ -50,9 +50,10 @@ class TensorBoardTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers become scalars, mappings groups of scalars, the rest text; ``kwargs`` go to ``add_*``."""
         for key, value in values.items():
-            simple = value if isinstance(value, (str, dict)) else _number(value)
+            simple = value if isinstance(value, (str, dict)) else number(value)
             if isinstance(simple, dict):
-                self.writer.add_scalars(key, {name: _number(each) for name, each in simple.items()}, step, **kwargs)
+                group = {name: number(each) for name, each in flat(simple, "/").items()}
+                self.writer.add_scalars(key, group, step, **kwargs)
             elif isinstance(simple, (int, float)):
                 self.writer.add_scalar(key, simple, step, **kwargs)
             else:
@@ -66,14 +67,3 @@ class TensorBoardTracker(GeneralTracker):
 
     def finish(self) -> None:
         self.writer.close()
-
-
-def _number(value: Any) -> Any:
-    """A tensor or array of one element as a number; everything else as it is."""
-    if isinstance(value, (int, float)):
-        return value
-    simple = plain(value)
-    while isinstance(simple, list) and len(simple) == 1:
-        simple = simple[0]
-    # `plain` writes these as text for JSON; TensorBoard draws them.
-    return float(simple) if simple in ("nan", "inf", "-inf") else simple

@@ -13,6 +13,7 @@ from drivetrain.errors import UsageError
 from drivetrain.runtime.optimizer import PreparedOptimizer, Verdict
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.training import Trainer
+from drivetrain.runtime.watchdog import meet
 from drivetrain.runtime.windows import Items
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -65,6 +66,7 @@ def train_step(
 
     See :meth:`drivetrain.Accelerator.train_step`.
     """
+    meet("train_step")
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
     topology, backend = trainer.backend.topology, trainer.backend

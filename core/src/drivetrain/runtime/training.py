@@ -11,7 +11,9 @@ from torch import Tensor
 
 from drivetrain.backend import Backend
 from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.runtime.last_call import note
 from drivetrain.runtime.records import Record
+from drivetrain.runtime.watchdog import meet
 from drivetrain.runtime.windows import Items, Window
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ class Trainer:
     def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.records:
+            note("backward")
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
         if kwargs:
@@ -164,6 +167,8 @@ class Trainer:
                 record.ready = True
                 if record.held:
                     closes = False
+        # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
+        (meet if closes else note)("backward")
         scale = window.scale(num_items, self._total)
         primary = records[0]
         for record in records:
@@ -233,6 +238,10 @@ class Trainer:
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip by the norm over all these parameters together; the norm before clipping. Collective."""
+        if self.backend.capabilities.replicated:
+            note("clip_grad_norm_")
+        else:
+            meet("clip_grad_norm_")
         owners = self.owners(parameters)
         if norm_type != 2.0 and not self.backend.capabilities.other_norms:
             raise UnsupportedError(

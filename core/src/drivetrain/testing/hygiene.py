@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,10 +37,15 @@ class Snapshot:
         self.environment = own_environment()
         self.folder = Path.cwd()
         self.threads = {thread.ident for thread in threading.enumerate()}
+        self.handlers = _handlers()
         self.settings = {name: read() for name, (read, _) in _settings().items()}
 
-    def differences(self) -> list[str]:
-        """One sentence for each thing that is no longer as it was."""
+    def differences(self, *, daemons: bool = False) -> list[str]:
+        """One sentence for each thing that is no longer as it was.
+
+        Args:
+            daemons: threads that do not keep the process alive count too.
+        """
         found = [
             f"environment variable {name}: {before!r} became {after!r}"
             for name, before, after in _changes(self.environment, own_environment())
@@ -54,11 +60,15 @@ class Snapshot:
             if name in self.settings or name == "default process group"
         ]
         found += [
-            f"thread left behind: {thread.name}"
-            for thread in threading.enumerate()
-            if thread.ident not in self.threads and thread.is_alive() and not thread.daemon
+            f"handler of {name}: {before!r} became {after!r}"
+            for name, before, after in _changes(self.handlers, _handlers())
         ]
-        return found
+        started = [thread for thread in threading.enumerate() if thread.ident not in self.threads]
+        return found + [
+            f"thread left behind: {thread.name}"
+            for thread in started
+            if (daemons or not thread.daemon) and not _ends(thread)
+        ]
 
     def restore(self) -> None:
         """Bring back what can be brought back, so that one leak is not told of every later test."""
@@ -66,6 +76,9 @@ class Snapshot:
             del os.environ[name]
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        for name, handler in self.handlers.items():
+            if handler is not None and signal.getsignal(signal.Signals[name]) != handler:
+                signal.signal(signal.Signals[name], handler)
         for name, (read, write) in _settings().items():
             if name in self.settings and read() != self.settings[name]:
                 write(self.settings[name])
@@ -73,12 +86,18 @@ class Snapshot:
             _destroy_process_group()
 
 
+def _ends(thread: threading.Thread) -> bool:
+    """Whether it was about to end: the threads of a pool that was told to stop take a moment."""
+    thread.join(timeout=0.5)
+    return not thread.is_alive()
+
+
 @contextmanager
 def unchanged() -> Iterator[None]:
     """Raise :class:`AssertionError`, naming each leak, when the block does not leave the process as it found it."""
     before = Snapshot()
     yield
-    leaks = before.differences()
+    leaks = before.differences(daemons=True)
     before.restore()
     assert not leaks, "left behind: " + "; ".join(leaks)
 
@@ -86,6 +105,11 @@ def unchanged() -> Iterator[None]:
 def own_environment() -> dict[str, str]:
     """This process's environment without what only pytest and engines write."""
     return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+
+
+def _handlers() -> dict[str, Any]:
+    """Who handles the signals that end a process: engines and launchers like to put themselves there."""
+    return {name: signal.getsignal(signal.Signals[name]) for name in ("SIGINT", "SIGTERM")}
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -104,6 +128,7 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 
     settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+        "default device": (torch.get_default_device, _set_default_device),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
         "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
         "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -116,6 +141,13 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     if "torch.distributed" in sys.modules and torch.distributed.is_available():
         settings["default process group"] = (torch.distributed.is_initialized, _ignore)
     return settings
+
+
+def _set_default_device(device: Any) -> None:
+    """The CPU is what torch takes when nobody has set a default."""
+    import torch
+
+    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _ignore(_: Any) -> None:

@@ -45,11 +45,27 @@ class Case:
     world_sizes: tuple[int, ...]
 
 
-CASES: dict[str, Case] = {}
+_CASES: dict[str, Case] = {}
 """Every case by name, filled by importing the modules in :data:`ROOMS`."""
 
-ROOMS = ("gradients", "windows", "clipping", "precision", "scheduling", "collectives", "evaluation", "honesty", "state")
+ROOMS = (
+    "gradients",
+    "windows",
+    "clipping",
+    "precision",
+    "scheduling",
+    "data",
+    "collectives",
+    "evaluation",
+    "deferred",
+    "honesty",
+    "mesh",
+    "state",
+)
 """Modules under ``drivetrain.testing.cases``."""
+
+BROUGHT = "brought"
+"""The room whose cases train a model that the user brings."""
 
 
 def case(
@@ -62,18 +78,26 @@ def case(
 
     def register(function: Callable[[Kit], T]) -> Callable[[Kit], T]:
         name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        assert name not in CASES, name
-        CASES[name] = Case(name, function, guards, applies, world_sizes)
+        assert name not in _CASES, name
+        _CASES[name] = Case(name, function, guards, applies, world_sizes)
         return function
 
     return register
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case, in order of the rooms."""
-    for room in ROOMS:
-        importlib.import_module(f"drivetrain.testing.cases.{room}")
-    return dict(sorted(CASES.items(), key=lambda item: ROOMS.index(item[0].partition(".")[0])))
+    """Every standard case, in order of the rooms."""
+    return {name: case for room in ROOMS for name, case in _room(room).items()}
+
+
+def brought_cases() -> dict[str, Case]:
+    """The cases of a brought model."""
+    return _room(BROUGHT)
+
+
+def _room(room: str) -> dict[str, Case]:
+    importlib.import_module(f"drivetrain.testing.cases.{room}")
+    return {name: case for name, case in _CASES.items() if name.startswith(f"{room}.")}
 
 
 @dataclass(frozen=True)
@@ -84,23 +108,27 @@ class Kit:
         backend: name of the backend under test.
         config: the configuration file's content.
         unused_parameters: see :class:`BaseRequirements`.
+        axis_sections: see there.
         atol: see there.
         setup: see there.
         folder: an empty folder that all ranks see.
+        model: ``"module:build"`` of a brought model, else empty.
         made: the accelerators that the case made in this rank; ended by :func:`run_in_rank`.
     """
 
     backend: str
     config: Mapping[str, Any]
-    unused_parameters: Mapping[str, Any] | None
+    unused_parameters: Mapping[str, Any]
+    axis_sections: Mapping[str, Mapping[str, Any]]
     atol: float
     setup: str
     folder: str
+    model: str = ""
     made: list[Accelerator] = field(default_factory=list)
 
     @classmethod
-    def of(cls, requirements: type[BaseRequirements], world_size: int, folder: Path) -> Kit:
-        """The kit that these requirements ask for."""
+    def of(cls, requirements: type[BaseRequirements], world_size: int, folder: Path, model: str = "") -> Kit:
+        """The kit that these requirements ask for; ``model`` is one brought on the command line."""
         config: dict[str, Any] = {"distributed_type": requirements.backend}
         if requirements.section:
             config[requirements.backend] = dict(requirements.section)
@@ -111,15 +139,31 @@ class Kit:
         return cls(
             requirements.backend,
             config,
-            requirements.unused_parameters,
+            requirements.unused_parameters or {},
+            requirements.axis_sections,
             requirements.atol,
             requirements.setup,
             str(folder),
+            model or requirements.model,
         )
+
+    @classmethod
+    def plain(cls, backend: str, folder: Path, atol: float = BaseRequirements.atol) -> Kit:
+        """An installed backend on the CPU with its default section."""
+        config = {"distributed_type": backend, "use_cpu": True}
+        return cls(backend, config, {}, {}, atol, "", str(folder))
 
     def with_config(self, **config: Any) -> Kit:
         """A kit whose configuration file has these keys too; its accelerators are ended with this kit's."""
-        return replace(self, config={**self.config, **config})
+        return self.replaced({**self.config, **config})
+
+    def with_model(self, target: str) -> Kit:
+        """A kit with a brought model; ``target`` is ``"module:build"``."""
+        return replace(self, model=target)
+
+    def replaced(self, config: Mapping[str, Any]) -> Kit:
+        """A kit with another configuration file; its accelerators are ended with this kit's."""
+        return replace(self, config=config)
 
     def accelerator(self, **kwargs: Any) -> Accelerator:
         """An ``Accelerator`` of the backend under test, configured by a file as a user's script is."""
@@ -174,8 +218,13 @@ def run_in_rank(function: Callable[[Kit], T], kit: Kit) -> T:
     return result
 
 
+def function_of(name: str) -> Callable[[Kit], Any]:
+    """The function of a standard case or of one for brought models."""
+    return _room(name.partition(".")[0])[name].function
+
+
 def _named_case(name: str, kit: Kit) -> Any:
-    return run_in_rank(all_cases()[name].function, kit)
+    return run_in_rank(function_of(name), kit)
 
 
 def run_case(name: str, kit: Kit, world_size: int, *, timeout: float = 60) -> list[Any]:

@@ -112,6 +112,34 @@ class Normed(nn.Module):
         return output
 
 
+class Labelled(nn.Module):
+    """Computes its own loss where it is given labels; ``(B, F), (B,) -> {"loss": (), "logits": (B, C)}``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits: Tensor = self.head(torch.tanh(self.body(x)))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Indexed(nn.Module):
+    """Has parameters that are no floating-point numbers: an order of features, and a switch for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.order = nn.Parameter(torch.arange(FEATURES - 1, -1, -1), requires_grad=False)
+        self.switch = nn.Parameter(torch.arange(FEATURES) != 2, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.tanh(self.inner(x[:, self.order] * self.switch)))
+        return output
+
+
 MODELS: dict[str, type[nn.Module]] = {
     "dense": Dense,
     "words": Words,
@@ -119,6 +147,8 @@ MODELS: dict[str, type[nn.Module]] = {
     "counting": Counting,
     "branching": Branching,
     "normed": Normed,
+    "labelled": Labelled,
+    "indexed": Indexed,
 }
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from drivetrain.testing.kit import Kit, all_cases, run_in_rank
+from drivetrain.testing.kit import Kit, function_of, run_in_rank
 from drivetrain.testing.processes import RankFailedError, spawn
 
 
@@ -35,5 +35,5 @@ def _passed(told: Path) -> frozenset[str]:
 def _in_turn(kits: Mapping[str, Kit], folder: str) -> None:
     with (Path(folder) / f"passed-{os.environ['RANK']}").open("w", buffering=1, encoding="utf-8") as passed:
         for name, kit in kits.items():
-            run_in_rank(all_cases()[name].function, kit)
+            run_in_rank(function_of(name), kit)
             passed.write(f"{name}\n")

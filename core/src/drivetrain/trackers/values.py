@@ -1,4 +1,4 @@
-"""Make what scripts log plain: numbers, text, lists and mappings that JSON knows."""
+"""Make what scripts log plain: numbers, text, lists, mappings. Imports no library whose tensors or arrays it takes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,43 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
-    as_list = getattr(value, "tolist", None)  # tensors and arrays, without importing either library
-    if callable(as_list):
-        return plain(as_list())
+    if _is_array(value):
+        return plain(value.tolist())
     if isinstance(value, (Sequence, AbstractSet)):
         return [plain(each) for each in value]
     return str(value)
+
+
+def number(value: Any) -> Any:
+    """A tensor or array of one element as a number; everything else plain."""
+    if isinstance(value, (int, float)):
+        return value
+    simple = plain(value)
+    while isinstance(simple, list) and len(simple) == 1:
+        simple = simple[0]
+    # `plain` writes these as text for JSON; trackers draw them.
+    return float(simple) if simple in ("nan", "inf", "-inf") else simple
+
+
+def without_tensors(value: Any) -> Any:
+    """Tensors and arrays, also inside of lists and mappings, as numbers and lists; everything else as it is."""
+    if isinstance(value, Mapping):
+        return {key: without_tensors(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_tensors(each) for each in value]
+    return value.tolist() if _is_array(value) else value
+
+
+def flat(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
+    """Nested mappings as one, their keys joined by the separator."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}{separator}{name}": each for name, each in flat(value, separator).items()}
+        else:
+            found[str(key)] = value
+    return found
+
+
+def _is_array(value: Any) -> bool:
+    return callable(getattr(value, "tolist", None))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.interruption import Interruption
 
 Data = TypeVar("Data")
 
@@ -25,6 +28,7 @@ class LoadingContext:
         active: notes which loader's batch is current.
         rng_types: random states to synchronise at the beginning of each pass, at the cost of a collective; the order of
             samples needs none (``"generator"`` therefore costs nothing).
+        interruption: is told where a training step has ended; ``None`` where nobody wants to stop there.
     """
 
     backend: Backend
@@ -33,6 +37,7 @@ class LoadingContext:
     put_on_device: bool
     active: ActiveLoaders
     rng_types: tuple[str, ...] = ()
+    interruption: Interruption | None = None
 
     @property
     def dp_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Bringing batches to a device that wants more than a copy: ahead of time, in one shape, or noted when they arrive."""
+"""Bringing batches to a device that wants more than a copy: ahead of time, in one shape, or by its own way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class Feeder:
 
     def deliver(self, batch: Any) -> Any:
         """The batch on its device, from what :meth:`accept` made of it; waits for the thread."""
-        return batch.result() if isinstance(batch, Future) else self._bring(batch)
+        sent = batch.result() if isinstance(batch, Future) else self._bring(batch)
+        if self._place is None or self._feeding.send is None:
+            return sent
+        # What is left to move is no tensor but an object with a `to` of its own, which belongs to the script's thread.
+        return self._place(sent)
 
     def close(self) -> None:
         """Let go of the thread; a copy that it has begun is finished."""
@@ -59,12 +63,8 @@ class Feeder:
     def _bring(self, batch: Any) -> Any:
         if self._place is None:
             return batch
-        placed = self._place(batch)
-        arrived = self._feeding.arrived
-        if arrived is not None:
-            for tensor in _tensors(placed):
-                arrived(tensor)
-        return placed
+        send = self._feeding.send
+        return self._place(batch) if send is None else trees.recursively_apply(send, batch)
 
     def _filled(self, item: Item, filler: int) -> Item:
         rows = item.rows.loaded[self._dp_rank]
@@ -129,10 +129,3 @@ def _labels(batch: Any, rows: int) -> Tensor | None:
     if not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex() or found.dtype is torch.bool:
         return None
     return found if found.dim() and found.shape[0] == rows else None
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """Every tensor of a batch; what is none is passed over."""
-    found: list[Tensor] = []
-    trees.recursively_apply(found.append, batch)
-    return found

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from drivetrain.data.order import StreamedOrder, derive_seed
 from drivetrain.data.plan import Cut, plan_rounds, plan_samples, round_rows
 from drivetrain.data.position import Identity
+from drivetrain.runtime.loading.outliving import OutlivingInit
 from drivetrain.runtime.loading.randomness import PrivateRandom, reseed, seed_everything
 from drivetrain.runtime.loading.source import Item, Start, clone
 
@@ -123,9 +124,12 @@ class IterableSource:
         cut: how units are shared out; ``batch_size`` 0 where the dataset yields whole batches.
         dp_rank: whose batches; ``None`` reads for all ranks.
         shares: see :class:`~drivetrain.data.position.Identity`.
+        outlives: its processes go on when the run is told to end.
     """
 
-    def __init__(self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, outlives: bool = False
+    ) -> None:
         self.cut, self._shares = cut, shares
         self.round_units = cut.units
         self.num_streams = max(loader.num_workers, 1)
@@ -137,7 +141,7 @@ class IterableSource:
         replaced |= {"drop_last": False, "collate_fn": _as_is, "_IterableDataset_len_called": None}
         if loader.num_workers:
             self._shard.share()
-            replaced["worker_init_fn"] = _WorkerInit(init)
+            replaced["worker_init_fn"] = _WorkerInit(OutlivingInit(init) if outlives else init)
         self._loader = clone(loader, replaced)
 
     def identity(self) -> Identity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from drivetrain.errors import UsageError
 from drivetrain.logging import get_logger
 from drivetrain.runtime import trees
 from drivetrain.runtime.loading.context import LoadingContext
+from drivetrain.runtime.loading.dispatch import DispatchSource
 from drivetrain.runtime.loading.feeding import Feeder
 from drivetrain.runtime.loading.foreign import ForeignSource
 from drivetrain.runtime.loading.source import Item, Source, Start
@@ -102,6 +103,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         token, active, cursor = object(), self._context.active, self._cursor
+        resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
         start, skipped = self._begin(token)
         self.end_of_dataloader = False
         if start.position.finished:
@@ -122,11 +124,16 @@ class PreparedDataLoader(DataLoader[Any]):
         items = self._source.open(start)
         feeder = self._feeder(place, nominal, dp_rank)
         accept = None if feeder is None else feeder.accept
+        interruption = self._context.interruption
         try:
-            following = next(items, None)
+            # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
+            with torch.random.fork_rng(devices=[]) if resumed else nullcontext():
+                following = next(items, None)
             if following is not None and accept is not None:
                 following = accept(following)
             while following is not None:
+                if interruption is not None and interruption.stepped_in is self:
+                    interruption.step_ends()
                 item: Item = following
                 following = next(items, None)
                 if following is not None and accept is not None:
@@ -147,6 +154,8 @@ class PreparedDataLoader(DataLoader[Any]):
                     yield feeder.deliver(item.batch)
                 else:
                     yield item.batch if place is None else place(item.batch)
+            if interruption is not None and interruption.stepped_in is self:
+                interruption.step_ends()
             self._finish(token)
         finally:
             active.leave(token)
@@ -220,6 +229,11 @@ class PreparedDataLoader(DataLoader[Any]):
         if device == "cpu":
             return _keep_on_cpu
         return lambda batch: trees.send_to_device(batch, device, non_blocking)
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether the main process reads every batch and hands it out."""
+        return isinstance(self._source, DispatchSource)
 
     @property
     def even_batches(self) -> bool:

@@ -15,6 +15,7 @@ from drivetrain.runtime.loading.dispatch import DispatchSource, SliceFunction
 from drivetrain.runtime.loading.foreign import ForeignSource
 from drivetrain.runtime.loading.iterable import IterableSource
 from drivetrain.runtime.loading.loader import Cursor, PreparedDataLoader
+from drivetrain.runtime.loading.outliving import outliving
 from drivetrain.runtime.loading.randomness import generators
 from drivetrain.runtime.loading.reading import read_map_loader
 from drivetrain.runtime.loading.source import MapSource, Source
@@ -105,8 +106,12 @@ def _source(
             size = split_total(size, dp_size)
         cut = Cut(size, dp_size, config.even_batches, loader.drop_last)
         held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
-        return IterableSource(loader, cut, dp_rank, shares=shares), held[0] if held else loader.generator
+        outlives = context.interruption is not None
+        source = IterableSource(loader, cut, dp_rank, shares=shares, outlives=outlives)
+        return source, held[0] if held else loader.generator
     reading = read_map_loader(loader)
+    if context.interruption is not None:
+        loader = outliving(loader)
     size, split = reading.batch_size, False
     if config.split_batches and dp_size > 1:
         split = not size

@@ -16,7 +16,7 @@ from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import Scenario, assert_same_state, backward, full_state, share
 
 
-@case()
+@case(guards="pytorch#88621")
 def clips_as_one_process_does(kit: Kit) -> None:
     """Norm before clipping and the clipped step equal the single-process ones, also over windows and ragged labels."""
     compare(kit, Scenario(max_norm=0.1))
@@ -29,7 +29,7 @@ def leaves_small_gradients(kit: Kit) -> None:
     compare(kit, Scenario(max_norm=1e6))
 
 
-@case()
+@case(guards="pytorch#170862, torchtitan#766")
 def same_norm_everywhere(kit: Kit) -> None:
     """Every rank gets one plain 0-d float tensor with the same value, which is no DTensor, though its data differ."""
     accelerator = kit.accelerator()

@@ -26,6 +26,7 @@ from drivetrain.testing.scenario import (
     backward,
     full_state,
     reference,
+    sgd,
     share,
 )
 
@@ -94,9 +95,7 @@ def layer_norm(kit: Kit) -> None:
 
 @case()
 def unused_parameters(kit: Kit) -> None:
-    """Where the backend says it can: parameters without a gradient stay as they are."""
-    if kit.unused_parameters is None:
-        return
+    """Parameters without a gradient stay as they are, with whatever the backend wants said for that."""
     section = {**kit.config.get(kit.backend, {}), **kit.unused_parameters}
     compare(kit.with_config(**{kit.backend: section}) if section else kit, Scenario("branching"))
 
@@ -109,6 +108,34 @@ def rank_zero_starts(kit: Kit) -> None:
     optimizer = SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
     assert_same_state(full_state(accelerator, model), dict(models.build("dense", seed=100).state_dict()), 0.0)
+
+
+@case()
+def buffers_start_alike(kit: Kit) -> None:
+    """Ranks whose buffers differ before ``prepare`` all go on from rank 0's."""
+    accelerator = kit.accelerator()
+    model: Any = models.build("counting")
+    model.scale.fill_(0.25 * (1 + accelerator.process_index))
+    model.calls.fill_(7 + accelerator.process_index)
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
+    start = full_state(accelerator, model)
+    everywhere = accelerator.gather(torch.stack([start["scale"].flatten()[0], start["calls"].float()]).unsqueeze(0))
+    assert everywhere.tolist() == [[0.25, 7.0]] * len(everywhere), f"scale and calls by rank: {everywhere.tolist()}"
+
+
+@case(guards="pytorch#177844, pytorch#185239")
+def parameters_that_are_no_floats(kit: Kit) -> None:
+    """Integer and boolean parameters stay what they are, also under reduced precision; the others train around them."""
+    compare(kit, Scenario("indexed"))
+    for name in sorted(kit.capabilities.precisions - {"no"}):
+        accelerator = kit.accelerator(mixed_precision=name)
+        model: Any = models.build("indexed")
+        model, _ = accelerator.prepare(model, sgd(model))
+        state = full_state(accelerator, model)
+        for key, expected in models.build("indexed").state_dict().items():
+            if not expected.is_floating_point():
+                assert state[key].dtype == expected.dtype, f"{name}: {key} is {state[key].dtype}"
+                assert torch.equal(state[key], expected), f"{name}: {key} has changed"
 
 
 @case()
@@ -193,7 +220,7 @@ def several_optimizers(kit: Kit) -> None:
     assert_same_state(full_state(accelerator, model), dict(plain.state_dict()), kit.atol)
 
 
-@case()
+@case(guards="accelerate#2463")
 def two_accelerators(kit: Kit) -> None:
     """Two accelerators with different settings live side by side; ending one leaves the other at work."""
     first = kit.accelerator()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import warnings
@@ -17,7 +18,8 @@ from drivetrain.checkpoint.ranks import Ranks
 from drivetrain.errors import BackendBlockedError, DrivetrainError, UnsupportedError
 from drivetrain.testing import models
 from drivetrain.testing.kit import Kit, case
-from drivetrain.testing.scenario import assert_same_state, full_state
+from drivetrain.testing.proofs import PER_RUN
+from drivetrain.testing.scenario import assert_same_state, backward, full_state
 from drivetrain.topology import AXES
 
 REFUSED = (UnsupportedError, BackendBlockedError, ValueError)
@@ -146,6 +148,43 @@ def no_sync_keeps_gradients_local(kit: Kit) -> None:
     optimizer.step()
 
 
+@case(applies=lambda capabilities: not (capabilities.replicated and capabilities.accumulates_without_sync))
+def no_training_alone(kit: Kit) -> None:
+    """Parameters in parts, or gradients that are always reduced: ``LocalSGD`` over several ranks is refused."""
+    from drivetrain.local_sgd import LocalSGD
+
+    accelerator, model, _ = _ready(kit)
+    if accelerator.backend.topology.dp_size > 1:
+        _refuses(lambda: LocalSGD(accelerator, model, local_sgd_steps=2))
+    LocalSGD(accelerator, model, local_sgd_steps=2, enabled=False)
+
+
+@case(applies=lambda capabilities: capabilities.replicated and capabilities.accumulates_without_sync)
+def trains_alone_and_averages(kit: Kit) -> None:
+    """``LocalSGD``: ranks take two steps on their own data, then all hold the mean of their parameters."""
+    from drivetrain.local_sgd import LocalSGD
+
+    accelerator, model, optimizer = _ready(kit)
+    ends = []
+    for rank in range(accelerator.backend.topology.dp_size):
+        plain = models.build("dense")
+        step = SGD(plain.parameters(), lr=0.5)
+        for turn in range(2):
+            x, y = models.dense_data(6, seed=10 * rank + turn)
+            step.zero_grad()
+            backward(F.cross_entropy(plain(x), y))
+            step.step()
+        ends.append(plain.state_dict())
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for turn in range(2):
+            _backward(accelerator, model, seed=10 * accelerator.backend.topology.dp_rank + turn)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    expected = {name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]}
+    assert_same_state(full_state(accelerator, model), expected, kit.atol)
+
+
 @case(applies=lambda capabilities: capabilities.replicated)
 def replicas_are_whole_and_equal(kit: Kit) -> None:
     """``replicated``: every rank holds all parameters, in full shape, equal after training."""
@@ -168,7 +207,17 @@ def pipelined_means_deferred(kit: Kit) -> None:
     x, _ = models.dense_data(6)
     output = model(x.to(accelerator.device))
     deferred = type(output) is not torch.Tensor
-    assert deferred is kit.capabilities.pipelined, f"the output is a {type(output).__name__}"
+    assert deferred is accelerator.backend.capabilities.pipelined, f"the output is a {type(output).__name__}"
+
+
+@case()
+def a_run_can_what_is_described(kit: Kit) -> None:
+    """A started backend declares what its description does; ``pipelined`` and ``sharded_save`` may be switched off."""
+    accelerator = kit.accelerator()
+    for name, described in dataclasses.asdict(kit.capabilities).items():
+        started = getattr(accelerator.backend.capabilities, name)
+        narrower = name in PER_RUN and described and not started
+        assert started == described or narrower, f"{name} is {described!r} in the description, {started!r} in this run"
 
 
 @case()
@@ -200,6 +249,9 @@ def every_rank_saves_its_part(kit: Kit) -> None:
     accelerator, model, optimizer = _ready(kit)
     _backward(accelerator, model)
     optimizer.step()
+    if not accelerator.backend.capabilities.sharded_save:
+        _assert_held_by_all(accelerator, model)
+        return
     mesh, copies = accelerator.backend.topology.mesh, kit.config.get("mesh", {}).get("dp_replicate", 1)
     boxes = {
         (name, *box)
@@ -217,6 +269,26 @@ def every_rank_saves_its_part(kit: Kit) -> None:
         assert every == total * copies, f"ranks hold {every} elements, {total} in each of {copies} replica(s) expected"
     if mesh.world_size > copies:
         assert held < total, "one rank holds all parameters of its replica"
+
+
+@case(applies=lambda capabilities: not capabilities.sharded_save)
+def every_rank_could_save_all(kit: Kit) -> None:
+    """Not ``sharded_save``: every rank holds every tensor whole, so that one of them can write each."""
+    accelerator, model, optimizer = _ready(kit)
+    _backward(accelerator, model)
+    optimizer.step()
+    _assert_held_by_all(accelerator, model)
+
+
+def _assert_held_by_all(accelerator: Any, model: Any) -> None:
+    shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in models.build("dense").state_dict().items()}
+    held = {
+        name: [sizes for _, sizes in _boxes(tensor)]
+        for name, tensor in model.trainable.portable_state().tensors.items()
+        if name in shapes
+    }
+    for everyones in Ranks(accelerator.backend).gather(held):
+        assert everyones == {name: [shape] for name, shape in shapes.items()}, f"a rank holds {everyones}"
 
 
 def _boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

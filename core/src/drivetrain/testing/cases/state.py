@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import warnings
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain.checkpoint.saving import SaveWork
 from drivetrain.errors import CheckpointMismatchError
 from drivetrain.testing import models
 from drivetrain.testing.kit import Kit, case
@@ -97,6 +101,37 @@ def second_part(kit: Kit) -> dict[str, Tensor]:
     return run.state()
 
 
+def _killed(kit: Kit, method: str, victim: str) -> None:
+    """Train and save as :func:`first_part`, then let one rank die in the middle of the next save to the same place."""
+    run = Run(kit)
+    topology = run.accelerator.backend.topology
+    for number, (x, y) in enumerate(run.loader, start=1):
+        run.micro_step(x, y)
+        if number == CUT:
+            run.accelerator.save_state(str(kit.shared / "cut"))
+    if topology.rank == (0 if victim == "first" else topology.world_size - 1):
+
+        def die(*_: Any, **__: Any) -> None:
+            (kit.shared / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(SaveWork, method, die)
+    run.accelerator.save_state(str(kit.shared / "cut"))
+
+
+def killed_while_writing(kit: Kit) -> None:
+    """The last rank dies before it has written its part."""
+    _killed(kit, "_write", "last")
+
+
+def killed_while_completing(kit: Kit) -> None:
+    """The main process dies when everything is written, before the checkpoint appears."""
+    _killed(kit, "_complete", "first")
+
+
+killed_parts = {"writing": killed_while_writing, "completing": killed_while_completing}
+
+
 @case(guards="accelerate#3306, TensorAuto/OpenTau#180")
 def resumed_equals_uninterrupted(kit: Kit) -> None:
     """Cut in the middle of an epoch and resumed in the same process: parameters, moments, scheduler, position."""
@@ -129,6 +164,33 @@ def load_undoes(kit: Kit) -> None:
     accelerator.load_state(str(kit.shared / "here"))
     assert_same_state(full_state(accelerator, model), saved, 0.0)
     assert_same_state(steps(3), expected, kit.atol)
+
+
+@case(guards="IntelLabs/distiller#145")
+def parameter_groups_come_back(kit: Kit) -> None:
+    """A learning rate that the script has changed since the save is the saved one after a load, and is used."""
+    accelerator = kit.accelerator()
+    model: Any = models.build("dense")
+    optimizer: Any = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, y = models.dense_data(6)
+    x, y = x.to(accelerator.device), y.to(accelerator.device)
+
+    def step() -> dict[str, Tensor]:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        return full_state(accelerator, model)
+
+    step()
+    accelerator.save_state(str(kit.shared / "rates"))
+    expected = step()
+    optimizer.param_groups[0]["lr"] = 0.001
+    optimizer.param_groups[0]["momentum"] = 0.0
+    accelerator.load_state(str(kit.shared / "rates"))
+    rates = {name: optimizer.param_groups[0][name] for name in ("lr", "momentum")}
+    assert rates == {"lr": 0.5, "momentum": 0.9}, f"after the load: {rates}"
+    assert_same_state(step(), expected, kit.atol)
 
 
 @case()
