@@ -35,7 +35,7 @@ def saved(runs, tmp_path_factory):
 def test_inspect_tells_what_is_in_it_and_that_it_is_whole(drivetrain, saved):
     done = drivetrain("checkpoint", "inspect", str(saved[0]))
     assert done.returncode == 0
-    for words in ("by SingleBackend on 1 process(es)", '{"step": 1}', "model ", "optim ", "2 tensors, 80 B", "whole: "):
+    for words in ("by single on 1 process(es)", '{"step": 1}', "model ", "optim ", "2 tensors, 80 B", "whole: "):
         assert words in done.stdout, words
 
 

@@ -6,6 +6,9 @@ import json
 
 from drivetrain.config import Config, load_config
 
+NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
+"""So that the questions are the same on every machine."""
+
 
 def test_default_asks_nothing_and_writes_a_file_of_defaults(drivetrain, tmp_path):
     done = drivetrain("config", "--default")
@@ -16,27 +19,37 @@ def test_default_asks_nothing_and_writes_a_file_of_defaults(drivetrain, tmp_path
 
 
 def test_where_nobody_answers_defaults_are_written_and_that_is_said(drivetrain, tmp_path):
-    done = drivetrain("config", "-o", "deep/here.yaml")
+    done = drivetrain("config", "-o", "deep/here.yaml", **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
+    assert "Found: this machine has no accelerator" in done.stdout
     assert "no more answers" in done.stdout
     assert load_config(tmp_path / "deep/here.yaml", environ={}).config == Config()
 
 
-def test_answers_by_lines_and_a_wrong_one_is_asked_again(drivetrain, tmp_path):
-    done = drivetrain("config", answers="single\n1\nmany\n1\nno\nbf16\n4\n")
+def test_answers_by_lines_are_checked_shown_and_written(drivetrain, tmp_path):
+    answers = ["1", "many", "2", "dp", "fsdp", "bf16", "4", "cpu_offload,forward_prefetch", "true", "-1", "2", "yes"]
+    done = drivetrain("config", answers="\n".join(answers), **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("How many processes over all machines?") == 2
-    found = load_config(tmp_path / "drivetrain.yaml", environ={}).config
-    assert (found.distributed_type, found.num_processes) == ("single", 1)
-    assert (found.mixed_precision, found.gradient_accumulation_steps) == ("bf16", 4)
+    assert done.stdout.count("How many processes?") == 2
+    assert "expected a number from 1, not 'many'" in done.stdout
+    assert "dp cannot be chosen here: trains in one process, not in 2" in done.stdout
+    assert "at least 0" in done.stdout
+    loaded = load_config(tmp_path / "drivetrain.yaml", environ={})
+    assert (loaded.config.distributed_type, loaded.config.num_processes) == ("fsdp", 2)
+    assert (loaded.config.mixed_precision, loaded.config.gradient_accumulation_steps) == ("bf16", 4)
+    assert loaded.sections == {"fsdp": {"cpu_offload": True, "forward_prefetch": 2}}
+    written = (tmp_path / "drivetrain.yaml").read_text()
+    assert written in done.stdout
+    assert "# Micro-batches between two optimizer steps.\ngradient_accumulation_steps: 4\n" in written
+    assert "\nnum_machines" not in written
 
 
-def test_several_machines_are_asked_where_they_meet(drivetrain, tmp_path):
-    done = drivetrain("config", answers="\n2\n4\n1\nnode0\n\nyes\n\n\n")
+def test_a_file_that_is_shown_and_not_wanted_is_not_written(drivetrain, tmp_path):
+    done = drivetrain("config", answers="1\n1\nsingle\n\n\nno\n", **NO_ACCELERATOR)
     assert done.returncode == 0, done.stderr
-    found = load_config(tmp_path / "drivetrain.yaml", environ={}).config
-    assert (found.distributed_type, found.num_machines, found.num_processes, found.machine_rank) == (None, 2, 4, 1)
-    assert (found.main_process_ip, found.main_process_port, found.use_cpu) == ("node0", 29500, True)
+    assert "distributed_type: single\n" in done.stdout
+    assert done.stdout.endswith("Nothing was written.\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_not_replaced_unless_that_is_said(drivetrain, tmp_path):

@@ -44,7 +44,7 @@ def test_no_torch_before_something_is_launched(arguments):
 
 def test_help_names_every_subcommand(drivetrain):
     words = drivetrain("--help").stdout
-    for name in ("backends", "checkpoint", "config", "env", "launch", "test"):
+    for name in ("backends", "checkpoint", "config", "env", "launch", "new-plugin", "test"):
         assert f"\n  {name} " in words
 
 

@@ -123,9 +123,10 @@ def test_a_section_of_nobody_is_an_unknown_key(tmp_path):
         load(tmp_path, "no_such_config: {a: 1}\n")
 
 
-def test_fp8_is_in_the_third_pile_and_stops():
-    values = {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}
-    assert [(v.pile, v.stops) for v in judge_file(values, get_registry())] == [("not supported", True)] * 2
+def test_fp8_is_in_the_third_pile_and_stops_and_its_settings_mean_nothing():
+    values = {"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "fp8_format": "E4M3"}}
+    verdicts = judge_file(values, get_registry())
+    assert [(v.pile, v.stops) for v in verdicts] == [("not supported", True), *[("no meaning here", False)] * 2]
 
 
 def test_no_rule_says_two_things():

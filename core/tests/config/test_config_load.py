@@ -109,7 +109,8 @@ def test_a_sections_no_is_a_word_where_the_model_says_so(load, alpha):
 
 
 def test_numbers_and_dates_as_people_write_them(load):
-    resolved = load("monitor_interval: 1e-1\nproject_dir: 2026-11-20\n")
+    resolved = load("monitor_interval: 1e-1\nproject_dir: 2026-11-20\nnum_machines: 1:30\nmain_process_port: 0x7_0\n")
+    assert (resolved.config.num_machines, resolved.config.main_process_port) == ("1:30", 112)
     assert resolved.config.monitor_interval == 0.1
     assert resolved.config.project_dir == "2026-11-20"
 
@@ -237,3 +238,16 @@ def test_foreign_variables_are_mentioned_and_kubernetes_ones_are_not(load):
         load("", environ={"DRIVETRAIN_ZZZZZZ": "1"})
     load("", environ={"DRIVETRAIN_PORT": "tcp://1:2", "DRIVETRAIN_SERVICE_HOST": "x", "DRIVETRAIN_PORT_80_TCP": "y"})
     load("", environ={"DRIVETRAIN_TRACE_HOOKS": "1", "DRIVETRAIN_LOG_LEVEL": "INFO"})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("2", 2), ("'3'", 3), ("1:4", "1:4"), ("' 1 : 4 '", "1:4"), ("2:2", 2), ("10:60", "10:60")]
+)
+def test_machines_are_a_number_or_a_range(load, written, meant):
+    assert load(f"num_machines: {written}\n").config.num_machines == meant
+
+
+@pytest.mark.parametrize("written", ["0", "4:1", "0:2", "'1:'", "two", "1.5", "true", "-1"])
+def test_other_machines_are_refused(load, written):
+    with pytest.raises(ConfigError, match="num_machines: "):
+        load(f"num_machines: {written}\n")

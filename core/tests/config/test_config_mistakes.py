@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
 
+import pytest
+from pydantic import field_validator
+
+from drivetrain.config import Section, worker_config
 from drivetrain.config.problems import show
 from drivetrain.errors import ConfigError
 
 CORE = (
-    "accelerator_ids, dataloader, debug, device_order, distributed_type, gradient_accumulation_steps, log_with, "
-    "machine_rank, main_process_ip, main_process_port, max_restarts, mesh, mixed_precision, monitor_interval, "
-    "num_machines, num_processes, "
-    "output_dtype, process_group, project_dir, rdzv_backend, scheduler, use_cpu"
+    "accelerator_ids, dataloader, debug, desync_watchdog, device_order, distributed_type, "
+    "gradient_accumulation_steps, log_with, machine_rank, main_process_ip, main_process_port, max_restarts, mesh, "
+    "mixed_precision, monitor_interval, num_machines, num_processes, output, output_dtype, process_group, "
+    "project_dir, rdzv_backend, rendezvous, save_on_interrupt, scheduler, use_cpu"
 )
 
 
@@ -161,3 +165,32 @@ def test_the_error_reads_well(load):
 def test_long_values_are_cut():
     assert len(show("x" * 500)) == 60
     assert show(None) == "null"
+
+
+def test_a_file_that_another_backend_would_read_stops_only_that_one(load, registry, monkeypatch):
+    class Reading(Section):
+        """Its own check looks beyond the configuration, at a file for instance."""
+
+        file: str | None = None
+
+        @field_validator("file")
+        @classmethod
+        def _is_there(cls, value):
+            raise ValueError(f"there is no file {value!r}")
+
+    monkeypatch.setitem(registry.sections, "gamma", Reading)
+    section = "gamma:\n  file: old.json\n"
+    for chosen in ("", "distributed_type: gamma\n"):
+        with pytest.raises(ConfigError, match=r"there is no file 'old\.json'"):
+            load(chosen + section)
+    with pytest.warns(UserWarning, match="gamma") as mentioned:
+        found = load("distributed_type: alpha\n" + section)
+    assert [str(each.message) for each in mentioned] == [
+        "c.yaml:3:9: gamma.file: there is no file 'old.json'; distributed_type is not gamma, and the run goes on."
+    ]
+    handed = {"DRIVETRAIN_CONFIG": found.to_json()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the launcher has said it, its workers do not say it again
+        assert worker_config(handed, registry=registry).section_for("gamma") == {"file": "old.json"}
+    with pytest.raises(ConfigError, match=r"3:3: unknown key 'fil'"):  # what is wrong whatever the machine
+        load("distributed_type: alpha\ngamma:\n  fil: old.json\n")

@@ -10,7 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.backend import Feeding
-from drivetrain.runtime.loading.feeding import fill
+from drivetrain.data.plan import Rows
+from drivetrain.runtime import trees
+from drivetrain.runtime.loading.feeding import Feeder, fill
+from drivetrain.runtime.loading.source import Item
 
 
 @pytest.fixture
@@ -82,7 +85,11 @@ def test_the_next_batch_comes_by_a_thread_and_samples_are_read_by_the_script(acc
             read.append(threading.current_thread())
             return super().__getitem__(index)
 
-    accelerator.backend.feeding = Feeding(ahead=True, arrived=lambda _: came.append(threading.current_thread()))
+    def send(tensor):
+        came.append(threading.current_thread())
+        return tensor.clone()
+
+    accelerator.backend.feeding = Feeding(ahead=True, send=send)
     data = Watched(torch.arange(6.0), torch.arange(6))
     seen = [y.tolist() for _, y in accelerator.prepare(DataLoader(data, batch_size=2))]
     assert seen == [[0, 1], [2, 3], [4, 5]]
@@ -92,11 +99,31 @@ def test_the_next_batch_comes_by_a_thread_and_samples_are_read_by_the_script(acc
     assert not [each for each in threading.enumerate() if each.name.startswith("drivetrain-feeder")]
 
 
+def test_what_has_a_way_of_its_own_moves_in_the_scripts_thread(accelerator):
+    moved = []
+
+    class Batch(dict):
+        def to(self, device, non_blocking=False):
+            moved.append((threading.current_thread(), device))
+            return self
+
+    def place(batch):
+        return trees.send_to_device(batch, "cpu")
+
+    feeder = Feeder(Feeding(ahead=True, send=lambda tensor: tensor + 1), place, 2, 0)
+    try:
+        item = feeder.accept(Item(Batch(x=torch.zeros(2)), Rows((2,), (2,), 2)))
+        assert feeder.deliver(item.batch)["x"].tolist() == [1, 1]
+    finally:
+        feeder.close()
+    assert moved == [(threading.main_thread(), "cpu")]
+
+
 def test_an_error_on_the_way_is_raised_where_the_batch_is_shown(accelerator):
     def fail(_):
         raise RuntimeError("no room on the device")
 
-    accelerator.backend.feeding = Feeding(ahead=True, arrived=fail)
+    accelerator.backend.feeding = Feeding(ahead=True, send=fail)
     with pytest.raises(RuntimeError, match="no room"):
         list(accelerator.prepare(loader(4, 2)))
 

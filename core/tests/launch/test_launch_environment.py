@@ -9,11 +9,12 @@ from drivetrain.launch.environment import (
     CONFIG,
     LAUNCHER,
     available_cores,
-    first_host,
     meeting_point,
     read_place,
+    refuse_nested,
     worker_environment,
 )
+from drivetrain.launch.slurm import first_host
 from drivetrain.topology import Place
 
 TORCHRUN = {
@@ -76,6 +77,10 @@ def test_the_machine_follows_from_equal_shares():
         ({"RANK": "8"}, "rank 8 does not exist in a world of 8"),
         ({"RANK": "-1"}, "rank -1 does not exist"),
         ({"RANK": "zero"}, "RANK is 'zero', not a number"),
+        ({"WORLD_SIZE": "1_000"}, "WORLD_SIZE is '1_000', not a number"),
+        ({"WORLD_SIZE": "8.0"}, "WORLD_SIZE is '8.0', not a number"),
+        ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, "8 processes cannot be 4 on this one of 1 machine"),
+        ({"GROUP_WORLD_SIZE": "6"}, "8 processes cannot be 4 on this one of 6 machines"),
         ({"LOCAL_RANK": "4"}, "local rank 4 does not exist on a machine with 4"),
         ({"LOCAL_WORLD_SIZE": "9"}, "this machine has 9 processes, the whole job 8"),
         ({"LOCAL_WORLD_SIZE": "0"}, "local rank 1 does not exist on a machine with 0"),
@@ -222,3 +227,49 @@ def test_mpirun_on_one_machine_meets_there_and_on_several_must_be_told():
 )  # fmt: skip
 def test_the_first_host_of_slurms_list(listed, first):
     assert first_host(listed) == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "word"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        ({"PMI_SIZE": "2"}, "PMI_RANK is not set"),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_RANK is not set"),
+    ],
+)
+def test_a_rank_of_mpirun_without_its_size_is_refused(environ, word):
+    with pytest.raises(EnvironmentVariableError, match=word):
+        read_place(environ)
+    assert read_place(environ | TORCHRUN).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, so that nobody knows where to meet"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+    ],
+)
+def test_where_to_meet_must_be_said(changes, word):
+    environ = {name: value for name, value in {**DEEPSPEED, **changes}.items() if value is not None}
+    with pytest.raises(EnvironmentVariableError, match=word):
+        meeting_point(environ)
+    with pytest.raises(EnvironmentVariableError, match="MASTER_PORT is 'x'"):
+        meeting_point(SRUN | {"MASTER_PORT": "x"})
+    assert meeting_point({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, DEEPSPEED, OPEN_MPI, SRUN])
+def test_a_launcher_in_each_process_of_another_is_refused(environ):
+    for machines in (1, 2):
+        with pytest.raises(EnvironmentVariableError, match="itself one of 8 processes") as caught:
+            refuse_nested(machines, environ)
+        assert "=8" in caught.value.whose
+    refuse_nested(8, environ)
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "8", "RANK": "3"}, BATCH_SCRIPT, {"WORLD_SIZE": "1"}])
+def test_a_launcher_on_each_machine_or_in_a_batch_script_is_not(environ):
+    refuse_nested(1, environ)

@@ -22,7 +22,15 @@ def test_without_a_number_there_is_one_process_per_device():
 def test_processes_are_shared_out_over_machines():
     plan = planned(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="node0", rdzv_backend="static")
     assert (plan.world_size, plan.processes_here, plan.machine_rank) == (4, 2, 1)
-    assert (plan.rdzv_backend, plan.rdzv_endpoint) == ("static", "node0:29500")
+    assert (plan.rdzv_endpoint, plan.num_machines, plan.fewest_machines) == ("node0:29500", 2, 0)
+
+
+def test_a_range_of_machines_counts_the_processes_of_all():
+    plan = planned(num_processes=8, num_machines="1:4", machine_rank=3, main_process_ip="node0")
+    assert (plan.world_size, plan.processes_here, plan.num_machines, plan.fewest_machines) == (8, 2, 4, 1)
+    assert (plan.rendezvous.timeout_seconds, plan.rendezvous.last_call_seconds) == (600.0, 30.0)
+    with pytest.raises(ConfigError, match="num_processes: 6 cannot be shared equally by num_machines: 1:4"):
+        planned(num_processes=6, num_machines="1:4", main_process_ip="node0")
 
 
 def test_a_port_on_one_machine_is_used():
@@ -68,12 +76,14 @@ def test_a_crash_goes_before_complaints_and_what_was_stopped_goes_last(tmp_path)
 
     record(0, 2.5)
     record(1, 2.25)
-    assert [f.rank for f in read_failures({0: 1, 1: 1, 2: -15}, tmp_path)] == [1, 0, 2]
-    failures = read_failures({0: 1, 1: -15, 2: -9}, tmp_path)
+    assert [f.rank for f in read_failures({0: 1, 1: 1, 2: None}, tmp_path)] == [1, 0, 2]
+    failures = read_failures({0: 1, 1: None, 2: -9}, tmp_path)
     assert [f.rank for f in failures] == [2, 1, 0]
     assert failures[0].shell_code == 137
     assert explain(failures) == (
-        "rank 2 failed: ended by signal 9 (SIGKILL)\nrank 0 failed too: Oops: 0 (exit code 1)\nrank 1 was stopped"
+        "rank 2 failed: ended by signal 9 (SIGKILL)\n"
+        "rank 0 failed too: Oops: 0 (exit code 1)\n"
+        "rank 1 failed too: Oops: 1"
     )
     assert explain(failures[1:]).startswith("Traceback of 1\nrank 1 failed: Oops: 1")
     assert Failure(0, 3).shell_code == 3

@@ -15,6 +15,8 @@ LEAKS = {
     "environment variable LEAKED": "import os; os.environ['LEAKED'] = '1'",
     "environment variable HOME": "import os; del os.environ['HOME']",
     "default dtype": "import torch; torch.set_default_dtype(torch.float64)",
+    "default device": "import torch; torch.set_default_device('meta')",
+    "handler of SIGTERM": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "number of threads": "import torch; torch.set_num_threads(torch.get_num_threads() + 1)",
     "deterministic algorithms": "import torch; torch.use_deterministic_algorithms(True)",
     "gradients enabled": "import torch; torch.set_grad_enabled(False)",
@@ -44,6 +46,18 @@ def test_leak_is_told_once(pytester: pytest.Pytester, told: str) -> None:
         # The inner run shares this process: its stray thread is the outer check's too until it ends.
         if "sleep" in thread.name:
             thread.join()
+
+
+def test_other_peoples_tests_pay_nothing_for_the_kits_options(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import sys\n"
+        "def test_it(request):\n"
+        "    assert request.config.pluginmanager.has_plugin('drivetrain')\n"
+        "    assert not {'torch', 'numpy', 'pydantic', 'drivetrain.testing.outcomes'} & set(sys.modules)\n"
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*conformance*")
 
 
 def test_what_a_test_takes_back_is_no_leak(pytester: pytest.Pytester) -> None:

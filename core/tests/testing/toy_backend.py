@@ -1,4 +1,4 @@
-"""A right backend that is nothing like DDP: no wrapper, no hooks; gradients are averaged in one flat tensor.
+"""A right backend that is nothing like DDP: all parameters lie in one flat buffer, and one flat gradient is averaged.
 
 It is registered by the tests, not installed. The wrong backends next door derive from it, one mistake each.
 """
@@ -35,14 +35,38 @@ from drivetrain.registry import get_registry
 CAPABILITIES = Capabilities(mesh_axes=frozenset({"dp_replicate"}))
 
 
+class FlatParameters:
+    """The trainable parameters of a module, laid one after the other into one buffer that they become views of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.held = [each for each in module.parameters() if each.requires_grad]
+        assert len({each.dtype for each in self.held}) <= 1, "one buffer has one dtype"
+        self.values = torch.cat([each.detach().flatten() for each in self.held] or [torch.zeros(0)])
+        for each, part in zip(self.held, self.parts(self.values), strict=True):
+            each.data = part
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a buffer that is laid out as this one."""
+        sizes = [each.numel() for each in self.held]
+        return [part.view_as(each) for part, each in zip(flat.split(sizes), self.held, strict=True)]
+
+    def gradient(self) -> Tensor:
+        """One flat gradient; zero where a parameter has none."""
+        home = self.values.untyped_storage().data_ptr()
+        assert all(each.untyped_storage().data_ptr() == home for each in self.held), "a parameter left the buffer"
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.held]
+        return torch.cat([each.flatten() for each in gradients] or [torch.zeros(0)])
+
+
 class ToyTrainable(Trainable):
-    """A module whose gradients are averaged after the backward that synchronises."""
+    """A module whose flat gradient is averaged after the backward that synchronises."""
 
     def __init__(
         self, backend: ToyBackend, model: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         self.backend, self.model, self.module = backend, model, module
         self.optimizers, self.engine = list(optimizers), backend.engine
+        self.flat = FlatParameters(module)
         self.synchronising = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,16 +81,8 @@ class ToyTrainable(Trainable):
 
     def average(self) -> None:
         """Give every rank the mean of the ranks' gradients."""
-        held = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        flat = torch.cat(
-            [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in held]
-            or [torch.zeros(1)]
-        )
-        flat = self.backend.reduce(flat, "mean")
-        start = 0
-        for each in held:
-            part = flat[start : start + each.numel()].view_as(each)
-            start += each.numel()
+        mean = self.backend.reduce(self.flat.gradient(), "mean")
+        for each, part in zip(self.flat.held, self.flat.parts(mean), strict=True):
             if each.grad is not None:
                 each.grad.copy_(part)
 
@@ -150,7 +166,7 @@ class Plugin:
 
 TOY = BackendInfo(
     name="toy",
-    summary="Averages gradients in one flat tensor.",
+    summary="Keeps parameters in one flat buffer and averages one flat gradient.",
     backend="toy_backend:ToyBackend",
     capabilities=CAPABILITIES,
 )

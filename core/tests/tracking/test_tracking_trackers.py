@@ -9,6 +9,7 @@ import pytest
 from drivetrain import tracking
 from drivetrain.errors import UsageError
 from drivetrain.logging import set_rank
+from drivetrain.trackers.values import flat, number, without_tensors
 from drivetrain.tracking import GeneralTracker, Trackers, on_main_process, register_tracker_class
 
 
@@ -97,20 +98,39 @@ def test_a_second_init_ends_the_first_run():
     trackers.finish()
 
 
-def test_one_that_fails_does_not_keep_the_others_from_finishing():
+def test_one_that_fails_is_named_and_the_others_go_on(caplog):
     class Failing(Memory):
         name = "failing"
 
-        def finish(self):
+        def log(self, values, step=None, **kwargs):
             raise RuntimeError("disk full")
+
+        def finish(self):
+            raise RuntimeError("still full")
 
     trackers = Trackers([Memory, Failing, Everywhere])
     trackers.init("run")
     memory, everywhere = trackers.get("memory"), trackers.get("everywhere")
-    with pytest.raises(RuntimeError, match="disk full"):
-        trackers.finish()
-    assert memory.calls[-1] == everywhere.calls[-1] == "finish"
+    trackers.log({"a": 1})
+    trackers.log({"a": 2})
+    trackers.finish()
+    assert memory.calls[-3:] == everywhere.calls[-3:] == [({"a": 1}, None, {}), ({"a": 2}, None, {}), "finish"]
     assert trackers.running == []
+    first, last = caplog.records
+    assert first.getMessage() == "the tracker 'failing' failed in log"
+    assert str(first.exc_info[1]) == "disk full"
+    assert last.getMessage() == "the tracker 'failing' failed 3 times in this run"
+
+
+def test_one_that_cannot_begin_raises():
+    class Failing(Memory):
+        name = "failing"
+
+        def start(self):
+            raise RuntimeError("no such project")
+
+    with pytest.raises(RuntimeError, match="no such project"):
+        Trackers([Failing]).init("run")
 
 
 def test_nothing_asked_for_is_nothing_done(caplog):
@@ -159,7 +179,7 @@ def test_mistakes(ask, message):
 
 def test_a_package_that_is_missing_gives_the_line_to_type(monkeypatch):
     monkeypatch.setattr(tracking, "_installed", lambda package: False)
-    with pytest.raises(UsageError, match=r"'wandb' needs wandb, which is not installed. Run: pip install wandb"):
+    with pytest.raises(UsageError, match=r"not installed\. Run: pip install .drivetrain.wandb"):
         Trackers("wandb")
     register_tracker_class(Memory)
     assert Trackers("all", "somewhere").names == ["jsonl", "memory"]
@@ -204,9 +224,6 @@ def test_methods_on_the_main_process():
     assert len(tracker.calls) == 2
 
 
-# ---- adapters -------------------------------------------------------------------------------------------------------
-
-
 def test_jsonl(tmp_path):
     import torch
 
@@ -226,36 +243,12 @@ def test_jsonl(tmp_path):
     assert config == {"lr": 0.1, "layers": [1, 2], "path": str(tmp_path)}
 
 
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
+def test_values_become_what_trackers_take():
     import torch
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trackers = Trackers("tensorboard", tmp_path)
-    trackers.init("run", {"lr": 0.1, "betas": [0.9, 0.99]})
-    trackers.log({"loss": 0.5, "norm": torch.tensor([2.0]), "group": {"a": 1, "b": torch.tensor(3)}}, step=7)
-    trackers.log({"loss": math.inf, "note": "hello"}, step=8)
-    assert type(trackers.get("tensorboard", unwrap=True)).__name__ == "SummaryWriter"
-    trackers.finish()
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.5), (8, math.inf)]
-    assert events.Scalars("norm")[0].value == 2.0
-    assert "note/text_summary" in events.Tags()["tensors"]
-    group = EventAccumulator(str(tmp_path / "run" / "group_b")).Reload()
-    assert group.Scalars("group")[0].value == 3.0
-    assert json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))["betas"] == [0.9, 0.99]
-
-
-@pytest.mark.filterwarnings("default")  # wandb's own dependencies warn
-def test_wandb_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    trackers = Trackers("wandb")
-    trackers.init("project", {"lr": 0.1}, {"wandb": {"mode": "offline", "dir": str(tmp_path)}})
-    trackers.log({"loss": 0.5}, step=1)
-    trackers.log({"loss": 0.25}, step=2)  # a step is complete when the next one begins
-    run = trackers.get("wandb", unwrap=True)
-    assert run.config["lr"] == 0.1
-    assert run.summary["loss"] == 0.5
-    trackers.finish()
-    assert list(tmp_path.rglob("*.wandb"))
+    nested = {"loss": torch.tensor([0.5]), "group": {"a": 1, "deep": {"b": math.inf}}}
+    assert flat(nested, "/") == {"loss": nested["loss"], "group/a": 1, "group/deep/b": math.inf}
+    assert [number(each) for each in (torch.tensor([[2.0]]), math.nan, "text")][::2] == [2.0, "text"]
+    assert math.isnan(number(torch.tensor(math.nan)))
+    image = object()
+    assert without_tensors({"x": torch.ones(2), "y": [image, torch.tensor(3)]}) == {"x": [1.0, 1.0], "y": [image, 3]}

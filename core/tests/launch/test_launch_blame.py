@@ -1,0 +1,74 @@
+"""Who is named first in a report: a rank that ended by itself, by whatever signal, and not who complained about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+    import os, signal, sys, time, torch
+    from drivetrain import Accelerator
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        loss = model(torch.ones(2, 2)).mean()
+        accelerator.backward(loss)
+        if step == 1 and accelerator.process_index == 1:
+            {end}
+        optimizer.step()
+        accelerator.gather(loss)
+"""
+"""Line 11 is where rank 1 ends, line 13 where rank 0 waits for it."""
+
+SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds=6"
+
+
+@pytest.mark.parametrize("watched", ["false", "true"])
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "ended by signal 15 (SIGTERM)"),
+        ("raise KeyboardInterrupt", 130, "ended by signal 2 (SIGINT)"),
+    ],
+)
+def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script, end, code, words, watched):
+    done = launch(f"{SETTINGS} desync_watchdog={watched}", script(SCRIPT.format(end=end)))
+    ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
+    assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
+    assert ranks[0].endswith("last call: backward at job.py:9, its 5th]")
+    assert "in gather at job.py:13" in ranks[1]
+    assert done.returncode == code
+
+
+def test_a_halted_rank_is_woken_to_be_stopped_and_says_where_it_was(launch, script):
+    done = launch(SETTINGS, script(SCRIPT.format(end="os.kill(os.getpid(), signal.SIGSTOP)")))
+    ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
+    assert ranks[0].startswith("rank 0 failed: RuntimeError: "), done.stderr
+    assert "in gather at job.py:13" in ranks[0]
+    # Killed after half a minute it would look like one that ran out of memory.
+    assert ranks[1].startswith("rank 1 was stopped [host ")
+    assert "at job.py:11; last call: backward at job.py:9" in ranks[1]
+    assert "The others waited: rank 1 made fewer calls." in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_function_that_was_stopped_has_not_ended_by_itself(script, clean_environment):
+    path = script("""
+        import os, time
+        from drivetrain import debug_launcher
+        def function():
+            if os.environ["RANK"] == "1":
+                raise ValueError("bang")
+            time.sleep(60)
+        if __name__ == "__main__":
+            debug_launcher(function)
+    """)
+    done = subprocess.run(
+        [sys.executable, path], env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "rank 1 failed: ValueError: bang" in done.stderr
+    assert "rank 0 was stopped [host " in done.stderr

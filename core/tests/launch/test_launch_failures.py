@@ -1,0 +1,99 @@
+"""The report of a rank that dies or hangs: which, on which host, its last call, and where the others were."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from drivetrain.launch.last_seen import place, read_workers
+from drivetrain.launch.worker import LAST_CALL
+
+TRAIN = """
+    import os, sys, time, torch
+    from drivetrain import Accelerator
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        loss = model(torch.ones(2, 2)).mean()
+        accelerator.backward(loss)
+        if step == 2 and accelerator.process_index == 1:
+            {end}
+        optimizer.step()
+        accelerator.gather(loss)
+"""
+"""Line 11 is where a rank ends, line 13 where the other gathers."""
+
+SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds={timeout}"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "fate"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 failed: ended by signal 9 (SIGKILL)"),
+        ("os._exit(9)", 9, "rank 1 failed: exit code 9"),
+        ("time.sleep(300)", 1, "rank 1 was stopped"),
+    ],
+)
+def test_one_report_says_who_where_and_after_which_call(launch, script, tmp_path, end, code, fate):
+    # The hanging rank is found out by the time-out of the process group, the dead ones at once.
+    path = script(TRAIN.format(end=end))
+    done = launch(SETTINGS.format(timeout=8) + f" project_dir={tmp_path / 'out'}", path)
+    assert done.returncode == code, done.stderr
+    host = socket.gethostname()
+    (mine,) = [line for line in done.stderr.splitlines() if line.startswith("rank 1 ")]
+    assert mine.startswith(f"{fate} [host {host}; ")
+    # Three calls a step: backward, step, gather.
+    assert mine.endswith("last call: backward at job.py:9, its 8th]")
+    assert ("at job.py:11" in mine) == (end == "time.sleep(300)")
+    (other,) = [line for line in done.stderr.splitlines() if line.startswith("rank 0 ")]
+    assert other.endswith(f"[host {host}; in gather at job.py:13; last call: gather at job.py:13, its 10th]")
+    assert ("rank 1 made fewer calls" in done.stderr) == (end == "time.sleep(300)")
+    report = Path(re.search(r"With the stacks of all ranks: (.*)", done.stderr)[1])
+    assert report.parent == tmp_path / "out"
+    assert mine in report.read_text()
+    assert done.stderr.count("Traceback") <= 1
+
+
+def test_a_rank_that_had_ended_is_not_forgotten(launch, script):
+    path = script("""
+        import os, time
+        if os.environ["RANK"] == "0":
+            time.sleep(1)
+            raise ValueError("bang")
+    """)
+    done = launch("num_processes=2", path)
+    assert re.search(r"rank 0 failed: ValueError: bang .*\nrank 1 had ended \[host ", done.stderr), done.stderr
+
+
+STACK = """\
+  File "/usr/lib/python3.11/threading.py", line 5 in wait
+  File "{ours}/runtime/nested.py", line 60 in gather
+  File "{ours}/runtime/services.py", line 70 in gather
+  File "/home/me/eval.py", line 88 in evaluate
+  File "/home/me/train.py", line 10 in <module>
+  File "{ours}/launch/worker.py", line 50 in run
+"""
+
+
+def test_the_place_is_the_scripts_line_and_what_it_called():
+    import drivetrain
+
+    ours = Path(drivetrain.__file__).parent
+    stack = STACK.format(ours=ours)
+    assert place(stack, newest_first=True) == "in gather at eval.py:88"
+    alone = '  File "/home/me/eval.py", line 88 in evaluate\n  File "/home/me/train.py", line 10 in <module>\n'
+    assert place(alone, newest_first=True) == "at eval.py:88"
+    trace = '  File "train.py", line 10, in <module>\n    run()\n  File "/home/me/eval.py", line 88, in evaluate\n'
+    assert place(trace) == "at eval.py:88"
+    assert place("") == ""
+
+
+def test_a_record_that_is_being_written_counts_as_none(tmp_path):
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / LAST_CALL).write_bytes(b"\0" * 12)
+    assert read_workers(tmp_path) == {}

@@ -1,0 +1,44 @@
+"""A signal that one rank hears ends all ranks after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.testing import spawn
+
+
+def told_on_one_rank(folder, last):
+    accelerator = Accelerator(cpu=True, distributed_type="ddp", save_on_interrupt=True, project_dir=folder)
+    model = nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    steps = 0
+    try:
+        for (x,) in loader:
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps == last and accelerator.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler and from the launcher
+    except SystemExit as stop:
+        return steps, stop.code, Path(folder, "interrupted/manifest.json").exists()
+    return steps, None, False
+
+
+def test_ranks_agree_on_the_step_when_one_of_them_hears(tmp_path):
+    # It names the end of the step after the one in which it heard, since the others may have passed that already.
+    assert spawn(told_on_one_rank, 2, str(tmp_path), 2) == [(3, 75, True)] * 2
+
+
+def test_the_last_step_of_a_pass_ends_with_the_pass(tmp_path):
+    # Heard in the last but one of six steps, so that there is no further batch to be asked for.
+    assert spawn(told_on_one_rank, 2, str(tmp_path), 5) == [(6, 75, True)] * 2

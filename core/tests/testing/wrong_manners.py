@@ -1,0 +1,132 @@
+"""Backends that are wrong in what they say of themselves, or in what they leave behind in the process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+from toy_backend import CAPABILITIES
+from wrong_base import Mistake
+
+from drivetrain.api import Topology
+
+# ---- what is declared -----------------------------------------------------------------------------------------------
+
+
+class ClaimsPipeline(Mistake):
+    """Declares ``pipelined`` although every forward runs at once."""
+
+    capabilities = replace(CAPABILITIES, pipelined=True)
+    caught_by = ("honesty.pipelined_means_deferred",)
+
+
+class ClaimsAnAxis(Mistake):
+    """Declares ``tp``, takes it, and lays every rank along ``dp_replicate``."""
+
+    capabilities = replace(CAPABILITIES, mesh_axes=frozenset({"dp_replicate", "tp"}))
+    caught_by = ("mesh.tp",)
+
+    def start(self) -> Topology:
+        self.settings = replace(self.settings, mesh={})
+        return super().start()
+
+
+class SaysOneDoesAnother(Mistake):
+    """Is described as clipping by value and, once it runs, says that it cannot."""
+
+    caught_by = ("honesty.a_run_can_what_is_described",)
+
+    def start(self) -> Topology:
+        self.capabilities = replace(self.capabilities, clip_by_value=False)
+        return super().start()
+
+
+class ClaimsToWait(Mistake):
+    """Declares that gradients can stay on their rank, and reduces them whenever backward runs."""
+
+    caught_by = ("honesty.trains_alone_and_averages",)
+
+    class trainable(Mistake.trainable):  # noqa: N801
+        @property
+        def synchronising(self) -> bool:
+            return True
+
+        @synchronising.setter
+        def synchronising(self, _: bool) -> None:
+            """Is told and does not listen."""
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------
+
+
+class LeavesThread(Mistake):
+    """Starts a thread that nobody ends; as a daemon it does not even keep the process alive."""
+
+    caught_by = ("gradients.dense",)
+
+    def start(self) -> Topology:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return super().start()
+
+
+class TakesSignals(Mistake):
+    """Puts itself in the place of who handles SIGTERM."""
+
+    caught_by = ("gradients.dense",)
+
+    def start(self) -> Topology:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().start()
+
+
+class LeavesDefaultDevice(Mistake):
+    """Makes its device everybody's default."""
+
+    caught_by = ("clipping.leaves_small_gradients",)
+
+    def stop(self) -> None:
+        super().stop()
+        torch.set_default_device("meta")
+
+
+# ---- what is not shared or not restored -----------------------------------------------------------------------------
+
+
+class KeepsOwnBuffers(Mistake):
+    """Shares rank 0's parameters, but every rank goes on with its own buffers."""
+
+    caught_by = ("gradients.buffers_start_alike",)
+
+    def share(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data.copy_(self.broadcast(parameter.data))
+
+
+class CastsEverything(Mistake):
+    """Casts whatever is a parameter when the policy is a reduced one."""
+
+    caught_by = ("gradients.parameters_that_are_no_floats",)
+
+    def prepare(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = super().prepare(model, *args, **kwargs)
+        if self.settings.precision.name != "no":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.float()
+        return prepared
+
+
+class ForgetsRates(Mistake):
+    """Loads parameters and moments, and leaves the parameter groups as the script has set them since."""
+
+    caught_by = ("state.parameter_groups_come_back",)
+
+    class trainable(Mistake.trainable):  # noqa: N801
+        def load_portable_state(self, state: Any) -> None:
+            before = [[dict(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+            super().load_portable_state(state)
+            for optimizer, groups in zip(self.optimizers, before, strict=True):
+                for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(kept)
