@@ -11,8 +11,8 @@ class Requirements(BaseRequirements):  # noqa: F405
     backend = "megatron"
     world_sizes = (2, 4)
     section: ClassVar = {"pipeline_parallel_size": 2, "num_micro_batches": 2}
-    # A module that forward never calls leaves one module of that model: no place to cut.
-    unused_parameters = None
+    axis_sections: ClassVar = {"dp_shard": {"data_parallel": "fsdp"}}
     gaps: ClassVar = {
-        "gradients.buffers": "forward runs once for each micro-batch, so a buffer that counts forwards counts those"
+        "gradients.buffers": "forward runs once for each micro-batch, so a buffer that counts forwards counts those",
+        "gradients.unused_parameters": "a model of two modules, one of them never called, has no place to be cut",
     }

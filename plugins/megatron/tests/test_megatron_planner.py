@@ -334,8 +334,8 @@ class TestRules:
     @pytest.mark.parametrize(
         ("name", "numbers", "said"),
         [
-            ("dualpipev", (4, 2, 6), r"at least 2p \(p = 4\). Use 8 micro-batches."),
-            ("1f1b", (4, 1, 3), r"at least p \(p = 4\). Use 4 micro-batches."),
+            ("dualpipev", (4, 2, 6), r"at least 2p \(p = 4\). Use 8 micro-batches"),
+            ("1f1b", (4, 1, 3), r"at least p \(p = 4\). Use 4 micro-batches"),
             ("interleaved_1f1b", (2, 2, 5), "Use 4 or 6 micro-batches."),
             ("zbv", (2, 3, 4), "'zbv' holds 2 stages a rank, not 3. Use 2; with 3: interleaved_1f1b, zero_bubble."),
             ("gpipe", (2, 2, 4), "'gpipe' holds 1 stage a rank, not 2."),

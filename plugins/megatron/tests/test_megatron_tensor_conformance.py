@@ -15,10 +15,8 @@ class Requirements(BaseRequirements):  # noqa: F405
     backend = "megatron"
     world_sizes = (2,)
     section: ClassVar = {"tensor_parallel_size": 2}
+    axis_sections: ClassVar = {"dp_shard": {"data_parallel": "fsdp"}}
     shared_ranks = True
-    gaps: ClassVar = {
-        "honesty.pipelined_means_deferred": "what the backend defers is the output of a pipeline, and this is none"
-    }
 
 
 class Sequences(Requirements):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -34,6 +35,7 @@ from drivetrain.api import (
 )
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.filling import Filling
+from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.pipeline.deferred import settled
 from drivetrain_megatron.pipelined import PipelinedTrainable
@@ -41,8 +43,10 @@ from drivetrain_megatron.plugin import MEGATRON
 from drivetrain_megatron.remapping import FormerParameters
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.tensor import packing
+from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.sharded import full_tensor
 from drivetrain_megatron.trainable import MegatronTrainable
+from drivetrain_megatron.whole import WholeState
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +64,13 @@ class MegatronBackend(Backend):
         kind = device.partition(":")[0]
         mesh = Mesh(_sizes(settings.mesh, self.section, settings.place.world_size))
         self.topology = Topology(settings.place, mesh, device)
+        core = self.section.engine == "megatron_core"
+        self.capabilities = replace(self.capabilities, pipelined=core or mesh.sizes["pp"] > 1)
         _warn_of_nodes(mesh.sizes["tp"], settings.place)
+        if core:
+            from drivetrain_megatron.core_engine import parallel_state
+
+            parallel_state.check(self.section)
         self._group = ensure_process_group(settings.place, kind, settings.process_group, alone=True)
         self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
         sizes = mesh.sizes
@@ -75,6 +85,10 @@ class MegatronBackend(Backend):
         self._engine = TorchEngine(settings.precision, device, agree, self._norm)
         self.scaler = self._engine.scaler
         self._recordings: list[Recording] = []
+        self._meeting = Meeting(self.topology, settings.process_group.timeout_seconds)
+        self._wholes: list[weakref.ref[WholeState]] = []
+        self._ring = Ring(self.mesh["tp"].get_group() if sizes["tp"] > 1 else None)
+        self._parallel_state = parallel_state.ParallelState(self.topology, self._ring) if core else None
         return self.topology
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -85,7 +99,7 @@ class MegatronBackend(Backend):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         settings = self.settings
-        if self._pipeline is not None:
+        if self._pipeline is not None or self._parallel_state is not None:
             # The whole model may have no room on the device; each rank moves its own stages once they are known.
             settings = replace(settings, place_on_device=False)
         home = torch.device(self.topology.device if settings.place_on_device else "cpu")
@@ -94,27 +108,47 @@ class MegatronBackend(Backend):
             settings = replace(settings, place_on_device=False)
         module = place_model(model, optimizers, settings, self.topology)
         self._start_alike(module)
+        if self._parallel_state is not None:
+            from drivetrain_megatron.core_engine.preparing import Job, prepare
+
+            job = Job(
+                self.settings,
+                self.section,
+                self.topology,
+                self._parallel_state,
+                self.mesh,
+                self._ring,
+                self._engine,
+                self._norm,
+            )
+            return prepare(job, model, module, optimizers, filling, training)
         former = FormerParameters(module)
         trainable: MegatronTrainable | PipelinedTrainable
         cut = partial(packing.part, module)
         common = (model, module, former, cut, self._engine, self._replicas, self.topology.dp_size)
         if self._pipeline is None:
-            trainable = MegatronTrainable(*common)
+            trainable = MegatronTrainable(*common, self.section.gradient_clipping)
         else:
             at = self.topology.device if self.settings.place_on_device else None
             trainable = PipelinedTrainable(*common, self.section, self._pipeline, at, self._norm, self.mesh)
-        part: Callable[[str, Tensor], Tensor] = _whole
+        keep: Callable[[str, Tensor], Tensor] = _whole
         if self.topology.mesh.sizes["tp"] > 1:
             from drivetrain_megatron.tensor_parallel import apply_tensor_parallel
 
-            part = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
+            keep = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
         if filling:
-            filling.fill(module, self.topology, home, part)
+            filling.fill(module, self.topology, home, keep)
             module.to(home)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
         if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
             trainable.lay_out(self.section.data_parallel, self.mesh)
+        if self._in_parts:
+            part = partial(_part_by_name, module)
+            trainable.whole = WholeState(
+                module, trainable.gather, part, self._meeting, len(self._wholes), trainable.loaded
+            )
+            self._wholes.append(weakref.ref(trainable.whole))
         return trainable
 
     def _start_alike(self, module: nn.Module) -> None:
@@ -137,13 +171,37 @@ class MegatronBackend(Backend):
         """As every backend's; deferred values are read first."""
         return super().broadcast(full_tensor(settled(tensor)), src)
 
+    def barrier(self) -> None:
+        """As every backend's; meanwhile the model is told whole to ranks that ask for it alone."""
+        if self._in_parts:
+            self._meeting.wait(self._serve)
+        super().barrier()
+
+    def _serve(self, asked: str) -> None:
+        number, _, path = asked.partition(":")
+        whole = self._wholes[int(number)]()
+        assert whole is not None, "the rank that asks has this model, so this one has it too"
+        whole.join(path)
+
+    @property
+    def _in_parts(self) -> bool:
+        """A rank alone does not hold whole models."""
+        sizes = self.topology.mesh.sizes
+        return sizes["tp"] > 1 or sizes["pp"] > 1 or sizes["dp_shard"] > 1
+
     def _any(self, verdict: bool) -> bool:
         flag = torch.tensor([int(verdict)], device=self.topology.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
     def stop(self) -> None:
+        if self._parallel_state is not None:
+            self._parallel_state.release()
         self._group.release()
+
+
+def _part_by_name(module: nn.Module, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+    return packing.packing_of(module).part_like(f"model.{name}", whole, parameter)
 
 
 def _whole(name: str, whole: Tensor) -> Tensor:  # noqa: ARG001 (as TensorParallel.part)

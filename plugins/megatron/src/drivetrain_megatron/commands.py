@@ -61,19 +61,41 @@ def plan() -> None:
 
 @plan.command()
 @click.argument("model")
-@click.option("--config", "config_file", metavar="FILE", help="Take the degree and the plan from this file.")
+@click.option("--config", "config_file", metavar="FILE", help="Take degrees, engine and plan from this file.")
 @click.option("--tp", type=click.IntRange(1), metavar="N", help="Ranks that share each matrix; the configuration's.")
+@click.option("--pp", type=click.IntRange(1), metavar="N", help="Ranks that share the depth; the configuration's.")
+@click.option("--engine", type=click.Choice(["torch", "megatron_core"]), help="What computes; the configuration's.")
+@click.option("--batch", metavar="PATH", help="A function, named like MODEL, that returns the arguments of a forward.")
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
-def show(model: str, config_file: str | None, tp: int | None, as_json: bool) -> None:
-    """Print which part of each parameter a tensor-parallel rank would hold.
+def show(
+    model: str,
+    config_file: str | None,
+    tp: int | None,
+    pp: int | None,
+    engine: str | None,
+    batch: str | None,
+    as_json: bool,
+) -> None:
+    """Print what each rank of a model would hold: its stages of the pipeline, and its part of each parameter.
 
-    MODEL is package.module:function or file.py:function; the model that it returns is made without memory.
+    MODEL is package.module:function or file.py:function; the model that it returns is made without memory. A pipeline
+    is cut by following one forward; its inputs are guessed from the model, or are those of --batch.
     """
-    from drivetrain_megatron.planner import layout
+    from drivetrain_megatron.planner.models import batch as batch_of
+    from drivetrain_megatron.planner.models import build
 
     section, mesh = _section(config_file)
     degree = tp or section.tensor_parallel_size or mesh.get("tp", 1)
-    found = layout.layout_of(layout.build(model), degree, section)
+    pipeline_ranks = pp or section.pipeline_parallel_size or mesh.get("pp", 1)
+    if (engine or section.engine) == "megatron_core":
+        from drivetrain_megatron.planner import core_layout
+
+        found = core_layout.layout_of(build(model), degree, pipeline_ranks, section)
+    else:
+        from drivetrain_megatron.planner import torch_layout
+
+        arguments = None if batch is None else batch_of(batch)
+        found = torch_layout.layout_of(build(model), degree, pipeline_ranks, section, arguments)
     click.echo(json.dumps(found.data(), indent=2) if as_json else "\n".join(found.lines()))
 
 

@@ -32,7 +32,11 @@ class MegatronConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["torch"] = Field("torch", description="What computes: torch's own DTensor and pipelining.")
+    engine: Literal["torch", "megatron_core"] = Field(
+        "torch",
+        description="What computes: torch's own DTensor and pipelining, any model; or Megatron-Core, for the language "
+        "models that it knows.",
+    )
     tensor_parallel_size: Count | None = Field(
         None, ge=1, description="Ranks that share each layer's matrices; null = the axis tp of `mesh:`, else 1."
     )
@@ -58,11 +62,21 @@ class MegatronConfig(BaseModel):
     split_points: Names = Field(
         (),
         description="Names of the modules at which the second and each further stage begins, e.g. layers.6. Without "
-        "it: a plugin's, else balanced by bytes of parameters over the model's blocks.",
+        "it: a plugin's, else balanced over the model's blocks.",
+    )
+    balance: Literal["bytes", "time"] = Field(
+        "bytes",
+        description="What stages shall have alike where nobody names split_points: bytes of parameters, or the time of "
+        "a forward, measured with the first batch.",
     )
     whole_inputs: Names = Field(
         (),
         description="Keyword inputs that go whole to each micro-batch, though they are as long as the batch.",
+    )
+    gradient_clipping: Annotated[float, BeforeValidator(_not_bool)] | None = Field(
+        None,
+        gt=0,
+        description="Norm to which every step clips; null = the script says it, by clip_grad_norm_.",
     )
     sequence_parallel: bool = Field(
         False, description="Between the shared matrices, share the sequence too: norms and dropout hold a part each."

@@ -18,21 +18,21 @@ from drivetrain.api import (
     TorchEngine,
     Trainable,
     UnsupportedError,
-    UsageError,
     clipping,
 )
 from drivetrain_megatron import state
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.pipeline.calls import ModelCall
-from drivetrain_megatron.pipeline.deferred import Deferred, Node
+from drivetrain_megatron.pipeline.deferred import Node
 from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign
 from drivetrain_megatron.pipeline.pipeline import Pipeline
-from drivetrain_megatron.pipeline.values import leaves
+from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.trainable import local_gradients
+from drivetrain_megatron.whole import WholeState
 
 
 @final
@@ -59,13 +59,14 @@ class PipelinedTrainable(Trainable):
         mesh: DeviceMesh,
     ) -> None:
         self.module = module
-        self._stepping = Stepping(module, engine)
+        self._stepping = Stepping(module, engine, section.gradient_clipping)
         self.optimizers = self._stepping.optimizers
         self._former, self._part, self._engine = former, cut, engine
         self._replicas, self._dp_size, self._group = replicas, dp_size, group
         self._device, self._norm, self._mesh, self._how = device, norm, mesh, section.data_parallel
         self._share: Share | None = None
-        self._whole_only: state.WholeOnly | None = None
+        self.whole: WholeState | None = None
+        """Tells the state of the whole model."""
         self._syncs = True
         self._held: list[nn.Parameter] = []
         self._shared: dict[str, nn.Parameter] = {}
@@ -73,9 +74,8 @@ class PipelinedTrainable(Trainable):
 
     def _divide(self, share: Share) -> None:
         device = None if self._device is None else torch.device(self._device)
-        drop_foreign(self.module, share, self.pipeline.planner.skeleton, self.optimizers, device)
+        drop_foreign(self.module, share, self.pipeline.planner.skeleton.blanks, self.optimizers, device)
         self._share = share
-        self._whole_only = state.WholeOnly(self.module)
         if self._dp_size > 1:
             self._stepping.lay_out(self._how, self._mesh)
         parameters = dict(self.module.named_parameters())
@@ -84,21 +84,10 @@ class PipelinedTrainable(Trainable):
         self._norm.leave_out(self._stepping.held([parameters[name] for name in self._shared if not share.mine(name)]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.module.training:
-            return self.pipeline.call(args, kwargs)
-        return self.pipeline.evaluate(args, kwargs)
+        return self.pipeline.forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        node = loss.node if isinstance(loss, Deferred) else None
-        call = None if node is None else node.call
-        if node is None or not isinstance(call, ModelCall):
-            raise UsageError(
-                "this loss does not come from a training output of the pipelined model, or it went backward already",
-                cure="Call the model in training mode with gradients enabled, and backward once for each call.",
-            )
-        if node.absent.dim():
-            raise UsageError("backward needs one number, this loss has several", cure="Reduce it: .mean() or .sum().")
-        self._train(call, node, scale)
+        self._train(*deferred_loss(loss), scale)
 
     def forward_backward(
         self,
@@ -106,29 +95,11 @@ class PipelinedTrainable(Trainable):
         loss_fn: Callable[[Any, Any], Tensor],
         scale: float | Tensor,
     ) -> Tensor:
-        """See :meth:`drivetrain.api.Trainable.forward_backward`. Each batch is cut further, into parts for the stages.
+        """See :func:`drivetrain_megatron.pipeline.windows.run_window`."""
+        train = lambda call, node: self._train(call, node, scale)  # noqa: E731 (one argument bound)
+        return run_window(self, self.pipeline.call, train, micro_batches, loss_fn, self._engine.device)
 
-        A loss that can be recorded is computed as in the loop; any other is called with each micro-batch's outputs and
-        its part of the batch, and must be a sum or a mean over samples.
-        """
-        total = torch.zeros((), device=self._engine.device)
-        for index, (args, kwargs, batch) in enumerate(micro_batches):
-            self.synchronise_gradients(index == len(micro_batches) - 1)
-            output = self.pipeline.call(args, kwargs)
-            call = next(leaf.node.call for leaf in leaves(output) if isinstance(leaf, Deferred))
-            assert isinstance(call, ModelCall), "a call gives its own outputs"
-            call.recorded_only = True
-            try:
-                recorded: Any = loss_fn(output, batch)
-                node = recorded.node if isinstance(recorded, Deferred) else call.loss(loss_fn, output, batch)
-                self._train(call, node, scale)
-            except UnsupportedError:
-                node = call.loss(loss_fn, output, batch)
-                self._train(call, node, scale)
-            total = total + node.value
-        return total
-
-    def _train(self, call: ModelCall, node: Node, scale: float | Tensor) -> None:
+    def _train(self, call: ModelCall[Any, Any], node: Node, scale: float | Tensor) -> None:
         factor, scaler = scale * self._dp_size, self._engine.scaler
         if scaler is not None:
             # The scaler makes its scale when it is first used, which the stages before the last do not.
@@ -194,16 +165,23 @@ class PipelinedTrainable(Trainable):
         self._stepping.load_portable_state(portable)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.whole is not None, "set where the model is prepared"
+        return self.whole.tensors()
+
+    def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Make tensors whole, given by first name. Collective over all ranks."""
         if self._share is None:
-            yield from state.full_tensors(self.module)
-            return
-        assert self._whole_only is not None, "made where the model is cut"
-        device = torch.device(self._engine.device)
-        entries = self._whole_only.entries()
-        yield from state.tensors_of_stages(self.module, entries, self._share, self._group, device)
+            yield from state.full_tensors(self.module, entries)
+        else:
+            device = torch.device(self._engine.device)
+            yield from state.tensors_of_stages(self.module, entries, self._share, self._group, device)
+
+    def loaded(self) -> None:
+        """The script has loaded values by itself: outputs of calls before are not to be had any more."""
+        self.pipeline.changed()
 
     def release(self) -> None:
         """Give the module its own classes back; the stages of other ranks stay without values."""
         self.pipeline.release()
-        if self._whole_only is not None:
-            self._whole_only.remove()
+        if self.whole is not None:
+            self.whole.remove()

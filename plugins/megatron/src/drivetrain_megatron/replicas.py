@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _BUCKET_BYTES = 25 << 20
@@ -27,6 +27,36 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
         self._group, self._size = group, size
+        self._modules: list[nn.Module] = []
+
+    def add(self, module: nn.Module) -> None:
+        """One more model that is trained; in the same order on every rank."""
+        self._modules.append(module)
+
+    def forget(self, module: nn.Module) -> None:
+        """It is not trained any more."""
+        self._modules = [one for one in self._modules if one is not module]
+
+    def average_all(self, module: nn.Module) -> None:
+        """Average over a model and the others: a loss may reach several, as a generator's by way of its discriminator.
+
+        A gradient that is averaged already stays as it is; one of which more is to come is averaged again then.
+        Collective over the data-parallel ranks.
+
+        Args:
+            module: of the model whose loss it is; of the others those are averaged that have gradients on any rank.
+        """
+        self.average(module.parameters())
+        others = [one for one in self._modules if one is not module]
+        if self._size == 1 or not others:
+            return
+        reached = [any(parameter.grad is not None for parameter in one.parameters()) for one in others]
+        device = next((one.device for one in module.parameters()), None)
+        flags = torch.tensor(reached, dtype=torch.float32, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        for one, flag in zip(others, flags.tolist(), strict=True):
+            if flag:
+                self.average(one.parameters())
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:

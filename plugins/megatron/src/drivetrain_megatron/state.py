@@ -39,11 +39,11 @@ def load_portable_state(
     engine.load_state(state.extra)
 
 
-def full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the state dict in full, one at a time. Collective over all ranks."""
+def full_tensors(module: nn.Module, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by their first names, each in full, one at a time. Collective over all ranks."""
     packing = packing_of(module)
-    for name, tensor in module.state_dict().items():
-        yield name, packing.whole(f"model.{name}", tensor)
+    for name, tensor in entries.items():
+        yield name, packing.whole(f"model.{name}", tensor.detach())
 
 
 def held(state: PortableState, share: Share | None) -> PortableState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
 from drivetrain_megatron import state
+from drivetrain_megatron.local_steps import on_local_parts
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.zero1 import Parts
@@ -24,10 +26,13 @@ class Stepping:
     Args:
         module: the user's module.
         engine: precision, loss scaling, skipped steps.
+        max_norm: to which each step clips by the section's word, where the script does not.
     """
 
-    def __init__(self, module: nn.Module, engine: TorchEngine) -> None:
-        self._module, self._engine = module, engine
+    def __init__(self, module: nn.Module, engine: TorchEngine, max_norm: float | None = None) -> None:
+        self._module, self._engine, self._max_norm = module, engine, max_norm
+        self._clipped = False
+        """The script has clipped since the last time gradients were dropped."""
         self._parts: Parts | None = None
         self._former: FormerParameters | None = None
         self.optimizers: list[Optimizer] = []
@@ -58,7 +63,15 @@ class Stepping:
         return parameters if self._parts is None else self._parts.of(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """See :meth:`drivetrain.api.Trainable.clip_grad_norm`."""
+        """See :meth:`drivetrain.api.Trainable.clip_grad_norm`. A call with an infinite norm only measures."""
+        if math.isfinite(max_norm):
+            self._clipped = True
+            if self._max_norm not in (None, max_norm):
+                raise UsageError(
+                    f"megatron.gradient_clipping: {self._max_norm:g} contradicts the script, which calls "
+                    f"clip_grad_norm_ with {max_norm:g}",
+                    cure="Write it in one place.",
+                )
         return self._engine.clip_grad_norm(self.held(parameters), max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -72,9 +85,14 @@ class Stepping:
         self._engine.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
-        """One update, or none. Collective over the data-parallel ranks where the state is in parts."""
+        """One update, or none. Collective over all ranks where it clips or the state is in parts."""
+        if self._max_norm is not None and not self._clipped:
+            self.clip_grad_norm(list(self._module.parameters()), self._max_norm, 2.0)
         if self._parts is None:
-            return self._engine.step(optimizer, closure)
+            # Fully sharded parameters belong to FSDP's own buffers; a scaler looks at gradients, a closure makes them.
+            alone = closure is None and self._engine.scaler is None and self._former is None
+            with on_local_parts(optimizer) if alone else nullcontext():
+                return self._engine.step(optimizer, closure)
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."
@@ -87,6 +105,7 @@ class Stepping:
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the gradients of this optimizer's parameters, whole ones and parts."""
+        self._clipped = False
         if self._parts is not None:
             self._parts.drop_gradients(optimizer)
         optimizer.zero_grad(set_to_none)

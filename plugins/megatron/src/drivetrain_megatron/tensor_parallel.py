@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,21 @@ class _Use:
     name: str
 
 
+_ENTERED: list[Callable[[], None]] = []
+"""What puts the parameters back of each module whose forward is running, outermost first."""
+
+
+@contextmanager
+def parameters_come_back() -> Iterator[None]:
+    """However a forward in here ends: torch runs no hooks where a pipeline leaves it because the next stage begins."""
+    depth = len(_ENTERED)
+    try:
+        yield
+    finally:
+        while len(_ENTERED) > depth:
+            _ENTERED.pop()()
+
+
 def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None]:
     """While the module's forward runs, its cut parameters are :class:`Sharded`; otherwise they are parameters."""
     put_aside: list[list[Any]] = []
@@ -131,11 +147,17 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
         put_aside.append(before)
         for home, use, parameter in zip(homes, uses, before, strict=True):
             if isinstance(parameter, DTensor):
-                home[use.attribute] = sharded(parameter.to_local(), use.layout, ring, use.name)
+                # Gradients are off where a later pipeline stage begins its forward, and on where it reads this.
+                with torch.enable_grad():
+                    home[use.attribute] = sharded(parameter.to_local(), use.layout, ring, use.name)
+        _ENTERED.append(lambda: put_back(module))
 
-    def leave(module: nn.Module, *_: Any) -> None:
+    def put_back(module: nn.Module) -> None:
         for home, use, parameter in zip(places(module), uses, put_aside.pop(), strict=True):
             home[use.attribute] = parameter
+
+    def leave(*_: Any) -> None:
+        _ENTERED.pop()()
 
     handles = [user.register_forward_pre_hook(enter), user.register_forward_hook(leave, always_call=True)]
 

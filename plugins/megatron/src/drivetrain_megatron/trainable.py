@@ -16,6 +16,7 @@ from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor_parallel import whole_tensors
+from drivetrain_megatron.whole import WholeState
 
 
 @final
@@ -35,13 +36,17 @@ class MegatronTrainable(Trainable):
         engine: TorchEngine,
         replicas: Replicas,
         dp_size: int,
+        max_norm: float | None,
     ) -> None:
         self._model, self.module = model, module
-        self._stepping = Stepping(module, engine)
+        self._stepping = Stepping(module, engine, max_norm)
         self.optimizers = self._stepping.optimizers
         self._former, self._cut = former, cut
         self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
+        replicas.add(module)
         self._syncs = True
+        self.whole: WholeState | None = None
+        """Tells the state of the whole model, where this rank holds parts of it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self._engine.forward(self._model, args, kwargs)
@@ -51,7 +56,7 @@ class MegatronTrainable(Trainable):
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._engine.backward(loss, scale * self._dp_size)
         if self._syncs:
-            self._replicas.average(self.module.parameters())
+            self._replicas.average_all(self.module)
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
@@ -95,10 +100,20 @@ class MegatronTrainable(Trainable):
         self._stepping.load_portable_state(portable)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
-        yield from state.full_tensors(self.module)
+        return iter(self.module.state_dict().items()) if self.whole is None else self.whole.tensors()
+
+    def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Make tensors whole, given by first name. Collective over all ranks."""
+        yield from state.full_tensors(self.module, entries)
+
+    def loaded(self) -> None:
+        """The script has loaded values by itself; nothing here depends on them."""
 
     def release(self) -> None:
         """Nothing holds the process group but the mesh, which is the backend's."""
+        self._replicas.forget(self.module)
+        if self.whole is not None:
+            self.whole.remove()
 
 
 def local_gradients(parameters: Any) -> list[Tensor]:

@@ -89,6 +89,16 @@ class Parts:
         each = -(-size // self._size)
         return [min(each * rank, size) for rank in range(1, self._size)]
 
+    def part_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The part of a parameter; itself when it is not cut."""
+        return self._parts[id(parameter)][1] if id(parameter) in self._parts else parameter
+
+    def cut(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of a tensor that is laid out like a parameter, in memory of its own. Not collective."""
+        if id(parameter) not in self._parts:
+            return whole
+        return self._part(whole, parameter, self._parts[id(parameter)][2]).clone()
+
     def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parts of these parameters, with their gradients; what is not cut is returned as it is."""
         found: list[Tensor] = []

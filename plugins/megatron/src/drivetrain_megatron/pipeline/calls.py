@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol, final
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -12,32 +12,47 @@ from torch import Tensor
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.pipeline.batches import Rows
 from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Deferred, Node, outputs, read
-from drivetrain_megatron.pipeline.passage import Passage
-from drivetrain_megatron.pipeline.planning import Arguments
+from drivetrain_megatron.pipeline.passage import Crossing
 from drivetrain_megatron.pipeline.replay import LossFunction
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
+
+
+class Way(Protocol):
+    """How a batch goes through a model."""
+
+    @property
+    def output(self) -> Any:
+        """What comes out, without values."""
+
+    @property
+    def crossings(self) -> Sequence[Crossing]:
+        """What goes from one stage to the next, for each cut that we made."""
+
+
+ArgumentsT = TypeVar("ArgumentsT")
+WayT = TypeVar("WayT", bound=Way)
 
 
 class Reader(Protocol):
     """Who runs a call forward once more."""
 
-    def read(self, call: ModelCall, node: Node) -> Any:
+    def read(self, call: ModelCall[Any, Any], node: Node) -> Any:
         """A node's value now."""
 
 
 @final
-class ModelCall:
+class ModelCall(Generic[ArgumentsT, WayT]):
     """What a script gave to the model, and what it was given back.
 
     Args:
         reader: runs it forward when a value is read too early.
-        arguments: of the whole batch.
+        arguments: of the whole batch, as the reader keeps them.
         rows: how the batch is cut.
         way: how it goes through the model.
         version: of the parameters.
     """
 
-    def __init__(self, reader: Reader, arguments: Arguments, rows: Rows, way: Passage, version: int) -> None:
+    def __init__(self, reader: Reader, arguments: ArgumentsT, rows: Rows, way: WayT, version: int) -> None:
         self._reader = reader
         self.arguments, self.rows, self.way, self.version = arguments, rows, way, version
         self._given: list[weakref.ref[Deferred]] = []

@@ -7,7 +7,7 @@ stages that read it, to several when it is tied across them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -89,17 +89,20 @@ def cut_at(module: nn.Module, timeline: Timeline, points: Sequence[str], whose: 
     return Cut(tuple(points), parameters, modules)
 
 
-def balanced(module: nn.Module, timeline: Timeline, num_stages: int) -> tuple[str, ...]:
-    """The cut whose stage with most bytes of parameters has fewest, between the blocks of the model.
+def balanced(
+    module: nn.Module, timeline: Timeline, num_stages: int, costs: Callable[[Sequence[str]], Sequence[float]]
+) -> tuple[str, ...]:
+    """The cut whose most expensive stage is as cheap as can be, between the blocks of the model.
 
     Candidates are the blocks of the lists that a Transformers model names in its ``_pp_plan``, else of the longest
-    ``ModuleList`` (and of others of that length and class of blocks); of a model without one that is long enough, every
-    module that forward calls once. Embeddings and heads count, where forward reads them first.
+    ``ModuleList`` (and of others of that length and those classes of blocks); of a model without one that is long
+    enough, every module that forward calls once. Embeddings and heads count, where forward reads them first.
 
     Args:
         module: the model.
         timeline: one forward of it.
         num_stages: how many stages.
+        costs: given the candidates, what it costs to compute from each of them to the next, and before the first.
 
     Raises:
         UsageError: there are not enough places to cut.
@@ -112,8 +115,7 @@ def balanced(module: nn.Module, timeline: Timeline, num_stages: int) -> tuple[st
             f"{len(candidates)} module(s) at which a stage could begin ({', '.join(called[:8])})",
             cure=f"Use pipeline_parallel_size: {len(candidates) + 1} or less, or give the model more modules.",
         )
-    pieces = _bytes(module, timeline, candidates)
-    return tuple(candidates[index - 1] for index in partition(pieces, num_stages))
+    return tuple(candidates[index - 1] for index in partition(costs(candidates), num_stages))
 
 
 def _candidates(module: nn.Module, timeline: Timeline, num_stages: int) -> list[str]:
@@ -132,12 +134,12 @@ def _candidates(module: nn.Module, timeline: Timeline, num_stages: int) -> list[
     if blocks:
         longest = max(blocks, key=lambda name: len(blocks[name]))
         if len(blocks[longest]) >= num_stages:
-            kind = type(module.get_submodule(blocks[longest][0]))
+            kinds = {type(module.get_submodule(block)) for block in blocks[longest]}
             alike = {
                 block
                 for inside in blocks.values()
                 for block in inside
-                if type(module.get_submodule(block)) is kind and len(inside) == len(blocks[longest])
+                if type(module.get_submodule(block)) in kinds and len(inside) == len(blocks[longest])
             }
             return [name for name in called if name in alike]
     # Not the first module that is called: the stage before it would be empty.
@@ -149,7 +151,8 @@ def _contains(name: str, called: Sequence[str]) -> bool:
     return any(other.startswith(f"{name}.") for other in called)
 
 
-def _bytes(module: nn.Module, timeline: Timeline, candidates: Sequence[str]) -> list[float]:
+def parameter_bytes(module: nn.Module, timeline: Timeline, candidates: Sequence[str]) -> list[float]:
+    """Bytes of the parameters that forward reads first before, between and after the calls of these modules."""
     times = [timeline.calls[name][0].began for name in candidates]
     pieces = [0.0] * (len(candidates) + 1)
     for name, parameter in module.named_parameters():

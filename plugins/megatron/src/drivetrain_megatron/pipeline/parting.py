@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain_megatron.pipeline.cutting import Cut
-from drivetrain_megatron.pipeline.skeleton import Skeleton
+from drivetrain_megatron.pipeline.skeleton import Blanks
 from drivetrain_megatron.replicas import laid_out_as, local_part
 
 
@@ -56,14 +56,14 @@ class Share:
 
 
 def drop_foreign(
-    module: nn.Module, share: Share, skeleton: Skeleton, optimizers: Sequence[Optimizer], device: torch.device | None
+    module: nn.Module, share: Share, blanks: Blanks, optimizers: Sequence[Optimizer], device: torch.device | None
 ) -> None:
     """Replace the parameters of other ranks by ones without memory, in the module and in its optimizers.
 
     Args:
         module: holds every parameter.
         share: who holds what.
-        skeleton: gives tensors without memory.
+        blanks: gives parameters without memory.
         optimizers: of this module; their state for such parameters is dropped.
         device: where this rank's parameters go; ``None`` leaves them.
     """
@@ -78,7 +78,7 @@ def drop_foreign(
                     parameter.data = parameter.data.to(device)
                 continue
             if id(parameter) not in absent:
-                absent[id(parameter)] = skeleton.absent_parameter(parameter)
+                absent[id(parameter)] = blanks.absent_parameter(parameter)
             part._parameters[name] = absent[id(parameter)]  # noqa: SLF001
     if device is not None:
         for part in module.modules():

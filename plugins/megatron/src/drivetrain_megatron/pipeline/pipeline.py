@@ -16,17 +16,18 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import replay, schedules
 from drivetrain_megatron.pipeline.batches import Rows, batch_size, cut
 from drivetrain_megatron.pipeline.calls import ModelCall
-from drivetrain_megatron.pipeline.compiling import compiled, uncut
-from drivetrain_megatron.pipeline.deferred import Node, read
+from drivetrain_megatron.pipeline.compiling import uncut
+from drivetrain_megatron.pipeline.deferred import Deferred, Node, read
 from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.passage import Passage
 from drivetrain_megatron.pipeline.planning import Arguments, Planner
+from drivetrain_megatron.pipeline.programs import Programs
 from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
 from drivetrain_megatron.pipeline.running import StageRun
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.pipeline.transport import Stage, StageModule
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
-from drivetrain_megatron.pipeline.work import Recording, Work, check
+from drivetrain_megatron.pipeline.work import Work, check
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Pipeline:
         self._rank_of = [schedules.rank_of_stage(section, stage, self.num_ranks) for stage in range(num_stages)]
         self._stages: list[Stage] = []
         self._schedules: dict[int, Any] = {}
-        self._programs: dict[Any, replay.Program | UnsupportedError] = {}
+        self._programs = Programs()
         self._compute: Callable[[int, int, tuple[Tensor, ...]], Any] | None = None
         self.version = 0
         """Grows with each change of the parameters."""
@@ -82,6 +83,12 @@ class Pipeline:
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the model does: deferred in training mode, else run at once. Collective over the pipeline."""
+        if torch.is_grad_enabled() and self._module.training:
+            return self.call(args, kwargs)
+        return self.evaluate(args, kwargs)
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output that the model will have: deferred tensors in the containers that its forward returns."""
         arguments = (args, kwargs)
@@ -96,6 +103,17 @@ class Pipeline:
         return self._everywhere(self._through((args, kwargs), way), way.output)
 
     def _way(self, arguments: Arguments) -> Passage:
+        if arguments[1].get("past_key_values") is not None:
+            raise UnsupportedError(
+                "keys and values of earlier words (past_key_values) lie on the stages that computed them, and cannot "
+                "be given to a pipelined model",
+                cure="Pass use_cache=False, as in model.generate(..., use_cache=False).",
+            )
+        if any(isinstance(leaf, Deferred) and leaf.node.value is None for leaf in leaves(arguments)):
+            raise UnsupportedError(
+                "an output of a pipelined model, whose value is not known before backward, is an input of another call",
+                cure="Put both models into one module and prepare that, or use pipeline_parallel_size: 1.",
+            )
         cut_before = self.planner.cut is not None
         way = self.planner.passage(arguments)
         if not cut_before:
@@ -107,6 +125,8 @@ class Pipeline:
         made = self.planner.cut
         assert made is not None, "the first passage cuts"
         self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
+        # What scripts do with unwrap_model(model): call it, or let it generate.
+        self.planner.interception.route(self.forward)
         names = dict(self._module.named_parameters())
         for stage, rank in enumerate(self._rank_of):
             if rank != self.rank:
@@ -197,7 +217,7 @@ class Pipeline:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def train(self, call: ModelCall, loss: Node, scaled: Callable[[Tensor], Tensor]) -> None:
+    def train(self, call: ModelCall[Arguments, Passage], loss: Node, scaled: Callable[[Tensor], Tensor]) -> None:
         """Run the schedule: forward and backward of ``scaled(loss)``; then values are known. Collective.
 
         Args:
@@ -234,7 +254,7 @@ class Pipeline:
         read(loss)
         call.finish()
 
-    def read(self, call: ModelCall, node: Node) -> Any:
+    def read(self, call: ModelCall[Arguments, Passage], node: Node) -> Any:
         """A node's value by running forward once more, on the whole batch. Collective over the pipeline."""
         if call.version != self.version:
             raise UsageError(
@@ -259,36 +279,18 @@ class Pipeline:
                 results = replay.run(uncut(nodes), nodes, whole, 0, outputs)
             return self._everywhere(results.get(id(node)), node.absent)
 
-    def _prepared(self, call: ModelCall, loss: Node, others: Sequence[Node]) -> Work:
+    def _prepared(
+        self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
+    ) -> Work[Arguments, Passage]:
         rows = call.rows
         batches = cut(call.arguments, rows, self._section.whole_inputs) if len(rows) > 1 else [call.arguments]
         ways = [self.planner.passage(arguments) for arguments in batches]
         outputs = dict(enumerate(leaves(ways[0].output)))
-        recordings = [self._recording(loss, rows, outputs)]
-        for node in others:
-            if node is not loss:
-                try:
-                    recordings.append(self._recording(node, rows, outputs))
-                except UnsupportedError:
-                    continue  # It is no sum or mean; whoever reads it before the step gets it by a forward.
+        recordings = self._programs.recordings(loss, others, rows, outputs)
         counts: list[Reduction | Tensor] = []
         if len(rows) > 1 and self.rank == self._rank_of[-1]:
             counts = self.planner.counts(call.arguments, call.way)
         return Work(batches, ways, rows, recordings, counts)
-
-    def _recording(self, node: Node, rows: Rows, outputs: dict[int, Any]) -> Recording:
-        nodes = replay.ordered([node])
-        told = replay.key(nodes, rows)
-        found = self._programs.get(told)
-        if found is None:
-            try:
-                found = compiled(nodes, rows, outputs)
-            except UnsupportedError as problem:
-                found = problem
-            self._programs[told] = found
-        if isinstance(found, UnsupportedError):
-            raise found
-        return Recording(nodes, found)
 
     @contextmanager
     def _computing_by(self, compute: Callable[[int, int, tuple[Tensor, ...]], Any]) -> Iterator[None]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import TorchEngine, UsageError, get_registry
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, get_registry
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at
+from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at, parameter_bytes
 from drivetrain_megatron.pipeline.passage import Passage, Survey, stubs_of, whole_output
 from drivetrain_megatron.pipeline.reductions import Counting, Reduction
 from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun
 from drivetrain_megatron.pipeline.skeleton import Skeleton
 from drivetrain_megatron.pipeline.timeline import Timeline, record
-from drivetrain_megatron.pipeline.values import signature
+from drivetrain_megatron.pipeline.timing import seconds
+from drivetrain_megatron.pipeline.values import leaves, signature
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +56,16 @@ class Planner:
         self._bare = Interception(self.skeleton.module)
 
     def passage(self, arguments: Arguments) -> Passage:
-        """The way of these inputs through the model. The first call decides where it is cut. Not collective."""
+        """The way of these inputs through the model.
+
+        The first call decides where it is cut; under ``balance: time`` that call is collective over all ranks.
+        """
         told = (signature(arguments), torch.is_grad_enabled(), self._module.training)
         found = self._passages.get(told)
         if found is None:
             timeline = self._trace(arguments)
             if self.cut is None:
-                points, whose = self._points(timeline)
+                points, whose = self._points(timeline, arguments)
                 self.cut = cut_at(self.skeleton.module, timeline, points, whose)
                 logger.info("%s is cut at %s (%s).", type(self._module).__name__, ", ".join(points), whose)
             if len(self._passages) >= _MOST_PASSAGES:
@@ -75,11 +80,28 @@ class Planner:
             interception.install([*points, *stubs])
         survey = Survey(points, stubs)
         args, kwargs = arguments
-        with self.without_randomness():
-            output = self._engine.forward(
-                lambda: self._bare.run(survey, lambda: self.skeleton.module(*args, **kwargs)), (), {}
-            )
-        return Passage(survey.crossings(output), stubs, whole_output(self.skeleton, timeline))
+        whole = whole_output(self.skeleton, timeline)
+        try:
+            with self.without_randomness():
+                output = self._engine.forward(
+                    lambda: self._bare.run(survey, lambda: self.skeleton.module(*args, **kwargs)), (), {}
+                )
+        except DrivetrainError:
+            raise
+        except Exception as problem:
+            raise self._left_behind(f" ({type(problem).__name__}: {problem})") from problem
+        if len(leaves(output)) != len(leaves(whole)):
+            raise self._left_behind("")
+        return Passage(survey.crossings(output), stubs, whole)
+
+    def _left_behind(self, how: str) -> UnsupportedError:
+        """The whole forward runs, and not where the layers of other stages are passed over."""
+        return UnsupportedError(
+            f"{type(self._module).__name__} cannot be cut into pipeline stages: its forward asks for more than what "
+            f"layers return, such as router logits or hidden states that are recorded inside of them{how}",
+            cure="Leave that out (output_router_logits=False, output_hidden_states=False), or use "
+            "pipeline_parallel_size: 1.",
+        )
 
     def counts(self, arguments: Arguments, way: Passage) -> list[Reduction | Tensor]:
         """What the losses that the model computes by itself count over a whole batch. Not collective.
@@ -111,22 +133,59 @@ class Planner:
         kind = self._device.type if devices else "cuda"
         return torch.random.fork_rng(devices=devices, device_type=kind)
 
-    def _points(self, timeline: Timeline) -> tuple[Sequence[str], str]:
-        """Where stages begin, and who says so: the user, a plugin, the model, or the balance."""
-        wanted = self.num_stages - 1
-        named: Sequence[str] | None = self._section.split_points
-        whose = "megatron.split_points"
-        if not named:
-            named, whose = get_registry().pipeline_split(self._module, self.num_stages), "a plugin"
-        if not named:
-            return balanced(self.skeleton.module, timeline, self.num_stages), "balance of bytes"
-        if len(named) != wanted:
-            raise UsageError(
-                f"{whose} names {len(named)} module(s), {self.num_stages} stages need {wanted}",
-                cure=f"Name {wanted}: where the second and each further stage begins.",
+    def _points(self, timeline: Timeline, arguments: Arguments) -> tuple[Sequence[str], str]:
+        by_time = self._section.balance == "time"
+        costs = partial(self._seconds, arguments) if by_time else partial(self._bytes, timeline)
+        return points_of(self._module, self.skeleton, timeline, self._section, self.num_stages, costs)
+
+    def _bytes(self, timeline: Timeline, candidates: Sequence[str]) -> Sequence[float]:
+        return parameter_bytes(self.skeleton.module, timeline, candidates)
+
+    def _seconds(self, arguments: Arguments, candidates: Sequence[str]) -> Sequence[float]:
+        args, kwargs = arguments
+        with self.without_randomness():
+            return seconds(
+                self._module,
+                lambda: self._engine.forward(self._module, args, kwargs),
+                candidates,
+                self._device,
             )
-        return named, whose
 
     def release(self) -> None:
         """Give the module back as it was. May be called twice."""
         self.interception.remove()
+
+
+def points_of(
+    module: nn.Module,
+    skeleton: Skeleton,
+    timeline: Timeline,
+    section: MegatronConfig,
+    num_stages: int,
+    costs: Callable[[Sequence[str]], Sequence[float]],
+) -> tuple[Sequence[str], str]:
+    """Where the second and each further stage begins, and who says so: the user, a plugin, or the balance.
+
+    Args:
+        module: the user's.
+        skeleton: of it.
+        timeline: one forward of the skeleton.
+        section: the configuration.
+        num_stages: how many stages.
+        costs: as :func:`~drivetrain_megatron.pipeline.cutting.balanced` asks for them.
+
+    Raises:
+        UsageError: too many or too few are named, or there are not enough places to cut.
+    """
+    named: Sequence[str] | None = section.split_points
+    whose = "megatron.split_points"
+    if not named:
+        named, whose = get_registry().pipeline_split(module, num_stages), "a plugin"
+    if not named:
+        return balanced(skeleton.module, timeline, num_stages, costs), f"balance of {section.balance}"
+    if len(named) != num_stages - 1:
+        raise UsageError(
+            f"{whose} names {len(named)} module(s), {num_stages} stages need {num_stages - 1}",
+            cure=f"Name {num_stages - 1}: where the second and each further stage begins.",
+        )
+    return named, whose

@@ -19,6 +19,7 @@ from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 from drivetrain_megatron.tensor.sharded import full_tensor
+from drivetrain_megatron.tensor_parallel import parameters_come_back
 
 EVERYTHING = -1
 """The stage of a run in which every module is passed over: only what lies between them is computed."""
@@ -167,6 +168,12 @@ class Interception:
         self._module = module
         self._changed: dict[str, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
         self._active: Run | None = None
+        self._outside: Callable[..., Any] | None = None
+
+    def route(self, outside: Callable[..., Any]) -> None:
+        """From now on a call of the module itself, outside of a run, goes here: no rank has all of its parameters."""
+        self._outside = outside
+        self.install([""])
 
     def install(self, names: Sequence[str]) -> None:
         """Take note of some modules."""
@@ -182,6 +189,8 @@ class Interception:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = interception._active
+            if not name:
+                return interception._whole(module, original, args, kwargs)
             if run is None:
                 # In backward, where activations are computed again from what was kept.
                 args, kwargs = filled((args, kwargs))
@@ -191,6 +200,16 @@ class Interception:
         made = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
         made.__qualname__ = original.__qualname__
         return made
+
+    def _whole(self, module: nn.Module, original: type[nn.Module], args: Any, kwargs: Any) -> Any:
+        if self._active is not None or self._outside is None:
+            return original.__call__(module, *args, **kwargs)
+        if module is not self._module:
+            raise UsageError(
+                f"a copy of a pipelined {original.__name__} was called; it has some of the stages, and no pipeline",
+                cure="Copy the model before prepare, and prepare the copy too.",
+            )
+        return self._outside(*args, **kwargs)
 
     def run(self, run: Run, forward: Callable[[], Any]) -> Any:
         """Call the model under a run.
@@ -204,7 +223,7 @@ class Interception:
         """
         with self._running(run):
             try:
-                with run.between:
+                with run.between, parameters_come_back():
                     output = forward()
                 return filled(output)
             except _Leave as leave:

@@ -1,4 +1,4 @@
-"""Schedules by name: torch's classes, where their stages are, and how many micro-batches they take."""
+"""Torch's schedule for a run: where its stages are, and for how many micro-batches. The rules are the catalogue's."""
 
 from __future__ import annotations
 
@@ -6,39 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
     PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    get_schedule_class,
 )
 
-from drivetrain.api import UsageError
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.transport import Stage
-
-SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED: dict[str, type[PipelineScheduleMulti]] = {
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
-V_SHAPED: dict[str, type[PipelineScheduleMulti]] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
+from drivetrain_megatron.planner.catalogue import Schedule, check, find
 
 
 def stages_per_rank(section: MegatronConfig) -> int:
     """How many stages a rank has."""
-    if section.schedule in SINGLE:
-        return 1
-    return 2 if section.schedule in V_SHAPED else section.stages_per_rank
+    return find(section.schedule).stages_per_rank or section.stages_per_rank
 
 
 def rank_of_stage(section: MegatronConfig, stage: int, num_ranks: int) -> int:
     """Which rank of the pipeline computes a stage: around and around, or there and back again."""
-    if section.schedule in V_SHAPED and stage >= num_ranks:
+    if find(section.schedule).placement == "v" and stage >= num_ranks:
         return 2 * num_ranks - 1 - stage
     return stage % num_ranks
 
@@ -49,53 +36,36 @@ def wanted_parts(section: MegatronConfig, num_ranks: int) -> int:
     Raises:
         UsageError: the schedule does not take that many.
     """
-    num_stages = num_ranks * stages_per_rank(section)
-    parts = section.num_micro_batches or num_stages
-    if not _fits(section.schedule, parts, num_ranks, num_stages):
-        near = next(
-            (
-                able
-                for able in range(parts, parts + 4 * num_stages)
-                if _fits(section.schedule, able, num_ranks, num_stages)
-            ),
-            num_stages,
-        )
-        raise UsageError(
-            f"megatron.num_micro_batches: the schedule {section.schedule} over {num_ranks} ranks with {num_stages} "
-            f"stages does not take {parts}",
-            cure=f"Write {near}, or schedule: gpipe, which takes any number.",
-        )
+    stages = stages_per_rank(section)
+    parts = section.num_micro_batches or num_ranks * stages
+    check(find(section.schedule), num_ranks, stages, parts)
     return parts
 
 
 def parts_for(section: MegatronConfig, rows: int, num_ranks: int) -> int:
     """Micro-batches of a batch of so many rows: as wanted, or fewer where there are too few rows."""
-    num_stages = num_ranks * stages_per_rank(section)
+    takes, stages = find(section.schedule).takes, stages_per_rank(section)
     most = max(min(wanted_parts(section, num_ranks), rows), 1)
-    return next((one for one in range(most, 0, -1) if _fits(section.schedule, one, num_ranks, num_stages)), most)
-
-
-def _fits(schedule: str, parts: int, num_ranks: int, num_stages: int) -> bool:
-    if schedule in {"1f1b", "dualpipev"}:
-        return parts >= num_stages
-    if schedule in LOOPED:
-        return parts >= num_ranks and parts % max(1, parts // num_ranks) == 0
-    return True
+    return next((parts for parts in range(most, 0, -1) if takes(num_ranks, stages, parts)), most)
 
 
 def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Callable[..., Any]) -> Any:
     """Torch's schedule for so many micro-batches; where they are too few for the one that is named, a plainer one."""
-    stage, num_ranks = stages[0], stages[0].group_size
-    fits = _fits(section.schedule, parts, num_ranks, stage.num_stages)
-    if section.schedule in SINGLE:
-        single = (SINGLE[section.schedule] if fits else ScheduleGPipe)(stage, parts, loss_fn=loss, scale_grads=False)
+    schedule = find(section.schedule)
+    fits = schedule.takes(stages[0].group_size, stages_per_rank(section), parts)
+    kind = get_schedule_class(schedule.torch_name) if fits else _plainer(schedule)
+    if issubclass(kind, PipelineScheduleSingle):
+        single = kind(stages[0], parts, loss_fn=loss, scale_grads=False)
         # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
         single._stage_forward_initialized = single._stage_backward_initialized = True  # noqa: SLF001
         return single
-    if section.schedule in V_SHAPED:
-        kind = V_SHAPED[section.schedule] if fits else ScheduleZBVZeroBubble
-    else:
-        kind = LOOPED[section.schedule] if fits else ScheduleLoopedBFS
     several = kind(list(stages), parts, loss_fn=loss, scale_grads=False)
     several._stages_forward_initialized = several._stages_backward_initialized = True  # noqa: SLF001
     return several
+
+
+def _plainer(schedule: Schedule) -> Any:
+    """One with the same placement of stages, for any number of micro-batches."""
+    if schedule.stages_per_rank == 1:
+        return ScheduleGPipe
+    return ScheduleZBVZeroBubble if schedule.placement == "v" else ScheduleLoopedBFS

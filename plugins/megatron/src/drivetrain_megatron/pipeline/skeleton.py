@@ -31,6 +31,28 @@ def is_absent(value: Any) -> bool:
 
 
 @final
+class Blanks:
+    """Makes parameters without memory.
+
+    Args:
+        device: where their values would be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def absent_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter of the same shape and dtype, without memory."""
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        absent = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, like, self._device)
+        made = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+        # Torch's own way of copying asks for the address of memory that is not there; scripts copy models.
+        made.__deepcopy__ = lambda memo: self.absent_parameter(made)  # type: ignore[method-assign]  # noqa: ARG005
+        return made
+
+
+@final
 class Skeleton:
     """The model's structure with parameters that have no values; buffers are copies with values.
 
@@ -43,9 +65,9 @@ class Skeleton:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, Any] = {id(one): self.absent_parameter(one) for one in module.parameters()}
+        self.blanks = Blanks(device)
+        self.mode = self.blanks.mode
+        memo: dict[int, Any] = {id(one): self.blanks.absent_parameter(one) for one in module.parameters()}
         try:
             self.module: nn.Module = copy.deepcopy(module, memo)
         except Exception as problem:
@@ -63,12 +85,6 @@ class Skeleton:
         for name, part in self.module.named_modules():
             _make_robust(part, name, self.opaque)
 
-    def absent_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the same shape and dtype, without memory."""
-        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        absent = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, like, self._device)
-        return nn.Parameter(absent, requires_grad=parameter.requires_grad)
-
     def absent(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without a value."""
         with self.mode:
@@ -80,7 +96,7 @@ def _make_robust(module: nn.Module, name: str, opaque: dict[str, Exception]) -> 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            with _quiet():
+            with quiet():
                 return inner(*args, **kwargs)
         except (RuntimeError, NotImplementedError, *NO_VALUE) as problem:
             given = [one for one in (*args, *kwargs.values()) if is_absent(one) and one.is_floating_point()]
@@ -93,7 +109,7 @@ def _make_robust(module: nn.Module, name: str, opaque: dict[str, Exception]) -> 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Torch logs a traceback for each operator that cannot run without values, before it raises."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True

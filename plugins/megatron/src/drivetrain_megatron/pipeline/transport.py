@@ -6,15 +6,23 @@ for each of them (:mod:`.passage`), so that the last batch of an epoch may be un
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    reverse_closure,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from drivetrain_megatron.pipeline.values import Meta
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -59,6 +67,9 @@ class Stage(_PipelineStageBase):
         self._outgoing: Sequence[Sequence[Meta]] = ()
         self._values: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
+        self._can_split: dict[tuple[Meta, ...], bool] = {}
+        self._whole: set[int] = set()
+        """Micro-batches whose backward was not split."""
 
     def expect(self, incoming: Sequence[Sequence[Meta]], outgoing: Sequence[Sequence[Meta]]) -> None:
         """Say what each micro-batch of the next run brings, and what it sends on."""
@@ -74,6 +85,7 @@ class Stage(_PipelineStageBase):
         self.output_chunks.clear()
         self._values.clear()
         self._gradients.clear()
+        self._whole.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive a micro-batch's values; memory is taken when they are asked for."""
@@ -105,6 +117,33 @@ class Stage(_PipelineStageBase):
         return [
             self._send(one, self.stage_index - 1) for one in self.get_local_bwd_output(bwd_chunk_id) if one is not None
         ]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch; all of it where torch would compute wrong gradients of weights by themselves."""
+        if not full_backward and not self.is_first and not self._splits(bwd_chunk_id, loss):
+            self._whole.add(bwd_chunk_id)
+            full_backward = True
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def _splits(self, index: int, loss: Tensor | None) -> bool:
+        """Whether :func:`can_split`; asked once for what has the same shapes."""
+        told = tuple(self._incoming[index])
+        if told not in self._can_split:
+            outputs, received = self.fwd_cache[index]
+            ends = [loss] if self.is_last and loss is not None else list(outputs)
+            self._can_split[told] = can_split(ends, received, list(self.submod.parameters()))
+            if not self._can_split[told]:
+                logger.info("Stage %d computes the gradients of its weights at once.", self.stage_index)
+        return self._can_split[told]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Backward of the weights, where it was left for now."""
+        if bwd_chunk_id in self._whole:
+            self._whole.discard(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """The gradients of what was received; zeros where the loss does not depend on it."""
@@ -147,3 +186,33 @@ class Stage(_PipelineStageBase):
     def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
         """Of no use here."""
         return ()
+
+
+def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Sequence[Tensor]) -> bool:
+    """Whether torch can compute gradients of what was received first, and those of the weights later.
+
+    It remembers the gradients at the places where weights meet the way from the outputs back to what was received, and
+    goes on from there. A weight that meets it nowhere (behind what is frozen, or in a decoder before it looks at its
+    encoder) gets no gradient so; where weights share some of these places and not all, some count twice.
+
+    Args:
+        outputs: of the stage, or its loss.
+        received: its inputs.
+        weights: its trained parameters.
+    """
+    edges = construct_reverse_graph([_origin(one) for one in outputs if one.requires_grad])
+    starts = [_origin(one) for one in received if isinstance(one, Tensor) and one.requires_grad]
+    way, _ = reverse_closure(starts, set(), edges)
+    places: dict[Any, set[Any]] = {}
+    for weight in weights:
+        # What no output depends on needs no gradient. Lookups would add to this dictionary.
+        if (start := _origin(weight)) in edges:
+            _, met = reverse_closure([start], way, edges)
+            if not met or any(places.setdefault(place, met) != met for place in met):
+                return False
+    return True
+
+
+def _origin(tensor: Tensor) -> Any:
+    """What computed a tensor, or gathers the gradient of one that nothing computed; it requires gradients."""
+    return _get_grad_fn_or_grad_acc(tensor)

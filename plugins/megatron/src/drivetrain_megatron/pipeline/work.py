@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,8 @@ from torch import Tensor
 from drivetrain.api import UsageError
 from drivetrain_megatron.pipeline import replay
 from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.calls import ArgumentsT, Way, WayT
 from drivetrain_megatron.pipeline.deferred import Node
-from drivetrain_megatron.pipeline.passage import Passage
-from drivetrain_megatron.pipeline.planning import Arguments
 from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.pipeline.values import leaves
@@ -39,7 +38,7 @@ class Recording:
 
 
 @dataclass
-class Work:
+class Work(Generic[ArgumentsT, WayT]):
     """One run over the micro-batches of a call.
 
     Args:
@@ -50,8 +49,8 @@ class Work:
         counts: what losses inside of the model count over the whole batch.
     """
 
-    batches: Sequence[Arguments]
-    ways: Sequence[Passage]
+    batches: Sequence[ArgumentsT]
+    ways: Sequence[WayT]
     rows: Rows
     recordings: Sequence[Recording]
     counts: Sequence[Reduction | Tensor]
@@ -98,7 +97,7 @@ class Work:
             node.known((value if dtype.is_floating_point else value.round()).to(dtype))
 
 
-def check(nodes: Sequence[Node], outputs: dict[int, Any], way: Passage) -> None:
+def check(nodes: Sequence[Node], outputs: dict[int, Any], way: Way) -> None:
     """Raise :class:`UsageError` when an output that is asked for has no value on the last stage."""
     for node in nodes:
         if node.func is None and is_absent(outputs[node.place]):

@@ -99,7 +99,7 @@ def check(schedule: Schedule, num_ranks: int, stages_per_rank: int, num_micro_ba
         raise UsageError(
             f"{name!r} with {num_ranks} ranks, stages a rank: {stages_per_rank}, does not take {num_micro_batches} "
             f"micro-batches; it takes {schedule.rule} (p = {num_ranks})",
-            cure=f"Use {' or '.join(map(str, near))} micro-batches.",
+            cure=f"Use {' or '.join(map(str, near))} micro-batches (num_micro_batches), or the schedule gpipe.",
         )
 
 

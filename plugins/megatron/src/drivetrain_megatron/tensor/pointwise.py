@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.api import UnsupportedError
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.randomness import own_stream
 from drivetrain_megatron.tensor.sharded import Sharded, by_gathering, global_shape, local, rule, settled, sharded, whole
@@ -114,7 +115,16 @@ def _broadcast(values: list[Any]) -> tuple[int, ...]:
     shapes = {global_shape(value) for value in values if isinstance(value, Tensor)}
     if len(shapes) == 1:
         return shapes.pop()
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError as problem:
+        if torch._C._current_graph_task_id() < 0:  # noqa: SLF001 (torch has no public word for "inside of backward")
+            raise
+        raise UnsupportedError(
+            "the backward of a torch.autograd.Function of the model's own combines gradients, of which each "
+            "tensor-parallel rank is given its part, with what its forward saved",
+            cure="Keep the layers around it whole: megatron.tp_plan: {'<layer before>': replicated, ...}.",
+        ) from problem
 
 
 def _call(func: Any, values: list[Any], positional: int, kwargs: dict[str, Any]) -> Any:

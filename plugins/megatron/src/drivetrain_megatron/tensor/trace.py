@@ -180,6 +180,13 @@ def _record(model: nn.Module, inputs: Inputs, *, low: bool) -> Trace:
     return trace
 
 
+def guessed_arguments(model: nn.Module) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Any]]]:
+    """Arguments that such a model's forward may take, of zeros, the likeliest first. Not collective."""
+    for inputs in _guesses(model):
+        given = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()}
+        yield _as_arguments(model, given)
+
+
 def _as_arguments(model: nn.Module, given: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     names = inspect.signature(model.forward).parameters
     if "use_cache" in names:

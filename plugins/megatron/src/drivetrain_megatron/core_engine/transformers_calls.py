@@ -1,0 +1,81 @@
+"""How scripts call a causal language model of Transformers, and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor, nn
+
+from drivetrain.api import UnsupportedError
+from drivetrain_megatron.core_engine import vocabulary
+from drivetrain_megatron.core_engine.calls import OTHER_ENGINE
+from drivetrain_megatron.core_engine.tokens import IGNORED, Tokens
+from drivetrain_megatron.pipeline.values import leaves, rebuilt
+
+
+@final
+class TransformersCalls:
+    """See :class:`drivetrain_megatron.core_engine.calls.Calls`.
+
+    Args:
+        module: the user's model.
+        rows: of its vocabulary.
+        output: class of its output.
+        looked_up: positions have an embedding of their own.
+    """
+
+    def __init__(self, module: nn.Module, rows: int, output: type, *, looked_up: bool) -> None:
+        self._module, self._rows, self._output, self._looked_up = module, rows, output, looked_up
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens:
+        """One batch."""
+        tokens = Tokens.of(self._module, args, kwargs, positions=self._looked_up)
+        if tokens.labels is not None:
+            _check_loss(self._module)
+        return tokens
+
+    def absent(self, batch: Tokens, device: torch.device) -> Any:
+        """Logits, and the loss where there are labels."""
+        logits = torch.empty(*batch.input_ids.shape, self._rows, device=device)
+        loss = None if batch.labels is None else torch.empty((), device=device)
+        if batch.as_tuple:
+            return (logits,) if loss is None else (loss, logits)
+        return self._output(loss=loss, logits=logits)
+
+    def outputs(
+        self,
+        model: nn.Module,
+        logits: Tensor,
+        batch: Tokens,
+        absent: Any,
+        num_parts: int,
+        wanted: set[int],
+    ) -> Any:
+        """Logits, and this part's share of the mean over the labels that count, times ``num_parts``."""
+        found = leaves(absent)
+        places = [place for place, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        if places[-1] in wanted:
+            found[places[-1]] = vocabulary.whole(logits, self._rows).to(found[places[-1]].dtype)
+        if batch.labels is not None and places[0] in wanted:
+            columns = vocabulary.for_loss(logits, self._rows, keep=places[-1] in wanted)
+            counts = batch.targets != IGNORED
+            losses = vocab_parallel_cross_entropy(columns, batch.targets.masked_fill(~counts, 0))
+            found[places[0]] = (losses * counts).sum() / batch.counted * num_parts
+        return rebuilt(absent, found)
+
+
+def _check_loss(model: nn.Module) -> None:
+    """Whether the loss that a model computes from labels is the one that is computed here in its place.
+
+    Raises:
+        UnsupportedError: the script gave the model a loss of its own.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        raise UnsupportedError(
+            f"the loss_function of {type(model).__name__} is not Transformers' own, which Megatron-Core computes",
+            cure=f"Compute it from outputs.logits in the script. {OTHER_ENGINE}",
+        )

@@ -1,0 +1,56 @@
+"""The programs that compute recorded numbers on micro-batches, each found once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from drivetrain.api import UnsupportedError
+from drivetrain_megatron.pipeline import replay
+from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.compiling import compiled
+from drivetrain_megatron.pipeline.deferred import Node
+from drivetrain_megatron.pipeline.work import Recording
+
+
+@final
+class Programs:
+    """What is known about the recordings of one model's script."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, replay.Program | UnsupportedError] = {}
+
+    def recordings(self, loss: Node, others: Sequence[Node], rows: Rows, outputs: dict[int, Any]) -> list[Recording]:
+        """How a loss, and what else the script may ask for, is computed on a micro-batch.
+
+        Args:
+            loss: comes first.
+            others: left out where they are no sum or mean; whoever reads them before the step gets them by a forward.
+            rows: how the batch is cut.
+            outputs: of the model for the first micro-batch, without values.
+
+        Raises:
+            UnsupportedError: the loss is no sum or mean over micro-batches.
+        """
+        found = [self._recording(loss, rows, outputs)]
+        for node in others:
+            if node is not loss:
+                try:
+                    found.append(self._recording(node, rows, outputs))
+                except UnsupportedError:
+                    continue
+        return found
+
+    def _recording(self, node: Node, rows: Rows, outputs: dict[int, Any]) -> Recording:
+        nodes = replay.ordered([node])
+        told = replay.key(nodes, rows)
+        found = self._known.get(told)
+        if found is None:
+            try:
+                found = compiled(nodes, rows, outputs)
+            except UnsupportedError as problem:
+                found = problem
+            self._known[told] = found
+        if isinstance(found, UnsupportedError):
+            raise found
+        return Recording(nodes, found)

@@ -1,0 +1,71 @@
+"""Losses of deferred outputs: which call they belong to, and a whole accumulation window of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.api import Trainable, UnsupportedError, UsageError
+from drivetrain_megatron.pipeline.calls import ModelCall
+from drivetrain_megatron.pipeline.deferred import Deferred, Node
+from drivetrain_megatron.pipeline.values import leaves
+
+
+def deferred_loss(loss: Tensor) -> tuple[ModelCall[Any, Any], Node]:
+    """The call that a loss was recorded from, and the loss.
+
+    Raises:
+        UsageError: it is no deferred number.
+    """
+    node = loss.node if isinstance(loss, Deferred) else None
+    call = None if node is None else node.call
+    if node is None or not isinstance(call, ModelCall):
+        raise UsageError(
+            "this loss does not come from a training output of the pipelined model, or it went backward already",
+            cure="Call the model in training mode with gradients enabled, and backward once for each call.",
+        )
+    if node.absent.dim():
+        raise UsageError("backward needs one number, this loss has several", cure="Reduce it: .mean() or .sum().")
+    return call, node
+
+
+def run_window(
+    trainable: Trainable,
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    train: Callable[[ModelCall[Any, Any], Node], None],
+    micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str,
+) -> Tensor:
+    """See :meth:`drivetrain.api.Trainable.forward_backward`. Each batch is cut further, into parts for the stages.
+
+    A loss that can be recorded is computed as in the loop; any other is called with each micro-batch's outputs and its
+    part of the batch, and must be a sum or a mean over samples.
+
+    Args:
+        trainable: is told when gradients are reduced.
+        forward: gives a deferred output.
+        train: runs the schedule for a call and its loss.
+        micro_batches: of the window.
+        loss_fn: ``loss_fn(output, batch)``.
+        device: of this rank.
+    """
+    total = torch.zeros((), device=device)
+    for index, (args, kwargs, batch) in enumerate(micro_batches):
+        trainable.synchronise_gradients(index == len(micro_batches) - 1)
+        output = forward(args, kwargs)
+        call = next(leaf.node.call for leaf in leaves(output) if isinstance(leaf, Deferred))
+        assert isinstance(call, ModelCall), "a call gives its own outputs"
+        call.recorded_only = True
+        try:
+            recorded: Any = loss_fn(output, batch)
+            node = recorded.node if isinstance(recorded, Deferred) else call.loss(loss_fn, output, batch)
+            train(call, node)
+        except UnsupportedError:
+            node = call.loss(loss_fn, output, batch)
+            train(call, node)
+        total = total + node.value
+    return total

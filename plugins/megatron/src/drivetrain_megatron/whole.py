@@ -1,0 +1,153 @@
+"""A script's own ``state_dict()`` and ``load_state_dict()`` of a module that lies on several ranks: of the whole model.
+
+``accelerator.get_state_dict`` and ``save_model`` gather tensor by tensor; scripts also ask the module itself:
+``unwrapped.save_pretrained(folder)``, ``accelerator.save(unwrapped.state_dict(), file)``, the best weights so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain_megatron.meeting import Meeting
+from drivetrain_megatron.pipeline.skeleton import is_absent
+
+Gather = Callable[[Mapping[str, Tensor]], Iterable[tuple[str, Tensor]]]
+"""Given tensors by their first names, yields each of them whole. Collective over all ranks."""
+
+
+@final
+class WholeState:
+    """Hooks on a module, and on each module in it, while its parameters are parts.
+
+    Args:
+        module: the user's module.
+        gather: makes tensors whole.
+        part: ``part(name, whole, parameter)``: what this rank holds of a whole tensor, laid out as its parameter is.
+        meeting: the ranks of the job.
+        number: of the model; the same on every rank.
+        loaded: called when values were loaded past the backend.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        gather: Gather,
+        part: Callable[[str, Tensor, Tensor], Tensor],
+        meeting: Meeting,
+        number: int,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._module, self._gather, self._part, self._loaded = module, gather, part, loaded
+        self._meeting, self._number = meeting, number
+        self._raw = False
+        self._handles: list[Any] = []
+        names: dict[int, str] = {}
+        for name, one in self._entries(module).items():
+            names.setdefault(id(one), name)
+        self._first = {name: names[id(one)] for name, one in self._entries(module).items()}
+        for path, part_of_it in module.named_modules():
+            self._install(path, part_of_it)
+
+    def _install(self, path: str, module: nn.Module) -> None:
+        # Functions, since torch puts marks on them that bound methods do not take.
+        def give(module: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+            # In the state dict of the whole, a module's own hook has nothing to do.
+            if not self._raw and not (path and prefix):
+                self._give(module, path, found, prefix)
+
+        def take(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+            if not (path and prefix):
+                self._take(module, path, given, prefix)
+
+        self._handles.append(module.register_state_dict_post_hook(give))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_load_state_dict_pre_hook(take))  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the state dict in full, one at a time; tied ones are one. Collective over all ranks.
+
+        Raises:
+            UsageError: not all ranks are here; at once, not when the first tensor is asked for.
+        """
+        call = "get_state_dict or save_model"
+        self._meeting.come(
+            call, f"{self._number}", "Call it on all processes, before `if accelerator.is_main_process:`.", alone=False
+        )
+        return self._each()
+
+    def _each(self) -> Iterator[tuple[str, Tensor]]:
+        entries = self._entries(self._module)
+        tied = {first for name, first in self._first.items() if name != first}
+        kept: dict[str, Tensor] = {}
+        for name, tensor in entries.items():
+            first = self._first.get(name, name)
+            if first in kept:
+                yield name, kept[first]
+                continue
+            for _, whole in self._gather({first: tensor}):
+                if first in tied:
+                    kept[first] = whole
+                yield name, whole
+                del whole
+
+    def join(self, path: str) -> None:
+        """Take part in another rank's ``state_dict()`` of the module of this name. Collective over all ranks."""
+        for _ in self._gather(self._wanted(self._module.get_submodule(path), path)):
+            pass
+
+    def remove(self) -> None:
+        """Take the hooks off again. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _entries(self, module: nn.Module) -> dict[str, Tensor]:
+        """The state dict as this rank holds it, the live tensors."""
+        self._raw = True
+        try:
+            found = module.state_dict(keep_vars=True)
+            return {name: one for name, one in found.items() if isinstance(one, Tensor)}
+        finally:
+            self._raw = False
+
+    def _wanted(self, module: nn.Module, path: str) -> dict[str, Tensor]:
+        """What to gather for this module's state dict, by first name in the whole model; each tensor once."""
+        scope = f"{path}." if path else ""
+        named = ((self._first.get(scope + name), one) for name, one in self._entries(module).items())
+        return {first: one for first, one in named if first is not None}
+
+    @torch.no_grad()
+    def _give(self, module: nn.Module, path: str, found: dict[str, Any], prefix: str) -> None:
+        """Put whole tensors in host memory into a state dict. Collective over all ranks."""
+        call = f"state_dict() of {type(module).__name__}"
+        cure = (
+            "Call it on all processes, before `if accelerator.is_main_process:`, or write "
+            "accelerator.get_state_dict(model) or accelerator.save_model(model, folder) there."
+        )
+        self._meeting.come(call, f"{self._number}:{path}", cure)
+        whole = {name: one.cpu() for name, one in self._gather(self._wanted(module, path))}
+        scope = f"{path}." if path else ""
+        for key, value in found.items():
+            first = self._first.get(scope + key.removeprefix(prefix))
+            if first in whole and isinstance(value, Tensor):
+                found[key] = whole[first]
+
+    @torch.no_grad()
+    def _take(self, module: nn.Module, path: str, given: dict[str, Any], prefix: str) -> None:
+        """Exchange whole tensors that a script loads for what this rank holds of them. Not collective."""
+        scope = f"{path}." if path else ""
+        for name, live in self._entries(module).items():
+            value = given.get(prefix + name)
+            if not isinstance(value, Tensor) or value.shape != live.shape:
+                # Torch's own error names it.
+                continue
+            if is_absent(live):
+                given[prefix + name] = live.detach()
+            elif isinstance(live, DTensor) and not isinstance(value, DTensor):
+                first = self._first.get(scope + name, scope + name)
+                given[prefix + name] = self._part(first, value.to(live.dtype), live)
+        self._loaded()

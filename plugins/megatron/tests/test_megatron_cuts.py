@@ -1,0 +1,216 @@
+"""Where pipelines are cut, who says so, and what may stand between the blocks, against the same model uncut."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain import Accelerator, load_config
+from drivetrain.api import get_registry, hookimpl
+from drivetrain.testing import spawn
+from drivetrain_megatron.pipeline.skeleton import is_absent
+
+WIDTH, ROWS = 8, 8
+ATOL = 5e-6
+"""Float32: a batch in parts adds the same numbers in another order."""
+
+
+def accelerator(section: dict[str, Any], **config: Any) -> Accelerator:
+    overrides = {"distributed_type": "megatron", "use_cpu": True, "megatron.pipeline_parallel_size": 2, **config}
+    overrides |= {f"megatron.{key}": value for key, value in section.items()}
+    return Accelerator(config=load_config(overrides=overrides, environ={}))
+
+
+def follows(made: Accelerator, kind: type[nn.Module], *, empty: bool = False, **inputs: Any) -> Any:
+    """Train beside the plain model; what was prepared."""
+    torch.manual_seed(0)
+    plain = kind()
+    torch.manual_seed(0)
+    with made.init_empty_weights() if empty else nullcontext():
+        model: Any = kind()
+    assert any(one.is_meta for one in model.parameters()) == empty
+    step = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(3):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        expected = F.mse_loss(plain(x, **inputs), x)
+        loss = F.mse_loss(model(x, **inputs), x)
+        made.backward(loss)
+        torch.testing.assert_close(loss.item(), expected.item(), rtol=0, atol=ATOL)
+        for one, backward in ((optimizer, None), (step, expected.backward)):
+            if backward:
+                backward()
+            one.step()
+            one.zero_grad()
+    state = made.backend.broadcast_object(dict(made.get_state_dict(model)))
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=ATOL, msg=lambda text, name=name: f"{name}: {text}")
+    return model
+
+
+class Stack(nn.Module):
+    """Blocks alike in bytes; the first one takes as long as a hundred others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.blocks[0] = Slow(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(400):
+            x.cos()
+        return super().forward(x)
+
+
+def cut_by(section: dict[str, Any]) -> tuple[str, ...]:
+    made = accelerator(section)
+    model = follows(made, Stack)
+    assert model.calls == 6, "three batches in two parts each; measuring counts nothing"
+    points: tuple[str, ...] = model.trainable.pipeline.planner.cut.points
+    made.end_training()
+    return points
+
+
+@pytest.mark.parametrize(("balance", "point"), [("bytes", "blocks.3"), ("time", "blocks.1")])
+def test_stages_are_balanced_by_bytes_or_by_measured_time(balance: str, point: str) -> None:
+    assert spawn(cut_by, 2, {"balance": balance}) == [(point,)] * 2
+
+
+class Knowing:
+    """A plugin that knows where one model is cut."""
+
+    @hookimpl
+    def drivetrain_pipeline_split(self, model: nn.Module, num_stages: int) -> list[str] | None:
+        return ["blocks.4"] if type(model) is Stack and num_stages == 2 else None
+
+
+def cut_by_plugin(section: dict[str, Any]) -> tuple[str, ...]:
+    get_registry().register(Knowing(), name="knowing")
+    return cut_by(section)
+
+
+def test_a_plugin_that_knows_the_model_is_asked_before_the_balance() -> None:
+    assert spawn(cut_by_plugin, 2, {}) == [("blocks.4",)] * 2
+    assert spawn(cut_by_plugin, 2, {"split_points": ["blocks.2"]}) == [("blocks.2",)] * 2, "the user first"
+
+
+class Scaled(nn.Module):
+    """``scales`` is a table of as many rows as a batch has, and belongs to no row of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * scales.mean(0)
+        return x
+
+
+def table_goes_whole(section: dict[str, Any]) -> None:
+    made = accelerator(section)
+    follows(made, Scaled, scales=torch.linspace(0.5, 1.5, ROWS * WIDTH).view(ROWS, WIDTH))
+    made.end_training()
+
+
+def test_an_input_as_long_as_the_batch_can_go_whole_to_every_part() -> None:
+    spawn(table_goes_whole, 2, {"whole_inputs": ["scales"], "num_micro_batches": 4})
+    with pytest.raises(AssertionError):
+        spawn(table_goes_whole, 2, {"num_micro_batches": 4})
+
+
+class Double(torch.autograd.Function):
+    """Three times as much, and a gradient that only it knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 3, also.sin() + x
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, also: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, also
+
+
+class Custom(nn.Module):
+    """A function of the user's own between the blocks, and inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = Doubling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x, other = Double.apply(torch.tanh(block(other)), other + x)
+        return self.last(x + other)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Double.apply(self.out(x), x)[0]
+
+
+def custom_follows(section: dict[str, Any]) -> None:
+    made = accelerator(section)
+    follows(made, Custom)
+    made.end_training()
+
+
+def test_functions_with_gradients_of_their_own_between_the_blocks() -> None:
+    spawn(custom_follows, 2, {})
+
+
+class Shared(nn.Module):
+    """Both ends are one matrix; the blocks are wide enough to be made without memory, and can be shared over tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 1024), nn.GELU(), nn.Linear(1024, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def built_from_nothing(section: dict[str, Any]) -> list[str]:
+    made = accelerator(section)
+    model = follows(made, Shared, empty=True)
+    held = [name for name, one in model.named_parameters() if not is_absent(one)]
+    made.end_training()
+    return held
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_model_made_without_memory_is_the_eager_one_on_its_stages(degree: int) -> None:
+    found = spawn(built_from_nothing, 2 * degree, {"tensor_parallel_size": degree, "num_micro_batches": 2})
+    first, second = found[0], found[-1]
+    assert "first.weight" in first
+    assert "first.weight" in second
+    assert not {name for name in first if name.startswith("blocks.3")}
+    assert not {name for name in second if name.startswith("blocks.0")}

@@ -1,0 +1,238 @@
+"""How scripts ask for a trained model's state, and give it back, while each rank holds a part of the model."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain import Accelerator, load_config
+from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.testing import spawn
+from drivetrain_megatron import meeting
+
+WORDS, WIDTH, LENGTH = 12, 8, 5
+ATOL = 5e-6
+"""Float32: a batch in parts, and matrices on other ranks, add the same numbers in another order."""
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp": (2, {"tensor_parallel_size": 2}),
+    "pp": (2, {"pipeline_parallel_size": 2}),
+    "tp-pp": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "fsdp-pp": (4, {"pipeline_parallel_size": 2, "data_parallel": "fsdp"}),
+    "zero1": (2, {"data_parallel": "zero1"}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 32), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Net(nn.Module):
+    """Packed layers, a tied head that the outermost forward computes by itself, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, ids):
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embed.weight)
+
+
+def batch():
+    ids = torch.arange(8 * LENGTH).view(8, LENGTH) * 7 % WORDS
+    return ids, (ids * 5 + 1) % WORDS
+
+
+def trained(section, **config):
+    """A plain model and a prepared one after one step each, and the rows of this rank."""
+    overrides = {"distributed_type": "megatron", "use_cpu": True, **config}
+    overrides |= {f"megatron.{key}": value for key, value in section.items()}
+    made = Accelerator(config=load_config(overrides=overrides, environ={}))
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    step = torch.optim.SGD(plain.parameters(), lr=0.3)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    ids, labels = batch()
+    F.cross_entropy(plain(ids).flatten(0, 1), labels.flatten()).backward()
+    step.step()
+    size = len(ids) // made.backend.topology.dp_size
+    rows = slice(made.backend.topology.dp_rank * size, (made.backend.topology.dp_rank + 1) * size)
+    made.backward(F.cross_entropy(model(ids[rows]).flatten(0, 1), labels[rows].flatten()))
+    optimizer.step()
+    optimizer.zero_grad()
+    return made, plain, model
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        # A file of anything else could not be read by another program.
+        assert type(found[name]) in {torch.Tensor, nn.Parameter}, name
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=ATOL, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def asked_by_all(section, folder):
+    made, plain, model = trained(section)
+    unwrapped, expected = made.unwrap_model(model), plain.state_dict()
+    same(unwrapped.state_dict(), expected)
+    same(model.state_dict(), expected)
+    same(unwrapped.blocks.state_dict(), plain.blocks.state_dict())
+    same(unwrapped.head.state_dict(), plain.head.state_dict())
+    same(made.get_state_dict(model) if made.is_main_process else expected, expected)
+    if not made.is_main_process:
+        made.get_state_dict(model)
+    made.save(unwrapped.state_dict(), folder / "model.bin")
+    made.wait_for_everyone()
+    same(torch.load(folder / "model.bin", weights_only=True), expected)
+    # The best weights so far, and back to them.
+    best = copy.deepcopy(unwrapped.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    halved = unwrapped.state_dict()
+    torch.testing.assert_close(halved["blocks.0.gate_up.weight"], best["blocks.0.gate_up.weight"] / 2)
+    model.load_state_dict(best)
+    same(unwrapped.state_dict(), expected)
+    unwrapped.blocks.load_state_dict({name: value * 2 for name, value in plain.blocks.state_dict().items()})
+    torch.testing.assert_close(unwrapped.state_dict()["blocks.3.down.bias"], expected["blocks.3.down.bias"] * 2)
+    model.load_state_dict(torch.load(folder / "model.bin", weights_only=True))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**expected, "head.weight": torch.zeros(2, 2)}, strict=False)
+    if section.get("data_parallel") != "fsdp":
+        # Torch refuses to copy modules that fully_shard has cut.
+        same(copy.deepcopy(unwrapped).state_dict(), expected)
+    # A module that is called by itself is the model all the same.
+    ids, _ = batch()
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(unwrapped(ids), plain(ids), rtol=0, atol=ATOL)
+    made.end_training()
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp", "tp-pp", "fsdp", "fsdp-pp", "zero1"])
+def test_all_ranks_ask_for_the_whole_state(layout, tmp_path) -> None:
+    size, section = LAYOUTS[layout]
+    spawn(asked_by_all, size, section, tmp_path, timeout=100)
+
+
+def asked_by_one(section, folder):
+    made, plain, model = trained(section)
+    made.wait_for_everyone()
+    if made.is_main_process:
+        torch.save(made.unwrap_model(model).state_dict(), folder / "model.bin")
+        same(made.unwrap_model(model).blocks[2].state_dict(), plain.blocks[2].state_dict())
+    made.wait_for_everyone()
+    same(torch.load(folder / "model.bin", weights_only=True), plain.state_dict())
+    if made.is_main_process:
+        torch.save(made.unwrap_model(model).state_dict(), folder / "again.bin")
+    made.end_training()
+    assert (folder / "again.bin").is_file()
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp", "tp-pp"])
+def test_ranks_at_a_barrier_help_one_that_asks_alone(layout, tmp_path) -> None:
+    size, section = LAYOUTS[layout]
+    spawn(asked_by_one, size, section, tmp_path, timeout=100)
+
+
+def refused_alone(section, folder):
+    meeting.PATIENCE_SECONDS = 0.5
+    made, plain, model = trained(section)
+    unwrapped = made.unwrap_model(model)
+    told = []
+    if made.is_main_process:
+        calls = (
+            unwrapped.state_dict,
+            lambda: made.get_state_dict(model),
+            lambda: made.save_model(model, folder / "alone"),
+        )
+        for call in calls:
+            with pytest.raises(UsageError) as caught:
+                call()
+            told.append(str(caught.value))
+        assert not (folder / "alone").exists()
+        (folder / "done").touch()
+    while not (folder / "done").exists():
+        # Busy with something of its own, as a rank is that has gone on to the next batch.
+        time.sleep(0.05)
+    # Nothing is lost: everybody together gets it.
+    same(unwrapped.state_dict(), plain.state_dict())
+    made.save_model(model, folder / "together")
+    made.end_training()
+    return told
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_one_rank_alone_is_told_what_to_write(layout, tmp_path) -> None:
+    size, section = LAYOUTS[layout]
+    told, others = spawn(refused_alone, size, section, tmp_path, timeout=100)
+    assert others == []
+    assert len(told) == 3
+    for text in told:
+        assert "was called on 1 of 2 processes" in text
+        assert "before `if accelerator.is_main_process:`" in text
+
+
+def pretrained(section, folder):
+    import transformers
+
+    overrides = {"distributed_type": "megatron", "use_cpu": True}
+    overrides |= {f"megatron.{key}": value for key, value in section.items()}
+    made = Accelerator(config=load_config(overrides=overrides, environ={}))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    model = transformers.LlamaForCausalLM(config)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.arange(8).view(2, 4)
+    made.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    unwrapped = made.unwrap_model(model)
+    ways: dict[str, dict[str, Any]] = {"own": {}, "given": {"state_dict": made.get_state_dict(model)}}
+    for name, how in ways.items():
+        unwrapped.save_pretrained(folder / name, is_main_process=made.is_main_process, save_function=made.save, **how)
+    made.wait_for_everyone()
+    model.eval()
+    words = unwrapped.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False, pad_token_id=0)
+    for name in ways:
+        again = transformers.LlamaForCausalLM.from_pretrained(folder / name).eval()
+        same(again.state_dict(), unwrapped.state_dict())
+        assert torch.equal(again.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0), words)
+    if "pipeline_parallel_size" in section:
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            unwrapped.generate(ids, max_new_tokens=3, pad_token_id=0)
+        with pytest.raises(UsageError, match="a copy of a pipelined"):
+            copy.deepcopy(unwrapped)(ids)
+    made.end_training()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_save_pretrained_and_generate(layout, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    size, section = LAYOUTS[layout]
+    spawn(pretrained, size, section, tmp_path, timeout=150)
