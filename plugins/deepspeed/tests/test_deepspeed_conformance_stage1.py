@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
+from drivetrain.testing.kit import Kit, run_case
 from drivetrain.testing.suite import *  # noqa: F403
 
 
@@ -12,3 +16,17 @@ class Requirements(BaseRequirements):  # noqa: F405
     shared_ranks = True
     world_sizes = (2,)
     section: ClassVar = {"zero_stage": 1}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gradients.ragged_labels",
+        "gradients.empty_micro_batch",
+        "gradients.explicit_step",
+        "windows.ragged_windows",
+        "clipping.clips_as_one_process_does",
+    ],
+)
+def test_the_contract_on_four_processes(case: str, tmp_path: Path) -> None:
+    run_case(case, Kit.of(Requirements, 4, tmp_path), 4)

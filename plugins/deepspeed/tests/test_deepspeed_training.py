@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage2": {"zero_stage": 2},
     "stage2-offload": {"zero_stage": 2, "offload_optimizer": "cpu"},
     "stage2-small-buckets": {"zero_stage": 2, "reduce_bucket_size": 50, "contiguous_gradients": False},
+    "stage2-round-robin": {"zero_stage": 2, "round_robin_gradients": True},
+    "stage2-round-robin-offload": {"zero_stage": 2, "round_robin_gradients": True, "offload_optimizer": "cpu"},
     "stage3": {"zero_stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 60},
     "stage3-offload": {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
 }
@@ -171,7 +173,7 @@ def adversaries(accelerator: Any) -> dict[str, Tensor]:
 
 
 def parts(accelerator: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Two optimizers step in turns with one backward's gradients, each clipped by itself and in its own way."""
+    """Two optimizers step in turns with one backward's gradients, each clipped in its own way, some of one more."""
     model: Any = branches()
     groups = [[*model.a.parameters(), model.gain], [*model.b.parameters(), *model.out.parameters()]]
     first = torch.optim.SGD(groups[0], lr=0.5)
@@ -195,6 +197,7 @@ def parts(accelerator: Any) -> tuple[dict[str, Tensor], list[float]]:
         norms.append(float(clip(groups[0], 0.05)))
         clamp(groups[1], 0.01)
         norms.append(float(clip(groups[1], 0.03, norm_type=math.inf)))
+        norms.append(float(clip(model.out.parameters(), 0.02)))
         first.step()
         first.zero_grad()
         second.step()
@@ -210,7 +213,10 @@ def in_rank(section: dict[str, Any], folder: str) -> tuple[Any, Any]:
     return one, parts(accelerator_with(section, folder))
 
 
-@pytest.mark.parametrize("section", [*STAGES, VARIANTS["stage2-offload"], VARIANTS["stage3-offload"]], ids=str)
+OTHERS = ("stage2-offload", "stage2-round-robin", "stage2-round-robin-offload", "stage3-offload")
+
+
+@pytest.mark.parametrize("section", [*STAGES, *(VARIANTS[name] for name in OTHERS)], ids=str)
 def test_several_engines_and_optimizers(section: dict[str, Any], tmp_path: Path) -> None:
     together = adversaries(None)
     state, norms = parts(None)
@@ -320,6 +326,14 @@ def test_hysteresis_and_least_scale() -> None:
         scale.update(overflow=True)
         seen.append(scale.scale)
     assert seen == [4.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("consecutive", "expected"), [(False, 2.0), (True, 4.0)])
+def test_hysteresis_counts_overflows_in_a_row_where_asked(consecutive: bool, expected: float) -> None:
+    scale = LossScale({"init_scale": 4.0, "hysteresis": 2, "consecutive_hysteresis": consecutive})
+    for overflow in (True, False, True):
+        scale.update(overflow=overflow)
+    assert scale.scale == expected
 
 
 def scaled(folder: str) -> tuple[float, float]:

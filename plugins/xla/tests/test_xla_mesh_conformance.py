@@ -16,6 +16,9 @@ def _four_devices(monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
 
 
+ONE_PROCESS = "one process drives all devices of a mesh, and these cases start two"
+
+
 class Requirements(BaseRequirements):  # noqa: F405
     backend = "xla"
     world_sizes = (1,)
@@ -23,3 +26,4 @@ class Requirements(BaseRequirements):  # noqa: F405
     mesh: ClassVar = {1: {"dp_shard": 2, "tp": 2}}
     # The kit's parameters are small; all of them are cut that can be.
     section: ClassVar = {"min_shard_elements": 1}
+    gaps: ClassVar = {"mesh.dp_replicate": ONE_PROCESS, "mesh.dp_shard": ONE_PROCESS, "mesh.tp": ONE_PROCESS}

@@ -106,3 +106,8 @@ def test_compiled_graphs_are_kept(tmp_path):
 def test_devices_as_threads_are_refused_with_what_to_do():
     with pytest.raises(RankFailedError, match="one process then drives all devices as a mesh"):
         spawn(jobs.in_threads, 1, env={"CPU_NUM_DEVICES": "2"})
+
+
+def test_a_batch_that_comes_beside_a_running_graph_is_whole():
+    """Between one and eleven of these 600 batches were read half made while the loader's thread used ``tensor.to``."""
+    assert spawn(jobs.brought, 1, 100)[0] == 0

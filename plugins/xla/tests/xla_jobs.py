@@ -332,3 +332,19 @@ def in_threads() -> None:
 def _train_a_step(_: int) -> None:
     run = Run(make("xla", {}, {"spmd": False}))
     run.epoch(stop=1)
+
+
+def brought(passes: int) -> int:
+    """Batches, of those that pass through a convolution without gradients, whose scores are not those of the host."""
+    accelerator = make("xla")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 8, 3), nn.Flatten())
+    images = torch.randn(360, 1, 8, 8)
+    with torch.no_grad():
+        expected = model(images).split(60)
+        model, loader = accelerator.prepare(model.eval(), DataLoader(TensorDataset(images), batch_size=60))
+        wrong = 0
+        for _ in range(passes):
+            for (batch,), scores in zip(loader, expected, strict=True):
+                wrong += not torch.allclose(accelerator.gather_for_metrics(model(batch)).cpu(), scores, atol=1e-4)
+    return wrong

@@ -6,7 +6,11 @@ from drivetrain.api import BackendInfo, Capabilities, hookimpl
 
 DDP = BackendInfo(
     name="ddp",
-    aliases=("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_hpu", "multi_mlu", "distributed_data_parallel"),
+    aliases=(
+        # What Accelerate calls it, by device.
+        *(f"multi_{device}" for device in ("gpu", "cpu", "xpu", "npu", "hpu", "mlu", "sdaa", "musa", "neuron")),
+        "distributed_data_parallel",
+    ),
     summary="torch DistributedDataParallel: a whole replica in every process, gradients averaged while backward runs.",
     backend="drivetrain_ddp.backend:DDPBackend",
     config="drivetrain_ddp.config:DDPConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from drivetrain.api import (
     pick_device,
     precision,
 )
-from drivetrain_deepspeed import quiet, schedules
+from drivetrain_deepspeed import effects, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
 from drivetrain_deepspeed.engine_config import EngineConfig
 from drivetrain_deepspeed.loss_scale import LossScale
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     # These import DeepSpeed, which must first be told the device: `start` does.
     from drivetrain_deepspeed.making import MadeEngine
     from drivetrain_deepspeed.trainable import DeepSpeedTrainable
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -52,6 +55,11 @@ class DeepSpeedBackend(Backend):
         mesh = Mesh(settings.mesh or {"dp_shard": settings.place.world_size})
         self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
         self.config = EngineConfig(self.section, settings.precision, mesh.dp_size, settings.origins)
+        self.capabilities = replace(self.capabilities, sharded_save=self.config.stage > 0)
+        effects.check(self.config.written, kind)
+        idle = effects.without_effect(self.config.written)
+        if idle and settings.place.rank == 0:
+            logger.warning("What the section `deepspeed:` says without effect: %s", "; ".join(idle))
         scaling = settings.precision.loss_scaling
         self.loss_scale = LossScale(self.config.loss_scaling()) if scaling else None
         self.precision = TorchEngine(replace(settings.precision, loss_scaling=False), device)

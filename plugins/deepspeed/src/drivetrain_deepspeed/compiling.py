@@ -1,11 +1,13 @@
-"""Optimizers that DeepSpeed compiles when they are first made: is there a compiler, and no broken build in the way?"""
+"""Optimizers that DeepSpeed compiles when they are first made: can that be done here, and what to do if not."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +18,88 @@ _OFFLOADED = {"adam": "cpu_adam", "adamw": "cpu_adam", "lion": "cpu_lion", "adag
 _STALE_SECONDS = 900
 """Builds were seen to take 50 to 75 s on a loaded machine of two cores."""
 
+_WHOSE = "section `deepspeed:`"
 
-def check(kind: str, config: Mapping[str, Any]) -> None:
-    """Raise :class:`BackendBlockedError` when making this optimizer would fail or hang.
+
+@dataclass(frozen=True)
+class _Op:
+    """One of DeepSpeed's extensions.
 
     Args:
-        kind: ``optimizer.type`` of the dictionary.
-        config: the dictionary.
+        name: DeepSpeed's, ``"cpu_adam"``.
+        optimizer: the one that it is for.
+        instead: what to write in order not to need it.
     """
-    op = _op(kind, config)
-    if op is None:
+
+    name: str
+    optimizer: str
+    instead: str
+
+
+@contextmanager
+def guard(config: Mapping[str, Any], installed: Mapping[str, Any]) -> Iterator[None]:
+    """Around the making of an engine, in which DeepSpeed compiles its own optimizers.
+
+    Args:
+        config: the dictionary that DeepSpeed is given.
+        installed: by name, whether an extension came compiled with DeepSpeed.
+
+    Raises:
+        BackendBlockedError: there is nothing to compile with, somebody's broken build is in the way, or this one fails.
+    """
+    op = _op(config)
+    if op is None or installed.get(op.name):
+        yield
         return
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    _check(op)
+    try:
+        yield
+    except Exception as error:
+        # Of these two the message names no extension.
+        of_cuda = type(error).__name__ in ("CUDAMismatchException", "MissingCUDAException")
+        if not of_cuda and not (isinstance(error, RuntimeError | ImportError) and op.name in str(error)):
+            raise
         raise BackendBlockedError(
-            f"DeepSpeed compiles its optimizer {kind} ({op}) when it is first made, and there is no C++ compiler "
-            f"({compiler}) on PATH",
-            whose="section `deepspeed:`",
-            cure="Install one (apt install g++), or write `torch_adam: true` beside its `lr` for torch's Adam, or "
-            "prepare an optimizer of torch in the script.",
-        )
-    for lock in _locks(op):
-        if time.time() - lock.stat().st_mtime > _STALE_SECONDS:
+            f"DeepSpeed could not compile its optimizer {op.optimizer} ({op.name}): {' '.join(str(error).split())}",
+            whose=_WHOSE,
+            cure=f"See that compiler, ninja and, for CUDA, the toolkit of torch's version are there, or {op.instead}.",
+        ) from error
+
+
+def _op(config: Mapping[str, Any]) -> _Op | None:
+    """What this dictionary makes DeepSpeed compile."""
+    optimizer = config.get("optimizer", {})
+    if not optimizer or optimizer.get("params", {}).get("torch_adam"):
+        return None
+    kind = str(optimizer["type"])
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    name = (_OPS if offload.get("device", "none") == "none" else _OFFLOADED).get(kind.lower())
+    if name is None:
+        return None
+    # Only for Adam has DeepSpeed torch's own in the place of its own.
+    is_adam = kind.lower() in ("adam", "adamw")
+    torchs = "write `torch_adam: true` beside its `lr` for torch's Adam, or " if is_adam else ""
+    return _Op(name, kind, f"{torchs}prepare an optimizer of torch in the script")
+
+
+def _check(op: _Op) -> None:
+    compiler = os.environ.get("CXX", "c++")
+    for program, what in ((compiler, f"C++ compiler ({compiler})"), ("ninja", "ninja")):
+        if shutil.which(program) is None:
             raise BackendBlockedError(
-                f"a build of {op} that was broken off has left {lock}, for which every later one would wait for ever",
-                whose="section `deepspeed:`",
+                f"DeepSpeed compiles its optimizer {op.optimizer} ({op.name}) when it is first made, and there is no "
+                f"{what} on PATH",
+                whose=_WHOSE,
+                cure=f"Install one (apt install g++ ninja-build), or {op.instead}.",
+            )
+    for lock in _locks(op.name):
+        if _age(lock) > _STALE_SECONDS:
+            raise BackendBlockedError(
+                f"a build of {op.name} that was broken off has left {lock}, for which every later one would wait for "
+                "ever",
+                whose=_WHOSE,
                 cure=f"Remove it: rm {lock}",
             )
-
-
-def _op(kind: str, config: Mapping[str, Any]) -> str | None:
-    params = config["optimizer"].get("params", {})
-    if params.get("torch_adam"):
-        return None
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}) or {}
-    table = _OFFLOADED if offload.get("device", "none") != "none" else _OPS
-    return table.get(kind.lower())
 
 
 def _locks(op: str) -> list[Path]:
@@ -59,3 +107,11 @@ def _locks(op: str) -> list[Path]:
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     folder = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
     return [*folder.glob(f"{op}/lock"), *folder.glob(f"*/{op}/lock")]
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; 0 where it has just gone, with the build that made it."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

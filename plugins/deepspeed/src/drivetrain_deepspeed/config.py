@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from drivetrain_deepspeed.jsonfile import Keys, read_json
+from drivetrain_deepspeed.aliases import read_settled, settled
+from drivetrain_deepspeed.jsonfile import Keys
 from drivetrain_deepspeed.vocabulary import mistakes
 
 
@@ -84,11 +85,13 @@ class DeepSpeedConfig(BaseModel):
         "or what the file or dictionary says.",
     )
     offload_optimizer: Offload | None = Field(
-        None, description="Where optimizer states live and are updated: none (the device), cpu, or nvme."
+        None, description="Where optimizer states live and are updated: none (the device) or cpu; nvme is refused."
     )
     offload_optimizer_nvme_path: str | None = Field(None, description="Folder on a fast disk, for nvme.")
     offload_optimizer_pin_memory: bool | None = Field(None, description="Page-locked memory for faster copies.")
-    offload_param: Offload | None = Field(None, description="Where parameters wait, in stage 3: none, cpu, or nvme.")
+    offload_param: Offload | None = Field(
+        None, description="Where parameters wait, in stage 3: none or cpu; nvme is refused."
+    )
     offload_param_nvme_path: str | None = Field(None, description="Folder on a fast disk, for nvme.")
     offload_param_pin_memory: bool | None = Field(None, description="Page-locked memory for faster copies.")
     overlap_comm: bool | None = Field(None, description="Reduce gradients while backward goes on.")
@@ -155,7 +158,7 @@ class DeepSpeedConfig(BaseModel):
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
         if value is not None:
-            file = read_json(value)
+            file = read_settled(value)
             _sound(mistakes(file.values, file.where))
         return value
 
@@ -163,9 +166,10 @@ class DeepSpeedConfig(BaseModel):
     @classmethod
     def _agrees_with_the_file(cls, value: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
         if value is not None:
+            value = settled(value)
             _sound(mistakes(value, lambda keys: ".".join(("config", *keys))))
         if value is not None and info.data.get("config_file") is not None:
-            file = read_json(info.data["config_file"])
+            file = read_settled(info.data["config_file"])
             for keys, mine in leaves(value):
                 other = look_up(file.values, keys)
                 if other is not MISSING and not same(mine, other):
@@ -183,7 +187,7 @@ class DeepSpeedConfig(BaseModel):
         if inline is not MISSING and not same(value, inline):
             raise ValueError(_two(info.field_name, value, name, inline, "`config:` in this section"))
         if info.data.get("config_file") is not None:
-            file = read_json(info.data["config_file"])
+            file = read_settled(info.data["config_file"])
             other = look_up(file.values, keys)
             if other is not MISSING and not same(value, other):
                 raise ValueError(_two(info.field_name, value, name, other, file.where(keys)))
@@ -198,7 +202,7 @@ class DeepSpeedConfig(BaseModel):
 
     def _elsewhere(self, key: str) -> bool:
         keys = TYPED[f"{key}_nvme_path"]
-        file = read_json(self.config_file).values if self.config_file is not None else {}
+        file = read_settled(self.config_file).values if self.config_file is not None else {}
         return any(look_up(each, keys) is not MISSING for each in (self.config or {}, file))
 
 

@@ -20,6 +20,12 @@ _MICRO, _TOTAL, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "
 _ZERO = "zero_optimization"
 _SCALER = {"init_scale": 65536.0, "growth_interval": 2000}
 """Torch's own numbers: what the script says where it says nothing."""
+_FURTHER_SCALER = {
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "min_scale",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+}
+"""DeepSpeed's numbers that torch's scaler does not have, and ours."""
 
 
 def implied(section: DeepSpeedConfig, origins: Mapping[str, str]) -> dict[str, Statement]:
@@ -135,14 +141,14 @@ class EngineConfig:
     def _check_precision(self) -> None:
         """The core has compared what the section turns on; here what it turns off."""
         name = self._policy.name
-        parts = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",), "no": ()}[name]
+        parts = {"bf16": ("bf16",), "fp16": ("fp16",), "no": ()}[name]
         for part in parts:
             said = self.written.said(part, "enabled")
             if said is not None and not said.value and self.written.precision() is None:
                 raise _differ(said, f"the run has mixed_precision: {name}", f"{part}.enabled")
 
     def loss_scaling(self) -> dict[str, Any]:
-        """Numbers of the loss scaler, by the names of ``torch.amp.GradScaler``, and ``hysteresis`` and ``min_scale``.
+        """Numbers of the loss scaler, by the names of ``torch.amp.GradScaler``, and those of :data:`_FURTHER_SCALER`.
 
         Raises:
             UsageError: the section and ``GradScalerKwargs`` both say one, differently.
@@ -163,7 +169,7 @@ class EngineConfig:
             settings[key] = value
         if static is not None and static.value:
             settings.update(init_scale=float(static.value), growth_factor=1.0, backoff_factor=1.0)
-        for key, name in (("hysteresis", "hysteresis"), ("min_loss_scale", "min_scale")):
+        for key, name in _FURTHER_SCALER.items():
             said = self.written.said("fp16", key)
             if said is not None:
                 settings[name] = said.value
@@ -188,7 +194,7 @@ class EngineConfig:
             UsageError: ``"auto"`` where the run has nothing to fill in.
         """
         values = without_requests(deepcopy(self.written.values))
-        for key in ("optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast"):
+        for key in ("optimizer", "scheduler", "bf16", "fp16", "torch_autocast"):
             values.pop(key, None)
         open_keys = self._fill(values, hidden_size)
         micro = self.micro_batch_size()
@@ -198,10 +204,12 @@ class EngineConfig:
                 _TOTAL: micro * self._dp_size,
                 _STEPS: 1,
                 "gradient_clipping": 0.0,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
             }
         )
+        # Any torch optimizer steps here, unless the section says that it must not.
+        values.setdefault("zero_allow_untested_optimizer", True)
+        # It would forbid the script's own; `effects` says so.
+        values["zero_force_ds_cpu_optimizer"] = False
         values.setdefault(_ZERO, {}).setdefault("stage", self.stage)
         values.setdefault("steps_per_print", None)
         if optimizer is not None:

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import FlatShard, UnsupportedError
+from drivetrain.api import FlatShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +69,7 @@ class FlatGroup:
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
-    """The flat buffers of a ZeRO optimizer; none where the engine has none (stage 0 in float32, no optimizer).
-
-    Raises:
-        UnsupportedError: the buffers are on NVMe.
-    """
+    """The flat buffers of a ZeRO optimizer; none where the engine has none (stage 0 in float32, no optimizer)."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(_stage3(optimizer))
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -96,14 +92,8 @@ def partitioned(module: nn.Module) -> list[Piece]:
 
 
 def partition_of(parameter: Any) -> Tensor:
-    """This rank's live part of a ZeRO-3 parameter in the compute dtype, 1-d, with padding.
-
-    Raises:
-        UnsupportedError: it is on NVMe at this moment.
-    """
+    """This rank's live part of a ZeRO-3 parameter in the compute dtype, 1-d, with padding."""
     part: Tensor = parameter.ds_tensor
-    if not part.numel():
-        raise _on_nvme("offload_param")
     return part.detach()
 
 
@@ -129,8 +119,6 @@ def _stage3(optimizer: Any) -> Iterator[FlatGroup]:
     for index, (parameters, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        if optimizer._swappable_optimizer_subgroup(index):  # noqa: SLF001
-            raise _on_nvme("offload_optimizer")
         at, pieces = 0, []
         for parameter in parameters:
             start, numel = _range(parameter)
@@ -146,10 +134,3 @@ def _range(parameter: Any) -> tuple[int, int]:
     size, whole = parameter.partition_numel(), parameter.ds_numel
     start = min(comm.get_rank(group=parameter.ds_process_group) * size, whole)
     return start, min(size, whole - start)
-
-
-def _on_nvme(key: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the portable checkpoint does not read what {key} keeps on NVMe",
-        cure=f"Set {key}: cpu in the section `deepspeed:`, or leave it out.",
-    )

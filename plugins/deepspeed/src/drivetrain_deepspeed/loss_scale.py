@@ -16,7 +16,8 @@ class LossScale:
 
     Args:
         settings: arguments of ``torch.amp.GradScaler``, absent ones with its defaults; and DeepSpeed's ``hysteresis``
-            (back off only at this many overflows since the scale grew) and ``min_scale``.
+            (back off only at this many overflows since the scale grew), ``consecutive_hysteresis`` (or since the last
+            good step) and ``min_scale``.
 
     Attributes:
         scale: what losses are multiplied by.
@@ -28,6 +29,7 @@ class LossScale:
         self._backoff = float(settings.get("backoff_factor", 0.5))
         self._interval = int(settings.get("growth_interval", 2000))
         self._patience = self._left = int(settings.get("hysteresis", 1))
+        self._consecutive = bool(settings.get("consecutive_hysteresis", False))
         self._least = float(settings.get("min_scale", 0.0))
         self._good = 0
 
@@ -41,6 +43,8 @@ class LossScale:
                 self._left = 1
             return
         self._good += 1
+        if self._consecutive:
+            self._left = self._patience
         if self._good == self._interval:
             self.scale, self._good, self._left = self.scale * self._growth, 0, self._patience
 

@@ -58,7 +58,6 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     client: Optimizer | None = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
     given: dict[str, Any] = {"optimizer": client}
     if described is not None:
-        compiling.check(described["type"], config)
         assert isinstance(optimizers[0], DummyOptim)
         given = {"model_parameters": optimizers[0].given_groups()}
     engine = _initialize(backend, model, config, **given)
@@ -83,8 +82,9 @@ def _evaluating(backend: DeepSpeedBackend, model: nn.Module, module: nn.Module) 
 
 
 def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any], **given: Any) -> Any:
+    installed = backend.deepspeed.git_version_info.installed_ops
     try:
-        with quiet.surroundings(backend.settings.place):
+        with compiling.guard(config, installed), quiet.surroundings(backend.settings.place):
             engine, *_ = backend.deepspeed.initialize(model=model, config=config, **given)
     except (AssertionError, ValueError, NotImplementedError, _config_error()) as error:
         raise UsageError(

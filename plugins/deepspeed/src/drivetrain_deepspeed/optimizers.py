@@ -10,8 +10,11 @@ from drivetrain.api import DummyOptim, UsageError
 from drivetrain_deepspeed.config import show
 from drivetrain_deepspeed.written import Written
 
-_IMPLEMENTATION = frozenset({"torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad"})
+_IMPLEMENTATION = frozenset({"torch_adam", "adam_w_mode", "fused", "foreach"})
 """Parameters that say how, not what; the script's optimizer has its own."""
+
+_ALWAYS = {"bias_correction": True}
+"""What torch's optimizers do without a parameter for it."""
 
 _OWN = frozenset({"fusedadam", "deepspeedcpuadam"})
 
@@ -36,6 +39,8 @@ class ScriptOptimizer:
 
     def values(self, key: str) -> list[Any]:
         """What it has for one hyper-parameter: its default, and those of its groups before any schedule."""
+        if key in _ALWAYS and key not in self.defaults:
+            return [_ALWAYS[key]]
         found = [self.defaults[key]] if key in self.defaults else []
         return found + [group.get(f"initial_{key}", group[key]) for group in self.groups if key in group]
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from drivetrain.api import UnsupportedError, clipping
+from drivetrain.api import clipping
 from drivetrain_deepspeed.gradients import Gradients
 
 
 @final
 class PartitionedGradients(Gradients):
-    """This rank's parts; with offload also in DeepSpeed's float32 buffers in CPU memory, or on NVMe.
+    """This rank's parts; with offload also in DeepSpeed's float32 buffers in CPU memory.
 
     Args:
         optimizer: ``engine.optimizer``.
@@ -52,26 +51,10 @@ class PartitionedGradients(Gradients):
         if closing and self._zero.offload_optimizer:
             self._complete()
 
-    def norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
-        if self._on_disk and wanted is None and norm_type == 2.0:
-            norms = list(self._zero.norm_for_param_grads.values())
-            return torch.linalg.vector_norm(torch.stack(norms)).float() if norms else torch.zeros(())
-        return super().norm(wanted, norm_type)
-
-    @property
-    def _on_disk(self) -> bool:
-        zero = self._zero
-        return bool(zero.offload_optimizer and zero.swap_optimizer)
-
     def pieces(self, wanted: frozenset[int] | None = None) -> list[Tensor]:
         zero = self._zero
         if zero.offload_optimizer:
             flats = zero.fp32_partitioned_groups_flat
-            if self._on_disk:
-                raise UnsupportedError(
-                    "gradients that DeepSpeed keeps on NVMe cannot be clipped by value, by parameter or by this norm",
-                    cure="Clip all parameters by the 2-norm, or set offload_optimizer: cpu in the section.",
-                )
             if wanted is None:
                 return [flat.grad for flat in flats]
             return [self._offloaded(each) for group in zero.fp16_groups for each in group if id(each) in wanted]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain_deepspeed.gradients import Gradients
+from drivetrain_deepspeed.layout import flat_groups
 
 
 @final
@@ -22,6 +23,8 @@ class SlicedGradients(Gradients):
 
     def __init__(self, optimizer: Any) -> None:
         self._zero = optimizer
+        self._places = {id(piece.parameter): piece for group in flat_groups(optimizer) for piece in group.pieces}
+        """Of each parameter's part in the buffer of its group."""
         self._aside: list[list[Tensor]] | None = None
         """Reduced gradients of earlier backwards: DeepSpeed would put those of the next in their place."""
         self._written: set[int] = set()
@@ -138,10 +141,9 @@ class SlicedGradients(Gradients):
         flat: Tensor | None = getattr(zero.averaged_gradients.get(index), "flat_partition", None)
         return flat
 
-    def _cut(self, flat: Tensor, parameter: Any) -> Tensor:
-        link = parameter._hp_mapping  # noqa: SLF001  DeepSpeed's own universal checkpoint reads it.
-        place = link.hp_fragment_address
-        return flat.narrow(0, place.start, place.numel)
+    def _cut(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+        place = self._places[id(parameter)]
+        return flat.narrow(0, place.at, place.numel)
 
     def _begin_window(self) -> None:
         """Offloaded: let the next backward write instead of adding."""

@@ -61,7 +61,6 @@ class EngineState:
 
         Raises:
             CheckpointError: the optimizer keeps state that cannot be told apart by parameter.
-            UnsupportedError: the state is on NVMe.
         """
         flats = flat_groups(self._optimizer)
         state = portable.portable_state(self._module, self._optimizers(flats))

@@ -65,9 +65,13 @@ ZERO = frozenset(
 )
 """Keys of ``zero_optimization``. DeepSpeed refuses others itself, without a line and without a guess."""
 
+COMMENTS = ("_", "$", "//")
+"""How keys begin that people write for themselves."""
+
 _NOT_HERE = {
     "autotuning": "it starts the script many times with other settings; run it with DeepSpeed's own launcher",
     "data_efficiency": "it needs DeepSpeed's own data loader; remove it",
+    "compile": "write model = torch.compile(model) in the script",
     "dataloader_drop_last": "the script's DataLoader decides; write DataLoader(..., drop_last=True)",
     "elasticity": "the launcher decides the number of processes; remove it",
     "expert_parallel": "no mesh axis exists for it; remove it",
@@ -90,8 +94,39 @@ _NOT_HERE = {
 }
 """Keys that ask, when they are on, for what does not exist here, and what to write instead."""
 
-_ONLY_BF16 = ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-_ONLY_FP16 = ("auto_cast", "fp16_master_weights_and_grads")
+_NOT_IN_ZERO = {
+    "mics_shard_size": "DeepSpeed builds such a model by a context of its own; remove it",
+    "zenflow": "its optimizer steps beside the script's; remove it",
+}
+"""The same of ``zero_optimization``."""
+
+_FLOAT32 = "parameters, gradients and optimizer states are float32, as under every backend; remove it"
+_NOT_IN_PRECISION = {
+    ("bf16", "immediate_grad_update"): _FLOAT32,
+    ("bf16", "bf16_master_weights_and_grads"): _FLOAT32,
+    ("bf16", "bf16_optimizer_states"): _FLOAT32,
+    ("fp16", "auto_cast"): _FLOAT32,
+    ("fp16", "fp16_master_weights_and_grads"): _FLOAT32,
+    ("torch_autocast", "lower_precision_safe_modules"): "gradients travel in float32, as the precision policy says; "
+    "communication_data_type is what changes that",
+}
+
+_PRECISION = {
+    "bf16": frozenset(
+        {
+            *("enabled", "immediate_grad_update", "check_grad_overflow"),
+            *("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+        }
+    ),
+    "fp16": frozenset(
+        {
+            *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+            *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
+        }
+    ),
+    "torch_autocast": frozenset({"enabled", "dtype", "lower_precision_safe_modules"}),
+}
+"""Keys of the sections that the core follows: DeepSpeed, which would refuse others, never sees these."""
 
 
 def mistakes(values: Mapping[str, Any], where: Callable[[Keys], str]) -> list[str]:
@@ -109,14 +144,22 @@ def mistakes(values: Mapping[str, Any], where: Callable[[Keys], str]) -> list[st
     zero = values.get("zero_optimization")
     if isinstance(zero, Mapping):
         found += _slips(zero, ("zero_optimization",), ZERO, where)
-    for section, keys in (("bf16", _ONLY_BF16), ("fp16", _ONLY_FP16)):
+        found += [
+            f"zero_optimization.{key} ({where(('zero_optimization', key))}) is not supported: {why}"
+            for key, why in _NOT_IN_ZERO.items()
+            if is_on(zero.get(key))
+        ]
+    for (section, key), why in _NOT_IN_PRECISION.items():
         part = values.get(section)
-        found.extend(
-            f"{section}.{key} ({where((section, key))}) is not supported: parameters, gradients and optimizer states "
-            "are float32, as under every backend; remove it"
-            for key in keys
-            if isinstance(part, Mapping) and is_on(part.get(key))
-        )
+        if isinstance(part, Mapping) and is_on(part.get(key)):
+            found.append(f"{section}.{key} ({where((section, key))}) is not supported: {why}")
+    for section, known in _PRECISION.items():
+        part = values.get(section)
+        for key in part if isinstance(part, Mapping) else ():
+            if key not in known and not key.startswith(COMMENTS):
+                guess = difflib.get_close_matches(key, known, n=1)
+                cure = f"did you mean '{guess[0]}'?" if guess else "remove it"
+                found.append(f"unknown key '{section}.{key}' ({where((section, key))}); {cure}")
     if values.get("gradient_allreduce_op", "mean") != "mean":
         found.append(
             f"gradient_allreduce_op ({where(('gradient_allreduce_op',))}) is not supported: what a loss is divided by "
@@ -128,7 +171,7 @@ def mistakes(values: Mapping[str, Any], where: Callable[[Keys], str]) -> list[st
 def _slips(values: Mapping[str, Any], above: Keys, known: frozenset[str], where: Callable[[Keys], str]) -> list[str]:
     found = []
     for key in values:
-        if key not in known and not key.startswith(("_", "$", "//")):
+        if key not in known and not key.startswith(COMMENTS):
             guess = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             if guess:
                 found.append(f"unknown key '{key}' ({where((*above, key))}); did you mean '{guess[0]}'?")
@@ -139,7 +182,9 @@ def is_on(value: Any) -> bool:
     """Whether a value asks for something: ``false``, ``{}`` and ``{"enabled": false, ...}`` do not."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", any(is_on(each) for each in value.values())))
-    return value not in (None, False, 0, 1, "auto") or value is True
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value > 0 and value != 1
+    return value not in (None, False, "auto", [])
 
 
 def without_requests(values: Mapping[str, Any]) -> dict[str, Any]:

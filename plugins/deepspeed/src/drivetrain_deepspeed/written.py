@@ -7,8 +7,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, final
 
+from drivetrain_deepspeed.aliases import read_settled
 from drivetrain_deepspeed.config import AUTO, MISSING, TYPED, DeepSpeedConfig, leaves, look_up, show
-from drivetrain_deepspeed.jsonfile import JsonFile, Keys, read_json
+from drivetrain_deepspeed.jsonfile import JsonFile, Keys
 
 _PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -42,7 +43,7 @@ class Written:
 
     def __init__(self, section: DeepSpeedConfig, origins: Mapping[str, str] | None = None) -> None:
         self._origins = dict(origins or {})
-        self._file = read_json(section.config_file) if section.config_file is not None else JsonFile("", {})
+        self._file = read_settled(section.config_file) if section.config_file is not None else JsonFile("", {})
         self._inline = section.config or {}
         self._typed = {keys: key for key, keys in TYPED.items() if getattr(section, key) is not None}
         self.values: dict[str, Any] = deepcopy(self._file.values)
@@ -89,7 +90,7 @@ class Written:
     def precision(self) -> Said | None:
         """``bf16`` or ``fp16`` where the dictionary turns one on. Raises ``ValueError`` when it turns on two."""
         found: dict[str, Said] = {}
-        for part, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        for part, name in (("bf16", "bf16"), ("fp16", "fp16")):
             said = self.said(part, "enabled")
             if said is not None and said.value:
                 found[name] = Said(said.name, name, said.where)

@@ -1,23 +1,29 @@
-"""What becomes of the keys of Accelerate's section ``fsdp_config``, versions 1 and 2."""
+"""What becomes of Accelerate's section ``fsdp_config``, and ``FullyShardedDataParallelPlugin`` with its arguments."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag
+from drivetrain.api import Rule, flag, section_from_arguments
+from drivetrain_fsdp.config import FSDPConfig
 
 _HYBRID = (
-    "write mesh: {{dp_replicate: <machines>, dp_shard: <ranks of one machine>}} "
-    "and fsdp: {{reshard_after_forward: {}}}"
+    "write mesh: {{dp_replicate: <machines>, dp_shard: <ranks of one machine>}} and fsdp: {{reshard_after_forward: {}}}"
 )
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """In the order of their numbers, which old files hold, from 1."""
 
 
+def _word(value: Any) -> str:
+    """A name in upper case, from text, a number, or a member of one of torch's enums."""
+    return str(value).rpartition(".")[2].upper()
+
+
 def _strategy(value: Any) -> Mapping[str, Any]:
     """FSDP1's strategies, as names or numbers."""
-    name = str(value).upper()
+    name = _word(value)
     if name.isdecimal() and 1 <= int(name) <= len(_STRATEGIES):
         name = _STRATEGIES[int(name) - 1]
     if name == "NO_SHARD":
@@ -38,7 +44,7 @@ def _reshard(value: Any) -> Mapping[str, Any]:
 
 
 def _policy(value: Any) -> Mapping[str, Any]:
-    if str(value).upper() in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+    if _word(value) in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
         return {}
     raise ValueError("the blocks of the model are units in any case; choose them by fsdp: {transformer_layer_cls: ...}")
 
@@ -48,7 +54,7 @@ def _ahead(value: Any) -> Mapping[str, Any]:
 
 
 def _behind(value: Any) -> Mapping[str, Any]:
-    if str(value).upper() in ("BACKWARD_PRE", "1"):
+    if _word(value) in ("BACKWARD_PRE", "1"):
         return {}
     raise ValueError("the next unit is always gathered while the present one computes")
 
@@ -84,3 +90,60 @@ RULES: Mapping[str, Rule] = {
     ),
 }
 """By key of ``fsdp_config``."""
+
+
+_A_FUNCTION = "name a function that gives the units in the configuration: fsdp: {wrap: 'package.module:function'}"
+
+
+def _policy_of(value: Any) -> Mapping[str, Any]:
+    """Wrapping policies of torch, whose arguments say which modules are units."""
+    keywords = value.keywords if isinstance(value, functools.partial) else {}
+    if "transformer_layer_cls" in keywords:
+        names = sorted(each.__name__ for each in keywords["transformer_layer_cls"])
+        return {"fsdp.transformer_layer_cls": tuple(names)}
+    if "min_num_params" in keywords:
+        return {"fsdp.min_num_params": int(keywords["min_num_params"])}
+    if callable(value):
+        raise ValueError(_A_FUNCTION)  # noqa: TRY004 - the rules report ValueErrors
+    return _policy(value)
+
+
+def _offloads(value: Any) -> bool:
+    """A truth value, or torch's ``CPUOffload`` and ``CPUOffloadPolicy``, which are told apart by their names."""
+    kind = type(value).__name__
+    if kind == "CPUOffload":
+        return bool(value.offload_params)
+    return kind == "CPUOffloadPolicy" or (kind != "OffloadPolicy" and flag(value))
+
+
+_ARGUMENTS: Mapping[str, Rule] = {
+    **{key.removeprefix("fsdp_"): rule for key, rule in RULES.items()},
+    "fsdp_version": RULES["fsdp_version"],
+    "transformer_cls_names_to_wrap": RULES["fsdp_transformer_layer_cls_to_wrap"],
+    "auto_wrap_policy": Rule(into=_policy_of),
+    "cpu_offload": Rule(to="fsdp.cpu_offload", convert=_offloads),
+    "mixed_precision_policy": Rule(instead="write Accelerator(mixed_precision='bf16')"),
+    "ignored_modules": Rule(instead="freeze them, or keep them outside of the model that is prepared"),
+    "param_init_fn": Rule(instead="construct the model in `with accelerator.init_empty_weights():`"),
+    "limit_all_gathers": Rule(why="FSDP2 bounds what is gathered in any case"),
+    "state_dict_config": RULES["fsdp_state_dict_type"],
+    "optim_state_dict_config": RULES["fsdp_state_dict_type"],
+}
+"""By argument of the class."""
+
+
+def FullyShardedDataParallelPlugin(**given: Any) -> FSDPConfig:  # noqa: N802 (the name that scripts import)
+    """The section ``fsdp:`` from the arguments of Accelerate's class of this name.
+
+    For ``Accelerator(fsdp_plugin=...)``.
+
+    Args:
+        given: ``fsdp_version``, ``sharding_strategy``, ``reshard_after_forward``, ``auto_wrap_policy`` (a name, or
+            torch's policies in a ``functools.partial``), ``transformer_cls_names_to_wrap``, ``min_num_params``,
+            ``cpu_offload``, ``activation_checkpointing``, ``forward_prefetch``, ... as there; text, numbers and
+            members of torch's enums alike.
+
+    Raises:
+        UsageError: arguments that nobody knows, or that cannot be honoured, with what to write instead.
+    """
+    return section_from_arguments("FullyShardedDataParallelPlugin", given, _ARGUMENTS, "fsdp", FSDPConfig)

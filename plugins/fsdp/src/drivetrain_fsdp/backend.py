@@ -33,11 +33,10 @@ from drivetrain.api import (
     pick_device,
     precision,
 )
-from drivetrain_fsdp import state
+from drivetrain_fsdp import hidden, state
 from drivetrain_fsdp.buffers import Buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
-from drivetrain_fsdp.hidden import drop_unreduced
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import FormerParameters, parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
@@ -63,7 +62,10 @@ class FSDPTrainable(Trainable):
     ) -> None:
         self._backend, self._model, self._sharded = backend, model, sharded
         self.module, self.optimizers = original_module(model), []
+        self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
         self._former, self._whole, self._engine = former, whole, engine
+        self.keeps_whole = bool(whole.parameters)
+        """Some trained parameters could not be cut."""
         self._dp_size = backend.topology.dp_size
         self._without_sync = backend.section.accumulate_without_sync
         self._spares_all_reduce = not self._without_sync and backend.topology.mesh.sizes["dp_replicate"] > 1
@@ -76,7 +78,8 @@ class FSDPTrainable(Trainable):
         """FSDP may hold gradients of micro-batches that no backward has reduced yet."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._buffers.before_forward()
+        if self._buffers.matter:
+            self._buffers.before_forward()
         if torch.is_grad_enabled():
             self._ran = True
             return self._engine.forward(self._model, args, kwargs)
@@ -102,7 +105,7 @@ class FSDPTrainable(Trainable):
 
     def before_backward(self) -> None:
         """A backward of some model begins; it may reach this one."""
-        if self._whole.parameters:
+        if self.keeps_whole:
             self._whole.before_backward()
 
     def after_backward(self) -> None:
@@ -110,7 +113,7 @@ class FSDPTrainable(Trainable):
         if self._ran:
             self._ran, self._unreduced = False, not self._syncs
         # Whether a forward ran or not: two of them may come before two backwards.
-        if self._syncs and self._whole.parameters:
+        if self.keeps_whole and self._syncs:
             self._whole.reduce()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -139,13 +142,21 @@ class FSDPTrainable(Trainable):
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)
-        self._backend.forget_gradients(optimizer)
+        # Of every model: the optimizer may hold parameters of several.
+        for trainable in self._backend.trainables:
+            if trainable.hides_gradients:
+                trainable.forget_gradients(optimizer)
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Some gradients may not be in ``.grad`` yet."""
+        return self._unreduced or self.keeps_whole
 
     def forget_gradients(self, optimizer: Optimizer) -> None:
-        """Drop what is not in ``.grad`` yet."""
+        """Drop what is not in ``.grad`` yet of this optimizer's parameters."""
         if self._unreduced:
-            drop_unreduced(self._sharded.modules, parameters_of(optimizer))
-        if self._whole.parameters:
+            hidden.drop_unreduced(self._sharded.modules, parameters_of(optimizer))
+        if self.keeps_whole:
             self._whole.forget(optimizer)
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
@@ -187,8 +198,7 @@ class FSDPTrainable(Trainable):
 
     def reshard(self) -> None:
         """Let the names of parameters stand for shards again, where a forward left them whole."""
-        for module in self._sharded.stay_whole:
-            module.reshard()
+        hidden.reshard(self._may_stay_whole)
 
 
 @final
@@ -221,7 +231,7 @@ class FSDPBackend(Backend):
         self._engine = TorchEngine(settings.precision, device, agree)
         self.scaler = self._engine.scaler
         self._recordings: list[Recording] = []
-        self._trainables: list[FSDPTrainable] = []
+        self.trainables: list[FSDPTrainable] = []
         return self.topology
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -253,7 +263,7 @@ class FSDPBackend(Backend):
         trainable = FSDPTrainable(self, model, sharded, former, trained, self._engine)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
-        self._trainables.append(trainable)
+        self.trainables.append(trainable)
         return trainable
 
     def _refuse(self, module: nn.Module) -> None:
@@ -263,7 +273,7 @@ class FSDPBackend(Backend):
                 cure="Leave device_placement at True; cpu_offload in the section `fsdp:` keeps shards in CPU memory.",
             )
         parameters = list(module.parameters())
-        if any(trainable.shares(parameters) for trainable in self._trainables):
+        if any(trainable.shares(parameters) for trainable in self.trainables):
             raise UsageError(
                 f"{type(module).__name__} shares parameters with a model that was prepared before",
                 cure="Make one nn.Module of both and prepare that.",
@@ -271,35 +281,30 @@ class FSDPBackend(Backend):
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate through every prepared model that the loss depends on."""
-        for trainable in self._trainables:
+        for trainable in self.trainables:
             trainable.before_backward()
         self._engine.backward(loss, factor)
-        for trainable in self._trainables:
+        for trainable in self.trainables:
             trainable.after_backward()
 
     def check_held(self, parameters: Sequence[Tensor]) -> None:
         """Raise :class:`UsageError` for tensors that never get a gradient: whole parameters of one forward."""
         for parameter in parameters:
-            if not any(trainable.holds(parameter) for trainable in self._trainables):
+            if not any(trainable.holds(parameter) for trainable in self.trainables):
                 raise UsageError(
                     "these parameters are not the shards: they were asked for before prepare, or between a forward and "
                     "its backward, while some are gathered",
                     cure="Call model.parameters() after backward, on what prepare returned.",
                 )
 
-    def forget_gradients(self, optimizer: Optimizer) -> None:
-        """Drop gradients of this optimizer's parameters that are not reduced yet, in every model."""
-        for trainable in self._trainables:
-            trainable.forget_gradients(optimizer)
-
     def reshard(self) -> None:
         """Let parameters of every model be shards; an optimizer may hold those of several."""
-        for trainable in self._trainables:
+        for trainable in self.trainables:
             trainable.reshard()
 
     def forget(self, trainable: FSDPTrainable) -> None:
         """A model was released."""
-        self._trainables = [each for each in self._trainables if each is not trainable]
+        self.trainables = [each for each in self.trainables if each is not trainable]
 
     def _any(self, verdict: bool) -> bool:
         flag = torch.tensor([int(verdict)], device=self.topology.device)

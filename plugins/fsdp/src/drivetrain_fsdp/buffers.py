@@ -24,7 +24,8 @@ class Buffers:
 
     def __init__(self, module: nn.Module, topology: Topology, *, each_forward: bool) -> None:
         self._module, self._topology, self._each_forward = module, topology, each_forward
-        self._matter = topology.world_size > 1 and any(True for _ in module.buffers())
+        self.matter = topology.world_size > 1 and any(True for _ in module.buffers())
+        """They can differ from rank to rank; if not, the other methods do nothing."""
         self._trained = False
 
     @staticmethod
@@ -38,7 +39,7 @@ class Buffers:
 
     def before_forward(self) -> None:
         """Collective over all ranks in the first evaluation after training."""
-        if not self._matter:
+        if not self.matter:
             return
         if self._each_forward or not self._module.training:
             self.agree()
@@ -47,7 +48,7 @@ class Buffers:
     @torch.no_grad()
     def agree(self) -> None:
         """Give every rank rank 0's values, if the module was trained since the last time. Collective over all ranks."""
-        if self._matter and self._trained:
+        if self.matter and self._trained:
             self._trained = False
             for buffer in self._module.buffers():
                 buffer.copy_(collectives.broadcast(buffer, 0, self._topology))

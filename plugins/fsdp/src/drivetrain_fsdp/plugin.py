@@ -8,6 +8,7 @@ FSDP = BackendInfo(
     name="fsdp",
     aliases=("fsdp2", "fully_sharded_data_parallel"),
     summary="torch FSDP2 (fully_shard): parameters, gradients and optimizer state in shards, gathered unit by unit.",
+    names={"FullyShardedDataParallelPlugin": "drivetrain_fsdp.accelerate:FullyShardedDataParallelPlugin"},
     imports={"fsdp_config": "drivetrain_fsdp.accelerate:RULES"},
     backend="drivetrain_fsdp.backend:FSDPBackend",
     config="drivetrain_fsdp.config:FSDPConfig",

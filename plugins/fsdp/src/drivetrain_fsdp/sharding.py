@@ -171,7 +171,8 @@ def check_reshard(config: FSDPConfig, ranks: int) -> None:
 def _placed(parameter: Tensor, topology: Topology) -> Tensor:
     """Rank 0's values on the device, in the order of memory that ``fully_shard`` takes. Collective over all ranks."""
     data = parameter.detach().to(topology.device).contiguous()
-    return collectives.broadcast(data, 0, topology) if topology.world_size > 1 else data
+    # Into the memory that it has: a copy that stayed would tear holes into the heap, one for each parameter.
+    return data.copy_(collectives.broadcast(data, 0, topology)) if topology.world_size > 1 else data
 
 
 def _offloading(config: FSDPConfig, topology: Topology) -> OffloadPolicy:

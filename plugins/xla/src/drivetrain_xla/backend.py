@@ -169,7 +169,7 @@ class XLABackend(Backend):
         self.watch = CompileWatch(self.section.warmup_steps, self.section.max_recompiles)
         self.feeding = Feeding(
             ahead=self.section.transfer_ahead,
-            arrived=None if self.mesh is None else self.mesh.arrived,
+            send=self._send,
             filler=self.section.ignore_index if self.section.fill_last_batch else None,
         )
         register_device_generator("xla", randomness.generator())
@@ -195,6 +195,11 @@ class XLABackend(Backend):
         self._trainables.append(trainable)
         return trainable
 
+    def _send(self, tensor: Tensor) -> Tensor:
+        """Bring a tensor of a batch to the device, in the loader's thread."""
+        sharding = None if self.mesh is None else self.mesh.batch_sharding(tensor)
+        return moving.send(tensor, self.topology.device, sharding)
+
     def place_state(self, optimizers: Sequence[Optimizer]) -> None:
         """Bring state that optimizers already have to its parameter's device and place on the mesh."""
         moving.move_state(optimizers)
@@ -212,7 +217,8 @@ class XLABackend(Backend):
         """Back-propagate through every model that the loss depends on. Collective where they synchronise."""
         for trainable in self._trainables:
             trainable.before_backward()
-        self._engine.backward(loss, scale)
+        # Processes average, so that gradients which stay on one (LocalSGD) are the mean over its own samples.
+        self._engine.backward(loss, scale if self.reduction is None else scale * self.topology.dp_size)
         for trainable in self._trainables:
             trainable.after_backward()
 

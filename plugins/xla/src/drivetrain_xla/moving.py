@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,18 @@ def move(module: nn.Module, device: str) -> None:
     for tensor in each_tensor(module):
         if tensor.device.type != torch.device(device).type:
             _exchange(tensor, device)
+
+
+def send(tensor: Tensor, device: str, sharding: Any = None) -> Tensor:
+    """Copy a tensor of the host to the device, cut as a ``ShardingSpec`` says. Local.
+
+    In a thread beside the script this is the only way: ``tensor.to(device)`` leaves the copy to whoever needs it first,
+    and a graph that the script starts in between may read it half made.
+    """
+    if tensor.device.type != "cpu":
+        return tensor
+    sent: Tensor = xm.send_cpu_data_to_device(tensor, device, sharding)[0]
+    return sent
 
 
 def each_tensor(module: nn.Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""One model's gradients and buffers over several processes: what is summed already, what waits for the window's end."""
+"""One model's gradients and buffers over several processes: what is averaged, what waits for the window's end."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from drivetrain_xla.reduction import Reduction
 
 @final
 class OverProcesses:
-    """Sums the gradients of one model over processes, each contribution once.
+    """Averages the gradients of one model over processes, each contribution once.
 
-    ``.grad`` holds what is not summed yet, or what is; before a backward adds to sums they are put aside.
+    ``.grad`` holds what is not averaged yet, or what is; before a backward adds to means they are put aside.
 
     Args:
         module: the model.
-        reduction: how sums are made.
+        reduction: how means are made.
     """
 
     def __init__(self, module: nn.Module, reduction: Reduction) -> None:
         self._module, self._reduction = module, reduction
         self.enabled = True
         """The next backward ends a window."""
-        self._summed = False
-        """``.grad`` holds sums."""
+        self._averaged = False
+        """``.grad`` holds means."""
         self._aside: dict[Tensor, Tensor] = {}
         self._trained = False
 
@@ -36,16 +36,16 @@ class OverProcesses:
         self._trained = self._trained or self._module.training
 
     def before_backward(self) -> None:
-        """Put sums aside. Local."""
-        if self._summed:
-            self._summed = False
+        """Put means aside. Local."""
+        if self._averaged:
+            self._averaged = False
             for parameter in self._module.parameters():
                 if parameter.grad is not None:
                     self._aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Sum what this window has gathered and add what was put aside. Collective where a window ends.
+        """Average what this window has gathered and add what was put aside. Collective where a window ends.
 
         Buffers that a training forward may have changed become rank 0's, as under DistributedDataParallel.
         """
@@ -55,7 +55,7 @@ class OverProcesses:
         for parameter, before in self._aside.items():
             parameter.grad = before if parameter.grad is None else parameter.grad + before
         self._aside.clear()
-        self._summed = True
+        self._averaged = True
         if self._trained:
             self._trained = False
             self._reduction.give(list(self._module.buffers()))

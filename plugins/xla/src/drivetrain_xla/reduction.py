@@ -18,10 +18,10 @@ _DEVICE_OPS = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX
 
 
 class Reduction(Protocol):
-    """Sums over all processes. Collective over them."""
+    """Sums and means over all processes. Collective over them."""
 
     def gradients(self, parameters: list[Tensor]) -> None:
-        """Sum each parameter's ``.grad``; one that has none on any process keeps none."""
+        """Average each parameter's ``.grad`` over the processes; one that has none on any of them keeps none."""
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         """As :meth:`drivetrain.api.Backend.reduce`."""
@@ -53,9 +53,9 @@ class HostReduction:
         for alike in by_dtype.values():
             parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in alike]
             flat = torch.cat([part.reshape(-1) for part in parts]).cpu()
-            summed = collectives.all_reduce(flat, "sum", self._host).to(alike[0].device)
+            mean = collectives.all_reduce(flat, "mean", self._host).to(alike[0].device)
             sizes = [part.numel() for part in parts]
-            for parameter, part in zip(alike, torch.split_with_sizes(summed, sizes), strict=True):
+            for parameter, part in zip(alike, torch.split_with_sizes(mean, sizes), strict=True):
                 parameter.grad = part.view(parameter.shape)
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
@@ -81,7 +81,7 @@ class DeviceReduction:
     @torch.no_grad()
     def gradients(self, parameters: list[Tensor]) -> None:
         """Those that are there: graphs are the same everywhere, so a parameter is used by all processes or by none."""
-        xm.all_reduce(xm.REDUCE_SUM, clipping.gradients(parameters))
+        xm.all_reduce(xm.REDUCE_SUM, clipping.gradients(parameters), scale=1.0 / self._topology.dp_size)
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         """Floating tensors on the device in the graph, others by way of the host."""

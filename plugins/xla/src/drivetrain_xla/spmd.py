@@ -36,7 +36,8 @@ class DeviceMesh:
         self._parameters = xs.Mesh(devices, tuple(sizes[axis] for axis in axes), axes)
         # Both data axes as one: torch_xla cannot cut a dim of a batch along two.
         self._specs: dict[int, layout.Spec] = {}
-        self._batches = xs.Mesh(devices, (self._data_size, sizes["tp"]), ("data", "tp"))
+        shape = (self._data_size,) if sizes["tp"] == 1 else (self._data_size, sizes["tp"])
+        self._batches = xs.Mesh(devices, shape, ("data", "tp")[: len(shape)])
 
     def place(self, module: nn.Module) -> None:
         """Annotate parameters; buffers and what cannot be cut are replicated. Local; twice is as once."""
@@ -66,10 +67,14 @@ class DeviceMesh:
         for block in max(lists, key=len, default=[]):
             xs.apply_backward_optimization_barrier(block)
 
-    def arrived(self, tensor: Tensor) -> None:
-        """Cut a tensor of a batch along its first dim over the data axes; one that they do not divide is replicated."""
-        if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self._data_size == 0:
-            xs.mark_sharding(tensor, self._batches, ("data", *[None] * (tensor.dim() - 1)))
+    def batch_sharding(self, tensor: Tensor) -> xs.ShardingSpec | None:
+        """How a tensor of a batch lies: cut along its first dim over the data axes; ``None`` = every device has all.
+
+        So has a tensor with fewer dims than the mesh: torch_xla cannot cut it while it is sent.
+        """
+        if not self._divides(tensor) or tensor.dim() < len(self._batches.mesh_shape):
+            return None
+        return xs.ShardingSpec(self._batches, _batch_spec(tensor))
 
     def produced(self, output: Any) -> None:
         """Note that a model's outputs are cut like its batch, so that parameters are gathered rather than outputs."""
@@ -77,8 +82,12 @@ class DeviceMesh:
             trees.recursively_apply(self._produced, output)
 
     def _produced(self, tensor: Tensor) -> Tensor:
-        self.arrived(tensor)
+        if tensor.device.type == "xla" and self._divides(tensor):
+            xs.mark_sharding(tensor, self._batches, _batch_spec(tensor))
         return tensor
+
+    def _divides(self, tensor: Tensor) -> bool:
+        return bool(tensor.dim() and tensor.shape[0] and tensor.shape[0] % self._data_size == 0)
 
     def _mark(self, parameter: Tensor, cut: str | None) -> None:
         spec = layout.parameter_spec(
@@ -99,3 +108,7 @@ class DeviceMesh:
         if plan is not None:
             return layout.chosen_cuts(names, plan)
         return {name: "colwise" for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+
+
+def _batch_spec(tensor: Tensor) -> tuple[str | None, ...]:
+    return ("data", *[None] * (tensor.dim() - 1))
