@@ -15,10 +15,10 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-xla lint format docs bench bench-xla clean force
+.PHONY: help setup train test test-core test-plugins test-xla lint format docs site reports pictures bench bench-xla clean force
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 setup: $(STAMP)  ## make .venv: the core, the backends that run on a CPU, the tools for tests
 
@@ -35,8 +35,15 @@ $(STAMP): $(DECLARED) | $(BIN)/python
 train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with its accuracy, checkpoint and picture
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
 
-test: $(STAMP)  ## the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Ranks wait for each other most of the time, so the two halves together take little longer than one. Each prints at its end.
+test: $(STAMP)  ## the whole suite, half an hour on two cores: test-core and test-plugins beside each other
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-plugins
+
+test-core: $(STAMP)  ## the tests of the core, and of what belongs to no single distribution
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q core tests
+
+test-plugins: $(STAMP)  ## the tests of the backends
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q plugins
 
 # torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.
 test-xla: $(XLA_PYTHON)  ## the tests of the TPU backend, by real torch_xla on the CPU; installs a gigabyte once a machine
@@ -57,6 +64,23 @@ format: $(STAMP)  ## what ruff can repair by itself
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## renew what the documents say about the code
+	$(BIN)/python docs/generate.py
+
+site: $(STAMP)  ## the documents as a site, in runs/site/index.html
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d runs/site/.doctrees docs runs/site
+
+# A report belongs to the cases and capabilities that it was made with; tests/house says when it is too old.
+BACKENDS := single dp ddp fsdp deepspeed megatron xla
+reports: $(STAMP) $(if $(filter xla,$(BACKENDS)),$(XLA_PYTHON))  ## run the conformance kit, half an hour, and renew its tables; BACKENDS=fsdp does one
+	@export OMP_NUM_THREADS=1; for name in $(BACKENDS); do \
+		python=$(BIN)/python; tests=$$(ls core/tests/testing/test_*conformance_$$name.py plugins/$$name/tests/test_*conformance*.py 2>/dev/null); \
+		if [ $$name = xla ]; then python=$(XLA_PYTHON); export PJRT_DEVICE=CPU; fi; \
+		$$python -m pytest -q --report docs/reports/$$name.json $$tests || exit 1; \
+	done
+	$(BIN)/python docs/generate.py
+
+pictures: $(STAMP)  ## run the examples as the tutorial does, and renew its pictures and numbers
+	$(BIN)/python docs/tutorial/measure.py
 	$(BIN)/python docs/generate.py
 
 bench: $(STAMP)  ## side by side with the bare engine and with peers: medians, ratios, spread

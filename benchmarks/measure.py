@@ -17,6 +17,8 @@ from benchmarks import (
     checkpoints,
     gathering,
     loaders,
+    megatron_core,
+    parallel,
     peers,
     pipelines,
     report,
@@ -24,16 +26,22 @@ from benchmarks import (
     sharded_saves,
     startup,
     steps,
+    watching,
     zero,
 )
+from benchmarks.megatron_core import LlamaCase
 from benchmarks.pairs import Samples
+from benchmarks.parallel import ParallelCase
 from benchmarks.pipelines import PipelineCase
 from benchmarks.report import Section, Target
 from benchmarks.sharded import ShardedCase
 from benchmarks.steps import StepCase
 from benchmarks.zero import ZeroCase
 
-GROUPS = ("steps", "loaders", "gather", "checkpoints", "startup", "fsdp", "saves", "deepspeed", "pipelines", "gpu")
+GROUPS = (
+    "steps", "loaders", "gather", "watching", "checkpoints", "startup", "fsdp", "saves",
+    "deepspeed", "parallel", "core", "pipelines", "gpu",
+)  # fmt: skip
 
 STEPS = [
     StepCase(),
@@ -88,9 +96,14 @@ STEP_TARGET = Target("more", 10.0)
 # Of a step of some milliseconds, and of one of at least twenty.
 SHARDED_TARGETS = {64: Target("more", 15.0), 768: Target("ratio", 1.01)}
 WAIT_TARGET = Target("ratio", 0.2, sharded_saves.BESIDE)
+PARALLEL = [ParallelCase("tp"), ParallelCase("pp")]
+LLAMA_SMALL: dict[str, Any] = {"width": 32, "layers": 2, "words": 64, "rows": 4, "length": 8, "micro_batches": 2}
+LLAMA_LARGE: dict[str, Any] = {"width": 512, "layers": 8, "words": 4096, "rows": 4}
+PARALLEL_TARGET = Target("ratio", 1.02)
 LOADER_TARGET = Target("ratio", 1.1)
 HELP_TARGET = Target("total", 100.0, "drivetrain --help")
 IMPORT_TARGET = Target("total", 60.0, "import drivetrain")
+LAUNCH_TARGET = Target("ratio", 1.05, "drivetrain launch")
 
 
 def _spawn(function: Any, world: int, *args: Any) -> Any:
@@ -133,6 +146,12 @@ def measure_gather(quick: bool) -> Iterator[Section]:
     yield Section("gather_for_metrics((x, y)), 2 processes; bare is two all_gathers", "wall", "us", "call", samples)
 
 
+def measure_watching(quick: bool) -> Iterator[Section]:
+    """Steps whose calls are compared over the ranks, and that ask whether the run shall end."""
+    samples = _spawn(watching.measure, 2, 4 if quick else 20, 4 if quick else 150)
+    yield Section("Step with a watchdog, 2 processes DDP; bare is DDP", "wall", "us", "step", samples)
+
+
 def measure_checkpoints(quick: bool) -> Iterator[Section]:
     """Saving and loading."""
     megabytes = 1 if quick else 34
@@ -146,12 +165,17 @@ def measure_startup(quick: bool) -> Iterator[Section]:
     for what, target in (("help", HELP_TARGET), ("import", IMPORT_TARGET)):
         title = {"help": "Command line: --help", "import": "Import"}[what] + ", a whole program"
         yield Section(title, "cpu", "ms", "start", startup.measure(what, 2 if quick else 12), target)
+    for until in startup.UNTIL:
+        title = f"Launching {startup.PROCESSES} processes: to {until}; bare is torchrun"
+        yield Section(title, "wall", "ms", "launch", startup.launches(1 if quick else 12, until), LAUNCH_TARGET)
 
 
 def measure_fsdp(quick: bool) -> Iterator[Section]:
     """Training in shards: steps, checkpoints, memory."""
     for case in [ShardedCase(accumulation=4)] if quick else SHARDED_STEPS:
-        micro_batches, rounds = (4, 4) if quick else (1, 60) if case.width > 64 else (24, 60)
+        # What one process adds to a short step is looked for among differences that are wider than it.
+        rounds = 4 if quick else 200 if case.world == 1 and case.width == 64 else 60
+        micro_batches = 4 if quick else 1 if case.width > 64 else 24
         samples, missing = _spawn(sharded.measure, case.world, case, micro_batches, rounds)
         target = SHARDED_TARGETS[case.width] if case.world == 1 else None
         per = "step" if case.accumulation == 1 else "micro-batch"
@@ -206,6 +230,44 @@ def measure_deepspeed(quick: bool) -> Iterator[Section]:
     for verb, samples in found.items():
         title = f"deepspeed, {verb}_state: {case.title}, with its Adam state; bare is {verb}_checkpoint"
         yield Section(title, "wall", "ms", "call", samples, remarks=missing)
+
+
+def measure_parallel(quick: bool) -> Iterator[Section]:
+    """Tensor and pipeline parallelism against torch's own calls: steps, memory."""
+    for case in [ParallelCase(axis, width=32, rows=16) for axis in ("tp", "pp")] if quick else PARALLEL:
+        samples = _spawn(parallel.measure, 2, case, 3 if quick else 60)
+        title = f"megatron, training step: {case.title}; bare is torch by hand"
+        yield Section(title, "cpu", "ms", "step", samples, None if quick else PARALLEL_TARGET)
+        peaks: dict[str, Samples] = {}
+        for _ in range(1 if quick else 5):
+            for name in (peers.BARE, peers.OURS, parallel.SINGLE):
+                grown = _spawn_all(parallel.peak, 2, name, case, 3)
+                peaks.setdefault(name, Samples([], [])).memory.append(max(grown))
+        title = f"megatron, memory that training adds to a rank: {case.title}; bare is torch by hand"
+        yield Section(title, "memory", "MB", "rank", peaks)
+
+
+def measure_core(quick: bool) -> Iterator[Section]:
+    """The engine Megatron-Core against Megatron-Core by hand: steps; memory of both engines beside one process."""
+    of = LlamaCase(**(LLAMA_SMALL if quick else {})).model
+    if not megatron_core.present():
+        yield Section(f"megatron_core, training step: {of}", "wall", "ms", "step", {}, remarks=[megatron_core.MISSING])
+        return
+    for axis in ("tp", "pp"):
+        case = LlamaCase(axis, **(LLAMA_SMALL if quick else {}))
+        samples = _spawn(megatron_core.measure, 2, case, 3 if quick else 60)
+        title = f"megatron_core, training step: {case.title}"
+        for clock in ("wall", "cpu"):
+            yield Section(title, clock, "ms", "step", samples, None if quick else PARALLEL_TARGET)
+    sizes = LLAMA_SMALL if quick else LLAMA_LARGE
+    peaks: dict[str, Samples] = {}
+    for _ in range(1 if quick else 3):
+        for axis, name in megatron_core.MEMORY:
+            grown = _spawn_all(megatron_core.peak, 2 if axis else 1, name, LlamaCase(axis, **sizes), 3)
+            row = f"{name}, {axis} over 2" if axis else name
+            peaks.setdefault(row, Samples([], [])).memory.append(max(grown))
+    title = f"megatron, memory that training adds to a rank: {LlamaCase(**sizes).model}; the first line is one process"
+    yield Section(title, "memory", "MB", "rank", peaks)
 
 
 def measure_pipelines(quick: bool) -> Iterator[Section]:

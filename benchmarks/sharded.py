@@ -127,16 +127,17 @@ def peak(name: str, case: ShardedCase, steps: int) -> float | str:
     before = 0.0
     try:
         make = _MAKE[name](case)
-        before = _high_water()
+        before = high_water()
         contender = make()
     except Exception as error:  # noqa: BLE001 (raised again, or the reason that the table tells)
         return _missing(name, error)
     shape = (case.rows, case.width)
     loop(contender, 1, [(torch.randn(shape), torch.randn(shape))] * steps)()
-    return _high_water() - before
+    return high_water() - before
 
 
-def _high_water() -> float:
+def high_water() -> float:
+    """Bytes of memory that this process has had at most."""
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found * (1.0 if sys.platform == "darwin" else 1024.0)
 

@@ -1,10 +1,12 @@
-"""What it costs to start: CPU time of whole programs, interpreter included."""
+"""What it costs to start: CPU time of whole programs, interpreter included, and how long a launch takes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from benchmarks import peers
@@ -13,6 +15,31 @@ from benchmarks.pairs import Block, Samples, alternate, children
 HELP = {"accelerate": "accelerate", "fabric": "fabric"}
 MODULES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 PYTHON = "bare python"
+PROCESSES = 2
+
+_MOMENT = """
+import sys, time
+with open(sys.argv[1], "a") as file:
+    file.write(f"{time.monotonic()}\\n")
+"""
+"""Writes the moment at which it runs, on a clock that all programs of a machine share."""
+
+_MEETING = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+"""
+
+_LEAVING = """
+dist.destroy_process_group()
+import os
+os._exit(0)
+"""
+"""Without the second gloo's threads now and then abort a process that has finished, under every launcher."""
+
+UNTIL = {"the first line of the script": _MOMENT, "the end of its first collective": _MEETING + _MOMENT + _LEAVING}
+"""Scripts by the moment that they write down."""
 
 
 def measure(what: str, rounds: int) -> dict[str, Samples]:
@@ -28,6 +55,33 @@ def measure(what: str, rounds: int) -> dict[str, Samples]:
         for name in peers.present():
             blocks[f"import {MODULES[name]}"] = _start(sys.executable, "-c", f"import {MODULES[name]}")
     return alternate(blocks, units=1, rounds=rounds, warmup=1, meter=children)
+
+
+def launches(rounds: int, until: str = "the first line of the script") -> dict[str, Samples]:
+    """Each launcher's way to one moment of :data:`UNTIL`, in its last process; CPU is the whole job's."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, moments = Path(folder) / "script.py", Path(folder) / "moments"
+        script.write_text(UNTIL[until], encoding="utf-8")
+        job = (str(script), str(moments))
+        blocks = {
+            "torchrun": _start(_script("torchrun"), "--master-port=29641", f"--nproc-per-node={PROCESSES}", *job),
+            "drivetrain launch": _start(_script("drivetrain"), "launch", "--cpu", f"--num_processes={PROCESSES}", *job),
+        }
+        if "accelerate" in peers.present():
+            # With --cpu it starts one process, whatever was asked for; the script uses no device.
+            flags = ("--multi_gpu", f"--num_processes={PROCESSES}", "--num_machines=1", "--mixed_precision=no")
+            flags += ("--dynamo_backend=no", "--main_process_port=29642")
+            blocks["accelerate launch"] = _start(_script("accelerate"), "launch", *flags, *job)
+
+        def to_the_moment(block: Block) -> tuple[float, float]:
+            moments.write_text("", encoding="utf-8")
+            begun = time.monotonic()
+            cpu, _ = children(block)
+            seen = [float(line) for line in moments.read_text(encoding="utf-8").split()]
+            assert len(seen) == PROCESSES, "a process of the launch wrote nothing"
+            return cpu, max(seen) - begun
+
+        return alternate(blocks, units=1, rounds=rounds, warmup=1, meter=to_the_moment)
 
 
 def _script(name: str) -> str:
