@@ -1,29 +1,76 @@
-"""Write what the documents say about the code: the table of backends and the tree of files.
+"""Write what the documents say about the code: the table of backends, the tree of files, line counts, measured numbers.
 
     make docs
 
-Both stand between marks, in README.md and docs/onboarding.md; tests/readme fails when they are out of date.
+All but the counts stand between marks; tests/readme fails when something is out of date.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
+import json
+import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from drivetrain.registry import get_registry
+from drivetrain.testing import report
+from drivetrain.testing.kit import all_cases, brought_cases
+from drivetrain.testing.proofs import PROOFS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def backends() -> str:
-    """One row for each backend of this repository, from what its plugin says about itself."""
-    rows = ["| `distributed_type` | also written | distribution | what it is |", "|---|---|---|---|"]
-    for report in get_registry().reports():
-        ours = report.distribution == "drivetrain" or (ROOT / "plugins" / report.name).is_dir()
+    """One row for each backend of this repository: what its plugin says about itself, and what the kit found."""
+    rows = ["| `distributed_type` | also written | distribution | what it is | conformance |", "|---|---|---|---|---|"]
+    for each in get_registry().reports():
+        ours = each.distribution == "drivetrain" or (ROOT / "plugins" / each.name).is_dir()
         if ours:
-            aliases = ", ".join(f"`{alias.upper()}`" for alias in report.aliases)
-            rows.append(f"| `{report.name}` | {aliases} | `{report.distribution}` | {report.summary} |")
+            aliases = ", ".join(f"`{alias.upper()}`" for alias in each.aliases)
+            runs = conformance_runs().get(each.name)
+            found = report.summary(runs) if runs else "no report"
+            rows.append(f"| `{each.name}` | {aliases} | `{each.distribution}` | {each.summary} | {found} |")
+    return "\n".join(rows)
+
+
+@cache
+def conformance_runs() -> dict[str, list[report.Run]]:
+    """What the kit found, by backend, from the files that `make reports` writes."""
+    return {path.stem: report.read(path)[1] for path in sorted((ROOT / "docs/reports").glob("*.json"))}
+
+
+def conformance() -> str:
+    """One row for each conformance run of this repository, then the declared gaps with their reasons."""
+    rows = ["| backend | section | processes | engines | passed | gaps |", "|---|---|---|---|---|---|"]
+    gaps: dict[str, None] = {}
+    for run in (run for runs in conformance_runs().values() for run in runs):
+        section = ", ".join(f"`{key}: {value}`" for key, value in run.section.items())
+        engines = ", ".join(f"{name} {version}" for name, version in run.engines.items())
+        worlds = ", ".join(map(str, run.world_sizes))
+        counts = f"{run.count(report.PASSED)} | {run.count(report.GAP)}"
+        rows.append(f"| `{run.backend}` | {section} | {worlds} | {engines} | {counts} |")
+        gaps |= {f"- `{run.backend}`, `{case}`: {reason}.": None for case, reason in run.gaps.items()}
+    return "\n".join([*rows, "", *gaps])
+
+
+def cases() -> str:
+    """Every case with the sentence that it proves and the reports that it guards against."""
+    rows = ["| case | what holds | guards against |", "|---|---|---|"]
+    for case in [*all_cases().values(), *brought_cases().values()]:
+        holds = (inspect.getdoc(case.function) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+        rows.append(f"| `{case.name}` | {holds} | {case.guards} |")
+    return "\n".join(rows)
+
+
+def proofs() -> str:
+    """Which case proves which capability."""
+    rows = ["| capability | proved where it is declared by | and where it is not by |", "|---|---|---|"]
+    for name, pair in PROOFS.items():
+        where, where_not = (f"`{case.rstrip('.')}`" if case else "" for case in pair)
+        rows.append(f"| `{name}` | {where} | {where_not} |")
     return "\n".join(rows)
 
 
@@ -48,6 +95,34 @@ def tree() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+def counted(text: str) -> str:
+    """The reading order with the size of each file or folder behind its name, in tens of lines."""
+    head, heading, tail = text.partition("## The tree")
+
+    def with_count(match: re.Match[str]) -> str:
+        path = ROOT / match.group(1)
+        files = path.rglob("*.py") if path.is_dir() else [path]
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        return f"`{match.group(1)}` ({round(lines, -1)} lines)"
+
+    return re.sub(r"`((?:core|plugins)/[\w/.]+)`(?: \(\d+ lines\))?", with_count, head) + heading + tail
+
+
+def measured() -> str:
+    """What the runs of the tutorial came to, from the file that `make pictures` writes."""
+    runs = json.loads((ROOT / "docs/tutorial/pictures/runs.json").read_text(encoding="utf-8"))
+    rows = [
+        "| `distributed_type` | last loss | farthest from one process | test accuracy | MiB on each rank |",
+        "|---|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        apart = max(abs(mine - other) for mine, other in zip(run["losses"], runs["single"]["losses"], strict=True))
+        held = ", ".join(f"{count / 2**20:.0f}" for count in run["memory"])
+        distance = f"{apart:.0e}" if name != "single" else ""
+        rows.append(f"| `{name}` | {run['losses'][-1]:.4f} | {distance} | {run['accuracy']:.2%} | {held} |")
+    return "\n".join(rows)
+
+
 def renewed(text: str, name: str, content: str) -> str:
     """The text with `content` between the marks of this name."""
     start, end = f"<!-- {name}: generated by `make docs` -->", f"<!-- end of {name} -->"
@@ -61,9 +136,16 @@ def renewed(text: str, name: str, content: str) -> str:
 def documents() -> dict[Path, str]:
     """Every document with generated parts, as it should be."""
     readme, onboarding = ROOT / "README.md", ROOT / "docs/onboarding.md"
+    tutorial = ROOT / "docs/tutorial/one-line.md"
+    kit = ROOT / "docs/explanation/conformance.md"
+    tables = kit.read_text(encoding="utf-8")
+    for name, table in (("runs of the kit", conformance()), ("cases", cases()), ("proofs", proofs())):
+        tables = renewed(tables, name, table)
     return {
         readme: renewed(readme.read_text(encoding="utf-8"), "backends", backends()),
-        onboarding: renewed(onboarding.read_text(encoding="utf-8"), "tree", tree()),
+        onboarding: counted(renewed(onboarding.read_text(encoding="utf-8"), "tree", tree())),
+        tutorial: renewed(tutorial.read_text(encoding="utf-8"), "runs", measured()),
+        kit: tables,
     }
 
 
