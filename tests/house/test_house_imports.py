@@ -10,7 +10,7 @@ import sys
 
 HEAVY = ("torch", "numpy", "deepspeed", "megatron", "torch_xla", "accelerate", "transformers")
 
-TORCH_ROOMS = ("runtime/", "backends/", "checkpoint/", "testing/", "accelerator.py")
+TORCH_ROOMS = ("runtime/", "backends/", "checkpoint/", "testing/", "accelerator.py", "launch/rendezvous/")
 """Under core/src/drivetrain."""
 
 LAZY_TORCH_ROOMS = (

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.testing import spawn
+
 FROZEN = Path(__file__).parent / "frozen"
 
 
@@ -111,6 +113,11 @@ def config_keys():
 
 
 def cli_flags():
+    """In a process of its own: other tests of this one may have brought commands."""
+    return spawn(flags_of_all_commands, 1)[0]
+
+
+def flags_of_all_commands():
     import click
 
     from drivetrain.cli.main import drivetrain
@@ -124,7 +131,7 @@ def cli_flags():
                 child = command.get_command(context, name)
                 yield from flags(child, f"{path} {name}", click.Context(child, info_name=name, parent=context))
 
-    yield from flags(drivetrain, "drivetrain", click.Context(drivetrain, info_name="drivetrain"))
+    return list(flags(drivetrain, "drivetrain", click.Context(drivetrain, info_name="drivetrain")))
 
 
 @pytest.mark.parametrize("surface", [public_names, accelerator, contract, hooks, config_keys, cli_flags])

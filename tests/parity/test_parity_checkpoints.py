@@ -11,10 +11,7 @@ from drivetrain.testing.scenario import assert_same_state, reference
 
 
 def test_run_goes_on_under_another_backend(journey: tuple[tuple[str, int], tuple[str, int]], tmp_path: Path) -> None:
-    source, target = (
-        Kit(backend, {"distributed_type": backend, "use_cpu": True}, {}, 1e-6, "", str(tmp_path))
-        for backend, _ in journey
-    )
+    source, target = (Kit.plain(backend, tmp_path) for backend, _ in journey)
     uninterrupted = spawn(run_in_rank, journey[0][1], state.first_part, source)[0]
     for resumed in spawn(run_in_rank, journey[1][1], state.second_part, target):
         assert_same_state(resumed, uninterrupted, 2e-6)  # two worlds add in another order

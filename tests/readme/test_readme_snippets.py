@@ -64,16 +64,6 @@ def test_the_readmes_script_runs_under_torchrun(example):
     assert run("torchrun --standalone --nproc_per_node 2 script.py", example).startswith("2 process(es), loss")
 
 
-def test_the_tutorials_script_goes_as_the_tutorial_says(tmp_path):
-    page = (ROOT / "docs/tutorial/first-run.md").read_text(encoding="utf-8")
-    (tmp_path / "train.py").write_text(blocks(page, "python")[0], encoding="utf-8")
-    (tmp_path / "train.yaml").write_text(blocks(page, "yaml")[0], encoding="utf-8")
-    for command in shell_lines(page):
-        losses = [float(line.rsplit(" ", 1)[1]) for line in run(command, tmp_path).splitlines() if "loss" in line]
-        assert len(losses) == 5, command
-        assert losses[-1] < losses[0] / 10, command
-
-
 @pytest.mark.parametrize("command", shell_lines(README))
 def test_every_command_of_the_readme_is_one_that_is_tested(command):
     known = recipes()

@@ -24,14 +24,15 @@ def load(name):
 
 @pytest.fixture
 def run(tmp_path):
-    """``run(script, world, *arguments)``: what each rank's ``main`` returned; ``backend=`` chooses one."""
+    """``run(script, world, *arguments)``: what each rank's ``main`` returned; ``backend=`` and its section as asked."""
 
-    def start(name, world, *arguments, backend=None, folder="out"):
+    def start(name, world, *arguments, backend=None, folder="out", **section):
         module = load(name)
         arguments = [str(each) for each in arguments]
         if name in FOLDERS:
             arguments += [FOLDERS[name], str(tmp_path / folder)]
         env = {"DRIVETRAIN_DISTRIBUTED_TYPE": backend} if backend else {}
+        env |= {f"DRIVETRAIN_{backend}__{key}".upper(): str(value) for key, value in section.items()}
         return spawn(module.main, world, module.parse_args(arguments), env=env, timeout=50)
 
     return start

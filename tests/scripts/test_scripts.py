@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.runtime import attendance
-from drivetrain.testing import spawn
+from drivetrain.testing import RankFailedError, spawn
 from drivetrain.tracking import known_trackers
 
 FOLDER = Path(__file__).parent
@@ -371,6 +373,109 @@ def test_names_that_scripts_reach_for(tmp_path):
         assert found.pop("lists") == [1, 1, 1]
         assert found.pop("asked") == ["jsonl"]
         assert all(found.values()), found
+
+
+# ---- the same scripts under DeepSpeed -------------------------------------------------------------------------------
+
+zero = partial(pytest.param, marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"))
+
+
+@pytest.mark.parametrize("stage", [zero(2), zero(3)])
+def test_classification_under_zero(run, stage):
+    alone = run("text_classification", 1, "--batch_size", 16, folder="alone")[0]
+    found = run("text_classification", 2, "--batch_size", 8, backend="deepspeed", folder="zero", zero_stage=stage)[0]
+    assert found["history"] == near(alone["history"])
+    assert flat(found["weights"]) == near(flat(alone["weights"]))
+    assert (found["seen"], found["accuracy"], found["lr"]) == (57, alone["accuracy"], alone["lr"])
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "half", "keys", "stage"),
+    [
+        zero("token_normalisation", ("--batch_size", 8), ("--batch_size", 4), ("losses", "weights", "lr"), 3),
+        zero("cross_validation", ("--batch_size", 12), ("--batch_size", 6), ("folds", "accuracy"), 3),
+        zero("diffusion", ("--train_batch_size", 16), ("--train_batch_size", 8), ("losses", "adapter", "ema"), 2),
+        zero("gan", ("--batch_size", 16), ("--batch_size", 8), ("log",), 3),
+    ],
+)
+def test_scripts_under_zero(run, name, whole, half, keys, stage):
+    alone = run(name, 1, *whole, backend="single", folder="alone")[0]
+    found = run(name, 2, *half, backend="deepspeed", folder="zero", zero_stage=stage)[0]
+    for key in keys:
+        # Adam divides by the root of tiny second moments.
+        numbers = [torch.tensor(each[key], dtype=torch.float64).flatten().tolist() for each in (found, alone)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=2e-4), key
+
+
+# ---- the same scripts under Megatron --------------------------------------------------------------------------------
+
+PARTS = {
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+    "zero1": {"data_parallel": "zero1"},
+    "fsdp": {"data_parallel": "fsdp"},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_classification_under_megatron(run, tmp_path, parts):
+    alone = run("text_classification", 1, "--batch_size", 16, folder="alone")[0]
+    # Ranks that share a model see the same batch.
+    size = 8 if "data_parallel" in PARTS[parts] else 16
+    results = run("text_classification", 2, "--batch_size", size, backend="megatron", folder="parts", **PARTS[parts])
+    for found in results:
+        assert found["history"] == near(alone["history"])
+        assert (found["seen"], found["accuracy"], found["lr"]) == (57, alone["accuracy"], alone["lr"])
+    assert flat(results[0]["weights"]) == near(flat(alone["weights"]))
+    # What the script made of `unwrapped_model.state_dict()`.
+    saved, expected = (torch.load(tmp_path / each / "model.bin", weights_only=True) for each in ("parts", "alone"))
+    assert flat({name: value.tolist() for name, value in saved.items()}) == near(flat(alone["weights"]))
+    assert list(saved) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "half", "keys", "parts"),
+    [
+        (*script, parts)
+        for script in (
+            ("token_normalisation", ("--batch_size", 8), ("--batch_size", 4), ("losses", "weights", "lr")),
+            ("cross_validation", ("--batch_size", 12), ("--batch_size", 6), ("folds", "accuracy", "predictions")),
+        )
+        for parts in ("tp", "pp", "zero1")
+    ]
+    + [
+        ("gan", ("--batch_size", 16), ("--batch_size", 8), ("log", "weights"), "zero1"),
+        ("diffusion", ("--train_batch_size", 16), ("--train_batch_size", 8), ("losses", "adapter", "ema"), "zero1"),
+    ],
+)
+def test_scripts_under_megatron(run, name, whole, half, keys, parts):
+    state = ["--weights_of_state"] if name == "token_normalisation" else []
+    alone = run(name, 1, *whole, *state, backend="single", folder="alone")[0]
+    # Ranks that share a model see the same batch.
+    batch = half if "data_parallel" in PARTS[parts] else whole
+    found = run(name, 2, *batch, *state, backend="megatron", folder="parts", **PARTS[parts])[0]
+    for key in keys:
+        # Adam divides by the root of tiny second moments.
+        numbers = [torch.tensor(each[key], dtype=torch.float64).flatten().tolist() for each in (found, alone)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=2e-4), key
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "parts", "words"),
+    [
+        # A generator's output is what its discriminator is given: two pipelines one after the other.
+        ("gan", (), "pp", "Put both models into one module"),
+        # The script's hook asks for the weights on the main process, while the others save.
+        ("diffusion", (), "pp", "was called on 1 of 2 processes"),
+        ("diffusion", (), "tp", "tp_plan"),
+        ("automatic_memory", (), "pp", "cannot be cut into 2 pipeline stages"),
+        ("streaming", (), "tp", "cannot join uneven inputs"),
+        ("local_sgd", (), "tp", "LocalSGD needs replicas"),
+    ],
+)
+def test_scripts_that_megatron_refuses_are_told_why(run, name, arguments, parts, words):
+    with pytest.raises(RankFailedError, match=words):
+        run(name, 2, *arguments, backend="megatron", **PARTS[parts])
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------

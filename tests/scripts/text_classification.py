@@ -127,6 +127,8 @@ def main(args):
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )
 
+    # Prepared, the loader knows how many batches this process sees; processes may share a model.
+    total = len(train_dataloader) * args.num_epochs // args.gradient_accumulation_steps
     overall_step, starting_epoch, resume_step = 0, 0, None
     if args.resume_from_checkpoint:
         accelerator.print(f"Resumed from checkpoint: {args.resume_from_checkpoint}")

@@ -47,6 +47,8 @@ def main(args):
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
     model, optimizer, dataloader, lr_scheduler = accelerator.prepare(model, optimizer, dataloader, lr_scheduler)
     loss_fn = nn.CrossEntropyLoss(ignore_index=-100, reduction="sum")
+    # How many processes see batches of their own: fewer than num_processes where some of them share a model.
+    num_shares = len(accelerator.gather(torch.zeros(1, device=accelerator.device)))
     losses = []
     for _ in range(args.num_epochs):
         model.train()
@@ -70,14 +72,16 @@ def main(args):
                     loss = loss_fn(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
                     total += loss.detach()
                     # Mean over processes and division by the window's length, undone.
-                    loss = loss * args.gradient_accumulation_steps * accelerator.num_processes / num_items
+                    loss = loss * args.gradient_accumulation_steps * num_shares / num_items
                     accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(total, reduction="sum").item() / num_items)
-    weights = accelerator.unwrap_model(model).head.weight.detach().flatten().tolist()
+    unwrapped = accelerator.unwrap_model(model)
+    weight = unwrapped.state_dict()["head.weight"] if args.weights_of_state else unwrapped.head.weight
+    weights = weight.detach().flatten().tolist()
     accelerator.end_training()
     return {"losses": losses, "weights": weights, "lr": lr_scheduler.get_last_lr()}
 
@@ -89,6 +93,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--num_epochs", type=int, default=2)
     parser.add_argument("--use_model_no_sync", action="store_true")
+    parser.add_argument("--weights_of_state", action="store_true")
     return parser.parse_args(argv)
 
 

@@ -11,5 +11,6 @@ class Requirements(BaseRequirements):  # noqa: F405
     backend = "diloco"
     world_sizes = (1, 2)
     section: ClassVar = {"synchronous_steps": 1000}
+    axis_sections: ClassVar = {"dp_replicate": {"synchronous_steps": 1000}}
     unused_parameters: ClassVar = {"find_unused_parameters": True}
     shared_ranks = True

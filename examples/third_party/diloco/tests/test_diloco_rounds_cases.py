@@ -20,6 +20,7 @@ OWN_GRADIENTS = "gradients stay on their worker; what is averaged are the parame
 class Requirements(BaseRequirements):
     backend = "diloco"
     world_sizes = (2,)
+    certifies = False
     section: ClassVar = {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     shared_ranks = True
     gaps: ClassVar = {
@@ -31,7 +32,9 @@ class Requirements(BaseRequirements):
         "clipping.same_norm_everywhere": OWN_CLIPPING,
         "clipping.not_finite_is_skipped": OWN_CLIPPING,
         "clipping.other_norms": OWN_CLIPPING,
+        "mesh.dp_replicate": OWN_CLIPPING,
         "clipping.clips_by_value": OWN_CLIPPING,
         "honesty.no_sync_keeps_gradients_local": OWN_GRADIENTS,
+        "honesty.trains_alone_and_averages": "joined after every step, no worker is alone for two",
         "state.resumed_equals_uninterrupted": OWN_ADAM,
     }

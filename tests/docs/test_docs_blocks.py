@@ -1,0 +1,153 @@
+"""Every code block of the documents runs, page by page, each page in an empty folder.
+
+A comment in the line before a block, which no reader sees, says what is special about it:
+
+- `<!-- saved as: train.py -->`: the block is that file, for the commands of the page.
+- `<!-- not run: reason -->`: it needs what is not here.
+
+All other Python of a page is one program, run on two ranks; `<!-- after: fsdp.py -->` puts a file of
+`tests/docs/before/` there. Commands run afterwards, in their order. Configurations are loaded by tests/readme.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from drivetrain.cli.main import drivetrain
+from drivetrain.testing import spawn
+
+ROOT = Path(__file__).resolve().parents[2]
+BEFORE = Path(__file__).parent / "before"
+BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PIECE = re.compile(rf"^<!-- after: (\S+) -->$|{BLOCK.pattern}", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^(\$ )?(drivetrain|python|pip|pytest|torchrun|make|sbatch|deepspeed|accelerate) ", re.MULTILINE)
+COMMANDS = {"sh", "console"}
+LANGUAGES = {"python", "yaml", "text"} | COMMANDS
+
+ELSEWHERE = {
+    # Their blocks belong to one story, which a test of its own follows.
+    "tutorial/first-run.md": "tests/docs/test_docs_tutorial.py",
+    "tutorial/one-line.md": "tests/docs/test_docs_tutorial.py",
+    "how-to/from-fabric.md": "tests/docs/test_docs_fabric.py",
+    "how-to/write-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
+    "how-to/pipeline-schedules.md": "plugins/megatron/tests/test_megatron_planner.py",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block.
+
+    Args:
+        note: the comment before it.
+        language: the word behind the fence.
+        body: what is in it.
+    """
+
+    note: str
+    language: str
+    body: str
+
+    @property
+    def file(self) -> str:
+        """The name that it is saved under, if any."""
+        return self.note.removeprefix("saved as: ") if self.note.startswith("saved as: ") else ""
+
+    @property
+    def runs(self) -> bool:
+        return not self.note.startswith("not run: ")
+
+    def commands(self) -> list[str]:
+        """Its command lines; a line of a console without a prompt is output."""
+        joined = self.body.replace("\\\n", " ")
+        lines = [line.partition("  #")[0].strip() for line in joined.splitlines()]
+        if self.language == "console":
+            return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+def blocks(text):
+    """Blocks of a page, without directives of the site."""
+    found = [Block(*(part or "" for part in match)) for match in BLOCK.findall(text)]
+    return [block for block in found if not block.language.startswith("{")]
+
+
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+RUNNING = [name for name, text in TEXTS.items() if COMMANDS | {"python"} & {block.language for block in blocks(text)}]
+
+
+def program(text):
+    """The Python of a page that is no file of its own."""
+    parts = []
+    for before, *block in PIECE.findall(text):
+        if before:
+            parts.append((BEFORE / before).read_text(encoding="utf-8"))
+        elif (found := Block(*block)).language == "python" and found.runs and not found.file:
+            parts.append(found.body)
+    return "\n".join(parts)
+
+
+def run_on_rank(folder, source, page):
+    """One rank of a page's program."""
+    os.chdir(folder)
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, page, "exec"), namespace)
+    if "accelerator" in namespace:
+        namespace["accelerator"].end_training()
+
+
+def run_command(command, folder):
+    """As typed, but for commands that start no processes: those run in here, which spares them an import of torch."""
+    words = shlex.split(command)
+    if words[0] == "drivetrain" and words[1] not in {"launch", "test"}:
+        with contextlib.chdir(folder):
+            outcome = CliRunner().invoke(drivetrain, words[1:], catch_exceptions=False)
+        assert outcome.exit_code == 0, f"{command}\n{outcome.output}"
+        return
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNING if name not in ELSEWHERE])
+def test_the_blocks_of_a_page_run(name, tmp_path):
+    found = blocks(TEXTS[name])
+    for block in found:
+        if block.file:
+            (tmp_path / block.file).write_text(block.body, encoding="utf-8")
+    if source := program(TEXTS[name]):
+        spawn(run_on_rank, 2, tmp_path, source, str(PAGES[name]))
+    for block in found:
+        if block.language in COMMANDS and block.runs:
+            for command in block.commands():
+                run_command(command, tmp_path)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_says_what_it_is(name):
+    for block in blocks(TEXTS[name]):
+        assert block.language in LANGUAGES, f"a block of {name} has no language that is known here:\n{block.body}"
+        if block.language == "text":
+            assert not COMMAND.search(block.body), f"{name} hides commands from the tests:\n{block.body}"
+        if not block.runs:
+            assert len(block.note) > len("not run: ") + 10, f"{name} gives no reason:\n{block.body}"
+    rest = BLOCK.sub("", TEXTS[name])
+    assert not re.search(r"^\n    \S", rest, re.MULTILINE), f"{name}: fence code, so that it is seen here"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_pages_that_are_run_elsewhere_are(name):
+    assert name.rpartition("/")[2] in (ROOT / ELSEWHERE[name]).read_text(encoding="utf-8")
