@@ -44,6 +44,24 @@ def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script
     assert done.returncode == code
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("raise KeyboardInterrupt", 130, "ended by signal 2 (SIGINT)"),
+        ("sys.exit(3)", 3, "SystemExit: 3 (exit code 3)"),
+    ],
+)
+def test_a_rank_that_takes_long_to_end_is_the_first_though_others_are_gone_before(launch, script, end, code, words):
+    # Registered before the run, so called after the run has told the others of its end.
+    lingers = "import atexit; atexit.register(time.sleep, 60 * int(os.environ['RANK']))"
+    slow = SCRIPT.replace("accelerator = Acc", f"{lingers}\n    accelerator = Acc")
+    done = launch(f"{SETTINGS} desync_watchdog=true", script(slow.format(end=end)))
+    ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
+    assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
+    assert ranks[1].startswith("rank 0 failed too: drivetrain.errors.CollectiveMismatchError"), done.stderr
+    assert done.returncode == code
+
+
 def test_a_halted_rank_is_woken_to_be_stopped_and_says_where_it_was(launch, script):
     done = launch(SETTINGS, script(SCRIPT.format(end="os.kill(os.getpid(), signal.SIGSTOP)")))
     ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]

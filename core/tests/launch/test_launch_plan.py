@@ -68,7 +68,7 @@ def test_a_crash_goes_before_complaints_and_what_was_stopped_goes_last(tmp_path)
     def record(rank: int, time: float) -> None:
         folder = tmp_path / str(rank)
         folder.mkdir()
-        details = {"rank": str(rank), "precise": str(time), "py_callstack": f"Traceback of {rank}\n"}
+        details = {"rank": str(rank), "precise": str(time), "py_callstack": f"Traceback of {rank}\n", "exit_code": 1}
         import json
 
         text = json.dumps({"message": {"message": f"Oops: {rank}", "extraInfo": details}})
@@ -83,7 +83,7 @@ def test_a_crash_goes_before_complaints_and_what_was_stopped_goes_last(tmp_path)
     assert explain(failures) == (
         "rank 2 failed: ended by signal 9 (SIGKILL)\n"
         "rank 0 failed too: Oops: 0 (exit code 1)\n"
-        "rank 1 failed too: Oops: 1"
+        "rank 1 failed too: Oops: 1 (exit code 1)"
     )
     assert explain(failures[1:]).startswith("Traceback of 1\nrank 1 failed: Oops: 1")
     assert Failure(0, 3).shell_code == 3

@@ -30,6 +30,7 @@ class Failure:
     Args:
         rank: global rank.
         exit_code: as :mod:`subprocess` counts, negative for a signal; ``None`` when it was stopped, or nobody looked.
+            A worker that was stopped while it was ending by itself has the code with which it would have ended.
         time: seconds since the epoch, from the worker's own record; ``None`` without one.
         message: last line of the exception.
         trace: the whole traceback.
@@ -46,23 +47,19 @@ class Failure:
     @property
     def stopped(self) -> bool:
         """Ended by the launcher, not by itself."""
-        if self.exit_code == -signal.SIGKILL:  # what torch's agent sends to those that do not heed its first signal
-            return self.seen is not None and bool(self.seen.stack)
-        return self.exit_code is None
+        return self.exit_code is None or _killed(self.exit_code, self.seen)
 
     @property
     def shell_code(self) -> int:
         """The code that a shell would show: 128 + n for signal n."""
-        if self.exit_code is None or (self.stopped and self.time is not None):
-            return 1  # it was stopped while it was ending by itself
+        if self.exit_code is None:
+            return 1
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
     def __str__(self) -> str:
-        if self.time is None and self.exit_code is not None and self.exit_code < 0:
+        if not self.message and self.exit_code is not None and self.exit_code < 0:
             return f"ended by signal {-self.exit_code} ({_signal_name(-self.exit_code)})"
         message = self.message.partition("\n")[0]
-        if self.exit_code is None and message:
-            return message
         code = f"exit code {self.shell_code}"
         return f"{message} ({code})" if message else code
 
@@ -92,9 +89,10 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
     for record in records:
         details = record["message"]["extraInfo"]
         rank = int(details["rank"])
+        code = exit_codes.get(rank)
         found[rank] = Failure(
             rank=rank,
-            exit_code=exit_codes.get(rank),
+            exit_code=int(details["exit_code"]) if code is None or _killed(code, seen.get(rank)) else code,
             time=float(details["precise"]),
             message=record["message"]["message"],
             trace=details["py_callstack"],
@@ -132,6 +130,11 @@ def where_they_were(logs: Path) -> str:
     """A line for each worker of this machine that was stopped for the sake of another machine."""
     stopped = (Failure(rank, None, seen=seen) for rank, seen in sorted(read_workers(logs).items()))
     return "".join(f"rank {it.rank} was stopped{it.remark}\n" for it in stopped)
+
+
+def _killed(exit_code: int, seen: LastSeen | None) -> bool:
+    """Torch's agent kills what does not heed its first signal, for which a stack was written."""
+    return exit_code == -signal.SIGKILL and seen is not None and bool(seen.stack)
 
 
 def _behind(failures: list[Failure]) -> str:

@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
         _execute(arguments)
     except SystemExit as error:
         if error.code:
-            _write_record(f"SystemExit: {error.code}", "")
+            _write_record(f"SystemExit: {error.code}", "", error.code if isinstance(error.code, int) else 1)
         raise
 
 
@@ -82,14 +82,18 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
         trace = trace.tb_next
     error.__traceback__ = trace
     if issubclass(kind, KeyboardInterrupt):
-        return  # the user pressed Ctrl-C and knows
+        _write_record("", "", -signal.SIGINT)  # nothing is printed: the user pressed Ctrl-C and knows
+        return
     text = "".join(traceback.format_exception(kind, error, trace))
-    if not _write_record(traceback.format_exception_only(kind, error)[-1].strip(), text):
+    if not _write_record(traceback.format_exception_only(kind, error)[-1].strip(), text, 1):
         sys.__excepthook__(kind, error, trace)
 
 
-def _write_record(message: str, text: str) -> bool:
-    """Write what happened into the agent's file, in the agent's format. ``False``: there is nobody to read it."""
+def _write_record(message: str, text: str, exit_code: int) -> bool:
+    """Write what happened into the agent's file, in the agent's format. ``False``: there is nobody to read it.
+
+    The exit code, as :mod:`subprocess` counts, is for a process that is stopped on its way out.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -99,6 +103,7 @@ def _write_record(message: str, text: str) -> bool:
         "timestamp": str(int(now)),
         "precise": repr(now),
         "rank": os.environ.get("RANK", "0"),
+        "exit_code": exit_code,
     }
     try:
         part = Path(path + ".part")  # the agent must never read half of it
