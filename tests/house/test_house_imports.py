@@ -54,7 +54,7 @@ print(json.dumps(found))
 
 def probe(names):
     command = [sys.executable, "-c", PROBE, ",".join(HEAVY), *names]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=dict(os.environ))
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, env=dict(os.environ))
     return json.loads(answer.stdout)
 
 

@@ -491,7 +491,7 @@ def test_started_by_hand(tmp_path, how):
     command = [*STARTS[how], str(FOLDER / "text_classification.py"), "--num_epochs", "1", "--output_dir", "out"]
     command += ["--checkpointing_steps", "epoch", "--with_tracking"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -94,7 +94,7 @@ def test_its_style_is_clean(package, config):
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
             [ruff, *command, "--no-cache", "--config", config, "."],
-            cwd=package, capture_output=True, text=True, timeout=60, check=False,
+            cwd=package, capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
 

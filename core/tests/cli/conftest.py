@@ -35,7 +35,7 @@ def drivetrain(tmp_path: Path) -> Callable[..., Done]:
             input=answers,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
 

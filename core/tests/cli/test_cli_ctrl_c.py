@@ -16,6 +16,6 @@ main(["launch", "--print", "train.py"])
 
 
 def test_while_the_configuration_is_read():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 130
     assert done.stderr == "stopped by SIGINT\n"

@@ -83,6 +83,6 @@ def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):
         self_test.main()
     """
     words = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
     ).stderr
     assert "SelfTestError: parameters differ from one plain process by" in words

@@ -53,7 +53,7 @@ def test_what_is_shown_for_a_worker_runs_as_it_stands(drivetrain, tmp_path):
     lines = shown.splitlines()
     exports = [line for line in lines if line.startswith("export ")]
     environ = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    subprocess.run(["bash", "-c", "\n".join([*exports, lines[-1]])], env=environ, check=True, timeout=60)
+    subprocess.run(["bash", "-c", "\n".join([*exports, lines[-1]])], env=environ, check=True, timeout=180)
     assert (tmp_path / "rank1").read_text() == "2"
 
 

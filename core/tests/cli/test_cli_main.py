@@ -18,7 +18,7 @@ def imported(arguments: list[str]) -> tuple[set[str], str]:
         env={name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]

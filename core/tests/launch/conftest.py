@@ -53,7 +53,7 @@ def launch(tmp_path: Path) -> Callable[..., Launched]:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
 

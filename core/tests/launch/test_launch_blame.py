@@ -86,7 +86,7 @@ def test_a_function_that_was_stopped_has_not_ended_by_itself(script, clean_envir
             debug_launcher(function)
     """)
     done = subprocess.run(
-        [sys.executable, path], env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, path], env=clean_environment(), capture_output=True, text=True, timeout=180, check=False
     )
     assert "rank 1 failed: ValueError: bang" in done.stderr
     assert "rank 0 was stopped [host " in done.stderr

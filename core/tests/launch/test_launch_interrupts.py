@@ -93,7 +93,7 @@ def test_a_lone_process_saves_the_next_checkpoint_and_ends_with_the_code(clean_e
     words = stop(process, signal.SIGTERM, tmp_path / "alone.log", tell=lambda how: os.killpg(process.pid, how))
     assert process.returncode == 75, words
     assert (tmp_path / "out/checkpoints/checkpoint_0/manifest.json").exists()
-    done = subprocess.run([*started, "alone", "resume", "finish"], **options, check=False, timeout=60)
+    done = subprocess.run([*started, "alone", "resume", "finish"], **options, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path, "alone")) == 24
 
@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_leaves_nobody(launcher, script, tmp_path):
     time.sleep(0.5)
     assert process.poll() is None  # it is waiting for workers that do not heed the first one
     process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=180)
     assert process.returncode == 130, words
     assert words.endswith("stopped by SIGINT; no worker is left\n")
     assert [pid for pid in pids if alive(pid)] == []

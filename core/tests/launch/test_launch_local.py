@@ -144,12 +144,12 @@ def test_what_is_told_to_ignore_hangups_does(launcher, script, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         ignoring.wait(2)
     ignoring.send_signal(signal.SIGTERM)
-    assert ignoring.communicate(timeout=60)[1] == "stopped by SIGTERM; no worker is left\n"
+    assert ignoring.communicate(timeout=180)[1] == "stopped by SIGTERM; no worker is left\n"
     (tmp_path / "there0").unlink()
     heeding = launcher("num_processes=1", path)
     _wait_for((tmp_path / "there0").exists)
     heeding.send_signal(signal.SIGHUP)
-    assert heeding.communicate(timeout=60)[1] == "stopped by SIGHUP; no worker is left\n"
+    assert heeding.communicate(timeout=180)[1] == "stopped by SIGHUP; no worker is left\n"
     assert heeding.returncode == 128 + signal.SIGHUP
 
 
@@ -237,7 +237,7 @@ def test_no_worker_survives_the_launcher(launcher, script, tmp_path, how):
     _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     pids = [int(file.read_text()) for file in files]
     process.send_signal(how)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=180)
     assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
     assert words == ("" if how == signal.SIGKILL else f"stopped by {how.name}; no worker is left\n")
     _wait_for(lambda: not any(_alive(pid) for pid in pids))
@@ -260,7 +260,7 @@ def test_two_machines_meet(launcher, script, tmp_path):
         port = free.getsockname()[1]
     settings = f"num_processes=2 num_machines=2 main_process_ip=127.0.0.1 rdzv_backend=static main_process_port={port}"
     machines = [launcher(f"{settings} machine_rank={rank}", path) for rank in (0, 1)]
-    words = [machine.communicate(timeout=60)[1] for machine in machines]
+    words = [machine.communicate(timeout=180)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], words
     assert [(one["rank"], one["world"]) for one in reports(tmp_path)] == [(0, 2), (1, 2)]
 

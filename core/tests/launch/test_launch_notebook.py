@@ -39,7 +39,7 @@ def run(clean_environment):
             env=clean_environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -288,7 +288,7 @@ def test_the_command_line_reads_without_deepspeed_and_says_what_writing_needs(re
     def command(*words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", program, "checkpoint", "convert", *map(str, words)],
-            check=False, capture_output=True, text=True, timeout=60,
+            check=False, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
 
     done = command(tmp_path / "theirs", tmp_path / "ours")

@@ -56,4 +56,4 @@ def test_a_killed_agent_leaves_a_checkpoint_that_the_next_job_goes_on_from(tmp_p
                     saved = int(line.split()[1]) // 2 * 2
     with start(tmp_path, 2, "load") as job:
         assert said(job, "resumed") >= saved
-        assert job.wait(timeout=60) == 0
+        assert job.wait(timeout=180) == 0

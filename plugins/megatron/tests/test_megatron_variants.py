@@ -119,7 +119,7 @@ def test_stages_behind_what_is_frozen_are_trained(schedule) -> None:
     # The second stage begins with the first block: what it receives is not trained.
     section["split_points"] = "blocks.0" if schedule == "1f1b" else "blocks.0,blocks.1,blocks.3"
     for frozen in (0, 1, 2):
-        spawn(follows, 2, section, Frozen, frozen, timeout=60)
+        spawn(follows, 2, section, Frozen, frozen, timeout=180)
 
 
 @pytest.mark.parametrize("kind", [Twisted, Behind])
@@ -127,7 +127,7 @@ def test_stages_behind_what_is_frozen_are_trained(schedule) -> None:
 def test_weights_that_a_split_backward_would_miss_or_count_twice(kind, schedule) -> None:
     section = {"pipeline_parallel_size": 2, "num_micro_batches": 4, "schedule": schedule}
     section["split_points"] = "blocks.2" if schedule == "1f1b" else "blocks.0,blocks.1,blocks.2"
-    spawn(follows, 2, section, kind, timeout=60)
+    spawn(follows, 2, section, kind, timeout=180)
 
 
 class Square(torch.autograd.Function):

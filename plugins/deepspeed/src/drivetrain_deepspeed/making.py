@@ -85,6 +85,7 @@ def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, A
     installed = backend.deepspeed.git_version_info.installed_ops
     try:
         with compiling.guard(config, installed), quiet.surroundings(backend.settings.place):
+            _cut_by_a_float(backend, model, config)
             engine, *_ = backend.deepspeed.initialize(model=model, config=config, **given)
     except (AssertionError, ValueError, NotImplementedError, _config_error()) as error:
         raise UsageError(
@@ -93,6 +94,17 @@ def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, A
             cure="Change them in the section `deepspeed:`, its file or its dictionary.",
         ) from error
     return engine
+
+
+def _cut_by_a_float(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any]) -> None:
+    """Share out the parameters under stage 3, where DeepSpeed would ask a whole number for the dtype of training.
+
+    It asks the first parameter, and where the processor or accelerator computes in float16 it insists on a float.
+    """
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if backend.config.stage == 3 and floats and dtypes[0] != floats[0]:
+        backend.deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=floats[0])
 
 
 def _config_error() -> type[Exception]:
