@@ -42,8 +42,8 @@ UNTIL = {"the first line of the script": _MOMENT, "the end of its first collecti
 """Scripts by the moment that they write down."""
 
 
-def measure(what: str, rounds: int) -> dict[str, Samples]:
-    """All contenders' ``"help"`` or ``"import"``; the unit is one start."""
+def measure(what: str, rounds: int, warmup: int) -> dict[str, Samples]:
+    """All contenders' ``"help"`` or ``"import"``; the unit is one start, and ``warmup`` rounds do not count."""
     blocks = {PYTHON: _start(sys.executable, "-c", "pass")}
     if what == "help":
         blocks["drivetrain --help"] = _start(_script("drivetrain"), "--help")
@@ -54,10 +54,10 @@ def measure(what: str, rounds: int) -> dict[str, Samples]:
         blocks["import torch"] = _start(sys.executable, "-c", "import torch")
         for name in peers.present():
             blocks[f"import {MODULES[name]}"] = _start(sys.executable, "-c", f"import {MODULES[name]}")
-    return alternate(blocks, units=1, rounds=rounds, warmup=1, meter=children)
+    return alternate(blocks, units=1, rounds=rounds, warmup=warmup, meter=children)
 
 
-def launches(rounds: int, until: str = "the first line of the script") -> dict[str, Samples]:
+def launches(rounds: int, warmup: int, until: str) -> dict[str, Samples]:
     """Each launcher's way to one moment of :data:`UNTIL`, in its last process; CPU is the whole job's."""
     with tempfile.TemporaryDirectory() as folder:
         script, moments = Path(folder) / "script.py", Path(folder) / "moments"
@@ -81,7 +81,7 @@ def launches(rounds: int, until: str = "the first line of the script") -> dict[s
             assert len(seen) == PROCESSES, "a process of the launch wrote nothing"
             return cpu, max(seen) - begun
 
-        return alternate(blocks, units=1, rounds=rounds, warmup=1, meter=to_the_moment)
+        return alternate(blocks, units=1, rounds=rounds, warmup=warmup, meter=to_the_moment)
 
 
 def _script(name: str) -> str:

@@ -9,5 +9,6 @@ from drivetrain.testing.suite import *  # noqa: F403
 
 class Requirements(BaseRequirements):  # noqa: F405
     backend = "ddp"
+    shared_ranks = True
     world_sizes = (1, 2, 4)
     unused_parameters: ClassVar = {"find_unused_parameters": True}

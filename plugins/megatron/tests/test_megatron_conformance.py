@@ -9,6 +9,7 @@ from drivetrain.testing.suite import *  # noqa: F403
 
 class Requirements(BaseRequirements):  # noqa: F405
     backend = "megatron"
+    shared_ranks = True
     world_sizes = (2, 4)
     section: ClassVar = {"pipeline_parallel_size": 2, "num_micro_batches": 2}
     axis_sections: ClassVar = {"dp_shard": {"data_parallel": "fsdp"}}

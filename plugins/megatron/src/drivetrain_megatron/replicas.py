@@ -110,7 +110,8 @@ def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
         return local
     if local.dtype == parameter.dtype and not local.requires_grad:
         # A fifteenth of what from_local costs, which makes the same description once more.
-        return DTensor(local, parameter._spec, requires_grad=False)  # noqa: SLF001 (torch's own way, in FSDP)
+        spec = parameter._spec  # noqa: SLF001 (torch's own way, in FSDP)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         local,
         parameter.device_mesh,

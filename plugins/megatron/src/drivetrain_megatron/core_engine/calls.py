@@ -5,6 +5,9 @@ Shapes: B rows, S positions, V rows of the vocabulary.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +17,9 @@ from drivetrain.api import UnsupportedError
 from drivetrain_megatron.pipeline.batches import Rows
 
 OTHER_ENGINE = "Write megatron.engine: torch, which trains any model."
+signature_of = functools.cache(inspect.signature)
+"""Read once: a script calls the same forward thousands of times."""
+
 OTHER_BACKEND = "Write distributed_type: ddp, which runs the model as it is."
 
 
@@ -34,6 +40,10 @@ def refuse(model: nn.Module, why: str, cure: str | None = None) -> UnsupportedEr
 
 class Batch(Protocol):
     """What one call of the model was given, in Megatron-Core's words."""
+
+    @property
+    def form(self) -> Hashable:
+        """What the output's containers and shapes depend on."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -65,14 +75,27 @@ class Calls(Protocol):
     def absent(self, batch: Any, device: torch.device) -> Any:
         """The output's containers, with tensors of which only the shape counts."""
 
+    def labels(self, model: nn.Module, batch: Any, absent: Any, wanted: set[int]) -> Tensor | None:
+        """What Megatron-Core's model is given to compute losses by itself, int64 ``[B, S]``; ``None``: nothing.
+
+        It does so before it turns logits round to ``[B, S, V]``, which costs two copies of them.
+
+        Args:
+            model: Megatron-Core's, of this rank.
+            batch: the part.
+            absent: the output without values.
+            wanted: which leaves have a use.
+        """
+
     def outputs(
-        self, model: nn.Module, logits: Tensor, batch: Any, absent: Any, num_parts: int, wanted: set[int]
+        self, model: nn.Module, computed: Tensor, batch: Any, absent: Any, num_parts: int, wanted: set[int]
     ) -> Any:
         """What the model returns for one part; what is not wanted stays without a value. Collective over ``tp``.
 
         Args:
             model: Megatron-Core's, of this rank.
-            logits: this rank's part of the vocabulary, ``[B, S, V/tp]``.
+            computed: this rank's part of the vocabulary, ``[B, S, V/tp]``; losses ``[B, S]`` where there were
+                :meth:`labels`.
             batch: the part.
             absent: the output without values.
             num_parts: the mean over so many losses of the model is the batch's.

@@ -5,7 +5,7 @@ Shapes: B rows, S positions, V rows of the vocabulary.
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.core_engine import vocabulary
+from drivetrain_megatron.core_engine.calls import signature_of
 from drivetrain_megatron.pipeline.batches import Rows
 
 _USED = frozenset({"input_ids", "position_ids", "attention_mask", "labels"})
@@ -36,6 +37,11 @@ class GPTBatch:
     positions: Tensor
     masked: Tensor | None = None
     labels: Tensor | None = None
+
+    @property
+    def form(self) -> Hashable:
+        """What the output's shape depends on."""
+        return self.input_ids.shape, self.labels is not None
 
     def part(self, rows: Rows, index: int) -> GPTBatch:
         """One micro-batch."""
@@ -63,7 +69,7 @@ class GPTCalls:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GPTBatch:
         """One batch."""
-        bound = inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs).arguments
+        bound = signature_of(type(self._module).forward).bind(self._module, *args, **kwargs).arguments
         bound.pop("self")
         given = {name: value for name, value in bound.items() if value is not None}
         unknown = sorted(given.keys() - _USED - _HARMLESS)
@@ -91,10 +97,14 @@ class GPTCalls:
         shape = batch.input_ids.shape
         return torch.empty(shape if batch.labels is not None else (*shape, self._rows), device=device)
 
+    def labels(self, model: Any, batch: GPTBatch, absent: Tensor, wanted: set[int]) -> Tensor | None:
+        """The script's."""
+        return batch.labels if vocabulary.fits(model, self._rows) else None
+
     def outputs(
         self,
         model: Any,
-        logits: Tensor,
+        computed: Tensor,
         batch: GPTBatch,
         absent: Tensor,
         num_parts: int,
@@ -104,8 +114,10 @@ class GPTCalls:
         if 0 not in wanted:
             return absent
         if batch.labels is None:
-            return vocabulary.whole(logits, self._rows).to(absent.dtype)
-        columns = vocabulary.for_loss(logits, self._rows, keep=False)
+            return vocabulary.whole(computed, self._rows).to(absent.dtype)
+        if computed.dim() == 2:
+            return computed
+        columns = vocabulary.for_loss(computed, self._rows, keep=False)
         losses: Tensor = model.compute_language_model_loss(batch.labels, columns.transpose(0, 1).contiguous())
         return losses
 

@@ -17,15 +17,27 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """Two functions, each the other's inverse.
+    """Two functions, each the other's inverse, and a short way for the first.
 
     Args:
         join: the user's tensors to Megatron-Core's.
         split: Megatron-Core's tensors to the user's: views where they lie alike.
+        places: Megatron-Core's tensors cut where the user's lie, each with as many numbers in the same order; ``None``
+            where no view can show that.
     """
 
     join: Callable[[Tensors], list[Tensor]]
     split: Callable[[Tensors], list[Tensor]]
+    places: Callable[[Tensors], Sequence[Tensor]] | None = None
+
+    def fill(self, theirs: Tensors, ours: Tensors) -> None:
+        """Copy the user's values into Megatron-Core's tensors, at once where that can be."""
+        if self.places is None:
+            for one, value in zip(theirs, self.join(ours), strict=True):
+                one.copy_(value)
+            return
+        for place, value in zip(self.places(theirs), ours, strict=True):
+            place.copy_(value.reshape(place.shape))
 
 
 SAME = Rearrangement(list, list)
@@ -50,12 +62,13 @@ def heads(queries: int, head_size: int) -> Rearrangement:
         groups = [one.reshape(-1, size, *rest) for one, size in zip(ours, sizes, strict=True)]
         return [torch.cat(groups, 1).reshape(-1, *rest)]
 
-    def split(theirs: Tensors) -> list[Tensor]:
-        rest = theirs[0].shape[1:]
-        groups = theirs[0].view(-1, sum(sizes), *rest)
-        return [one.reshape(-1, *rest) for one in torch.split(groups, sizes, 1)]
+    def places(theirs: Tensors) -> Sequence[Tensor]:
+        return torch.split(theirs[0].view(-1, sum(sizes), *theirs[0].shape[1:]), sizes, 1)
 
-    return Rearrangement(join, split)
+    def split(theirs: Tensors) -> list[Tensor]:
+        return [one.reshape(-1, *theirs[0].shape[1:]) for one in places(theirs)]
+
+    return Rearrangement(join, split, places)
 
 
 def packed_heads(head_size: int) -> Rearrangement:

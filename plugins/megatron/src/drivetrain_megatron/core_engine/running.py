@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,6 +29,9 @@ from drivetrain_megatron.pipeline.values import leaves, rebuilt
 from drivetrain_megatron.pipeline.work import Work
 
 logger = logging.getLogger(__name__)
+
+_MANY_FORMS = 256
+"""Of batches, of each of which the output without values is kept; it costs a tenth of a millisecond to make."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class CorePipeline:
         self._num_parts = num_parts or self._num_stages
         self._programs = Programs()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._ways: dict[Hashable, _Way] = {}
         self._warned = False
         self.version = 0
         """Grows with each change of the parameters."""
@@ -111,8 +115,14 @@ class CorePipeline:
 
     def _way(self, batch: Batch) -> _Way:
         """The output's containers, with tensors that have shapes only."""
-        with self._fake:
-            return _Way(self._description.calls.absent(batch, self._device))
+        way = self._ways.get(batch.form)
+        if way is None:
+            with self._fake:
+                way = _Way(self._description.calls.absent(batch, self._device))
+            if len(self._ways) == _MANY_FORMS:
+                self._ways.clear()
+            self._ways[batch.form] = way
+        return way
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -126,22 +136,23 @@ class CorePipeline:
         """
         rows, batch = call.rows, call.arguments
         parts = [batch.part(rows, index) for index in range(len(rows))]
-        # Parts differ in nothing but their number of rows, of which there are two at most.
-        unlike = {len(part.input_ids): part for part in parts}
-        known = {count: call.way if count == rows.size else self._way(part) for count, part in unlike.items()}
-        ways = [known[len(part.input_ids)] for part in parts]
+        ways = [self._way(part) for part in parts]
         outputs = dict(enumerate(leaves(ways[0].output)))
         recordings = self._programs.recordings(loss, call.living(), rows, outputs)
         work = Work(parts, ways, rows, recordings, ())
         wanted = {node.place for each in recordings for node in each.nodes if node.func is None}
 
-        def finish(index: int, logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        def finish(index: int, computed: Tensor) -> tuple[Tensor, dict[str, Any]]:
             found = scaled(
-                work.finish(index, self._outputs(logits, parts[index], ways[index].output, len(rows), wanted))
+                work.finish(index, self._outputs(computed, parts[index], ways[index].output, len(rows), wanted))
             )
             return found, {}
 
-        self._run(parts, finish, forward_only=False, training=True)
+        def labels(index: int) -> Tensor | None:
+            calls, model = self._description.calls, self._wrapped.module
+            return calls.labels(model, parts[index], ways[index].output, wanted) if self._last else None
+
+        self._run(parts, finish, labels, forward_only=False, training=True)
         work.share(self._num_stages - 1, self.group, self._device)
         read(loss)
         call.finish()
@@ -171,19 +182,34 @@ class CorePipeline:
     # ---- runs -------------------------------------------------------------------------------------------------------
 
     def _run(
-        self, parts: Sequence[Batch], finish: Callable[[int, Tensor], Any], *, forward_only: bool, training: bool
+        self,
+        parts: Sequence[Batch],
+        finish: Callable[[int, Tensor], Any],
+        labels: Callable[[int], Tensor | None],
+        *,
+        forward_only: bool,
+        training: bool,
     ) -> list[Any]:
-        """Megatron-Core's schedule over the parts; on the last stage what ``finish`` returned. Collective."""
+        """Megatron-Core's schedule over the parts; on the last stage what ``finish`` returned. Collective.
+
+        Args:
+            parts: micro-batches.
+            finish: given the number of a part and what the model computed.
+            labels: of a part, for a model that computes losses by itself.
+            forward_only: without backward.
+            training: with dropout.
+        """
         self._prepared()
-        self._wrapped.train(training)
+        if self._wrapped.training != training:
+            self._wrapped.train(training)
         config = self._wrapped.config
         rows, length = parts[0].input_ids.shape
         config.variable_seq_lengths = len({part.input_ids.shape for part in parts}) > 1
 
         def step(following: Any, model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             index, part = next(following)
-            logits = model(part.input_ids, part.positions, part.masked)
-            return logits, lambda logits, non_loss_data=False: finish(index, logits)  # noqa: ARG005 (its signature)
+            computed = model(part.input_ids, part.positions, part.masked, labels=labels(index))
+            return computed, lambda computed, non_loss_data=False: finish(index, computed)  # noqa: ARG005 (its signature)
 
         with self._groups.shared():
             found: list[Any] = get_forward_backward_func()(
@@ -204,10 +230,10 @@ class CorePipeline:
         parts = [batch.part(rows, index) for index in range(len(rows))]
         places = set(range(len(leaves(way.output))))
 
-        def finish(index: int, logits: Tensor) -> Any:
-            return leaves(self._outputs(logits, parts[index], self._way(parts[index]).output, len(rows), places))
+        def finish(index: int, computed: Tensor) -> Any:
+            return leaves(self._outputs(computed, parts[index], self._way(parts[index]).output, len(rows), places))
 
-        found = self._run(parts, finish, forward_only=True, training=training)
+        found = self._run(parts, finish, lambda _: None, forward_only=True, training=training)
         if not self._last:
             return None
         together = [
@@ -220,10 +246,10 @@ class CorePipeline:
         ]
         return rebuilt(way.output, together)
 
-    def _outputs(self, logits: Tensor, batch: Batch, absent: Any, num_parts: int, wanted: set[int]) -> Any:
+    def _outputs(self, computed: Tensor, batch: Batch, absent: Any, num_parts: int, wanted: set[int]) -> Any:
         """See :meth:`drivetrain_megatron.core_engine.calls.Calls.outputs`."""
         model = self._wrapped.module
-        return self._description.calls.outputs(model, logits, batch, absent, num_parts, wanted)
+        return self._description.calls.outputs(model, computed, batch, absent, num_parts, wanted)
 
     def _everywhere(self, value: Any, like: Any) -> Any:
         """The last stage's tensors on every rank. Collective over the pipeline.

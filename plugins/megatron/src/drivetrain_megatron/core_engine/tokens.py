@@ -5,8 +5,7 @@ Shapes: B rows, S positions, V rows of the vocabulary.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_megatron.core_engine.calls import OTHER_ENGINE
+from drivetrain_megatron.core_engine.calls import OTHER_ENGINE, signature_of
 from drivetrain_megatron.pipeline.batches import Rows
 
 IGNORED = -100
@@ -94,6 +93,11 @@ class Tokens:
             ids, given.get("attention_mask"), place, given.get("labels"), given.get("num_items_in_batch"), as_tuple
         )
 
+    @property
+    def form(self) -> Hashable:
+        """What the output's containers and shapes depend on."""
+        return self.input_ids.shape, self.labels is not None, self.as_tuple
+
     @cached_property
     def counted(self) -> Tensor | float:
         """What a sum of losses over the batch is divided by."""
@@ -102,7 +106,7 @@ class Tokens:
             return self.num_items
         return (self.labels[:, 1:] != IGNORED).sum()
 
-    @property
+    @cached_property
     def targets(self) -> Tensor:
         """For each position the label of the next one, int64 ``[B, S]``; the last position has none."""
         assert self.labels is not None, "a loss needs labels"
@@ -141,7 +145,7 @@ class Tokens:
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    bound = signature_of(type(module).forward).bind(module, *args, **kwargs).arguments
     bound |= bound.pop("kwargs", {})
     bound.pop("self", None)
     # 0 is the default of logits_to_keep: all of them.

@@ -44,26 +44,37 @@ class TransformersCalls:
             return (logits,) if loss is None else (loss, logits)
         return self._output(loss=loss, logits=logits)
 
+    def labels(self, model: Any, batch: Tokens, absent: Any, wanted: set[int]) -> Tensor | None:
+        """The next tokens, where no logits are wanted."""
+        if batch.labels is None or _places(absent)[-1] in wanted or not vocabulary.fits(model, self._rows):
+            return None
+        return batch.targets.clamp(min=0)  # Of what does not count, the loss counts nothing.
+
     def outputs(
         self,
         model: nn.Module,
-        logits: Tensor,
+        computed: Tensor,
         batch: Tokens,
         absent: Any,
         num_parts: int,
         wanted: set[int],
     ) -> Any:
         """Logits, and this part's share of the mean over the labels that count, times ``num_parts``."""
-        found = leaves(absent)
-        places = [place for place, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        found, places = leaves(absent), _places(absent)
         if places[-1] in wanted:
-            found[places[-1]] = vocabulary.whole(logits, self._rows).to(found[places[-1]].dtype)
+            found[places[-1]] = vocabulary.whole(computed, self._rows).to(found[places[-1]].dtype)
         if batch.labels is not None and places[0] in wanted:
-            columns = vocabulary.for_loss(logits, self._rows, keep=places[-1] in wanted)
-            counts = batch.targets != IGNORED
-            losses = vocab_parallel_cross_entropy(columns, batch.targets.masked_fill(~counts, 0))
-            found[places[0]] = (losses * counts).sum() / batch.counted * num_parts
+            targets, losses = batch.targets, computed
+            if computed.dim() == 3:
+                columns = vocabulary.for_loss(computed, self._rows, keep=places[-1] in wanted)
+                losses = vocab_parallel_cross_entropy(columns, targets.clamp(min=0))
+            found[places[0]] = (losses * (targets != IGNORED)).sum() / batch.counted * num_parts
         return rebuilt(absent, found)
+
+
+def _places(absent: Any) -> list[int]:
+    """Where loss and logits are among an output's leaves."""
+    return [place for place, leaf in enumerate(leaves(absent)) if isinstance(leaf, Tensor)]
 
 
 def _check_loss(model: nn.Module) -> None:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
+
+
+def fits(model: GPTModel, vocabulary: int) -> bool:
+    """Whether the ranks share out the columns without filling any up."""
+    return bool(model.vocab_size == vocabulary)
 
 
 def whole(logits: Tensor, vocabulary: int) -> Tensor:

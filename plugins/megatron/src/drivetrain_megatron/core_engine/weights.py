@@ -8,7 +8,7 @@ Optimizers, clipping and checkpoints see the user's parameters only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -32,6 +32,7 @@ class Pair:
         how: each rank's parts of the ones lie in the others.
         counts: this rank counts Megatron-Core's parameters in a norm over all ranks.
         one_memory: the user's are views of Megatron-Core's.
+        views: gradients of the user's, in Megatron-Core's buffer.
     """
 
     names: tuple[str, ...]
@@ -40,6 +41,7 @@ class Pair:
     how: Rearrangement
     counts: bool
     one_memory: bool = False
+    views: list[Tensor] = field(default_factory=list)
 
 
 @final
@@ -119,9 +121,7 @@ class Weights:
         """Copy what has a memory of its own to Megatron-Core's parameters. Not collective."""
         for pair in self.pairs:
             if not pair.one_memory:
-                values = pair.how.join([local_part(one.detach()) for one in pair.ours])
-                for one, value in zip(pair.theirs, values, strict=True):
-                    one.copy_(value)
+                pair.how.fill([one.detach() for one in pair.theirs], [local_part(one) for one in pair.ours])
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -130,7 +130,7 @@ class Weights:
             if not pair.one_memory:
                 values = pair.how.split([one.detach() for one in pair.theirs])
                 for mine, value in zip(pair.ours, values, strict=True):
-                    local_part(mine.detach()).copy_(value)
+                    local_part(mine).copy_(value)
 
     def counts(self, theirs: Tensor) -> bool:
         """Whether this rank counts one of Megatron-Core's parameters in a norm over all ranks."""
@@ -145,13 +145,21 @@ class Weights:
         for pair in self.pairs:
             if not pair.theirs[0].requires_grad:
                 continue
-            parts = pair.how.split([one.main_grad for one in pair.theirs])  # type: ignore[attr-defined]
-            for mine, part in zip(pair.ours, parts, strict=True):
-                grad = laid_out_as(mine, part.to(mine.dtype))
+            for mine, grad in zip(pair.ours, self._gradients(pair), strict=True):
                 if mine.grad is None:
                     mine.grad = self._given[mine] = grad
                 else:
                     mine.grad = mine.grad + grad
+
+    def _gradients(self, pair: Pair) -> list[Tensor]:
+        """What the buffer holds for a pair; where that is views of the buffer, the same tensors each time."""
+        if pair.views:
+            return pair.views
+        parts = pair.how.split([one.main_grad for one in pair.theirs])  # type: ignore[attr-defined]
+        found = [laid_out_as(mine, part.to(mine.dtype)) for mine, part in zip(pair.ours, parts, strict=True)]
+        if pair.one_memory and all(mine.dtype == part.dtype for mine, part in zip(pair.ours, parts, strict=True)):
+            pair.views = found
+        return found
 
     @torch.no_grad()
     def keep_gradients(self) -> None:

@@ -90,7 +90,8 @@ class Work(Generic[ArgumentsT, WayT]):
         if dist.get_rank(group) == source:
             means = [torch.stack([one.double() for one in self._values[id(node)]]).mean(0) for node in nodes]
             flat = torch.cat([mean.flatten().to(device) for mean in means])
-        dist.broadcast(flat, group=group, group_src=source)
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(flat, group=group, group_src=source)
         for node, part in zip(nodes, torch.split(flat, sizes), strict=True):
             value = part.view(node.absent.shape)
             dtype = node.absent.dtype
