@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,12 +54,26 @@ def test_it_ends_with_accuracy_checkpoint_and_picture(two_processes):
     assert printed.count("epoch  1 of 2") == 1
 
 
+@pytest.fixture(scope="module", params=["single", "dp"])
+def one_process(request, two_processes, tmp_path_factory):
+    """The same under a backend of one process, in a folder that has that run already."""
+    folder = tmp_path_factory.mktemp(request.param)
+    shutil.copytree(two_processes[0] / "runs", folder / "runs")
+    (folder / "runs/digits/mine.txt").write_text("kept", encoding="utf-8")
+    return folder, start(folder, request.param, "digits", "--epochs", "2", *ALONE)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["single", "dp"])
-def test_every_backend_follows_one_curve(two_processes, tmp_path, config):
-    start(tmp_path, config, "digits", "--epochs", "2", *ALONE)
+def test_every_backend_follows_one_curve(two_processes, one_process):
     # float32 sums in another order, over 46 updates.
-    assert losses(tmp_path, "runs/digits") == pytest.approx(losses(two_processes[0], "runs/digits"), abs=1e-3)
+    assert losses(one_process[0], "runs/digits") == pytest.approx(losses(two_processes[0], "runs/digits"), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_an_earlier_run_is_moved_aside(one_process):
+    folder, printed = one_process
+    assert printed.startswith("The run that was in runs/digits is now in runs/digits-1.")
+    assert (folder / "runs/digits-1/mine.txt").read_text(encoding="utf-8") == "kept"
 
 
 @pytest.mark.slow
@@ -67,15 +82,6 @@ def test_a_run_goes_on_under_another_backend(two_processes):
     whole = losses(folder, "runs/digits")
     start(folder, "single", "digits", "--epochs", "2", *ALONE, "--resume", "runs/digits/checkpoints/checkpoint_0")
     assert losses(folder, "runs/digits") == pytest.approx(whole, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_an_earlier_run_is_moved_aside(two_processes):
-    folder, _ = two_processes
-    (folder / "runs/digits/mine.txt").write_text("kept", encoding="utf-8")
-    printed = start(folder, "single", "digits", "--epochs", "1", *ALONE)
-    assert printed.startswith("The run that was in runs/digits is now in runs/digits-1.")
-    assert (folder / "runs/digits-1/mine.txt").read_text(encoding="utf-8") == "kept"
 
 
 @pytest.mark.slow

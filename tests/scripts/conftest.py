@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.runtime import attendance
 from drivetrain.testing import spawn
 
 FOLDER = Path(__file__).parent
@@ -22,18 +23,33 @@ def load(name):
     return module
 
 
+def impatient(name, arguments, seconds):
+    """A script's ``main``, on ranks that wait for each other only so long."""
+    attendance.PATIENCE_SECONDS = attendance.LATER_PATIENCE_SECONDS = seconds
+    if importlib.util.find_spec("drivetrain_megatron") is not None:
+        from drivetrain_megatron import meeting
+
+        meeting.PATIENCE_SECONDS = seconds
+    return load(name).main(arguments)
+
+
 @pytest.fixture
 def run(tmp_path):
-    """``run(script, world, *arguments)``: what each rank's ``main`` returned; ``backend=`` and its section as asked."""
+    """``run(script, world, *arguments)``: what each rank's ``main`` returned; ``backend=`` and its section as asked.
 
-    def start(name, world, *arguments, backend=None, folder="out", **section):
+    ``patience=`` is how many seconds ranks wait for each other where they need not all come.
+    """
+
+    def start(name, world, *arguments, backend=None, folder="out", patience=None, **section):
         module = load(name)
         arguments = [str(each) for each in arguments]
         if name in FOLDERS:
             arguments += [FOLDERS[name], str(tmp_path / folder)]
         env = {"DRIVETRAIN_DISTRIBUTED_TYPE": backend} if backend else {}
         env |= {f"DRIVETRAIN_{backend}__{key}".upper(): str(value) for key, value in section.items()}
-        return spawn(module.main, world, module.parse_args(arguments), env=env, timeout=50)
+        asked = module.parse_args(arguments)
+        job = (module.main, world, asked) if patience is None else (impatient, world, name, asked, patience)
+        return spawn(*job, env=env, timeout=60)
 
     return start
 

@@ -6,7 +6,6 @@ another order, which a few dozen updates carry on to about 1e-5.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -219,21 +218,12 @@ def test_denoiser_resumes_from_the_latest(run, tmp_path, worlds):
     assert rest["ema"] == near(whole["ema"])
 
 
-def impatient(name, arguments, seconds):
-    """A script's ``main``, on ranks that wait for each other only so long."""
-    attendance.PATIENCE_SECONDS = attendance.LATER_PATIENCE_SECONDS = seconds
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script.main(script.parse_args(arguments))
-
-
 @MORE_RANKS
 def test_denoiser_that_saves_on_the_main_process_alone(run, tmp_path):
     """Wrong, and right with replicas under Accelerate; many scripts do it."""
     whole = run("diffusion", 2, folder="whole")
-    arguments = ["--output_dir", str(tmp_path / "cut"), "--max_train_steps", "7", "--checkpointing_steps", "3"]
-    cut = spawn(impatient, 2, "diffusion", [*arguments, "--save_on_main"], 0.3)
+    arguments = ["--max_train_steps", 7, "--checkpointing_steps", 3, "--save_on_main"]
+    cut = run("diffusion", 2, *arguments, folder="cut", patience=0.3)
     assert cut[0]["losses"] == cut[1]["losses"] == near(whole[0]["losses"][:7])
     assert (tmp_path / "cut" / "whole" / "model.safetensors").is_file()
     rest = run("diffusion", 2, "--resume_from_checkpoint", "latest", folder="cut")
@@ -475,7 +465,7 @@ def test_scripts_under_megatron(run, name, whole, half, keys, parts):
 )
 def test_scripts_that_megatron_refuses_are_told_why(run, name, arguments, parts, words):
     with pytest.raises(RankFailedError, match=words):
-        run(name, 2, *arguments, backend="megatron", **PARTS[parts])
+        run(name, 2, *arguments, backend="megatron", patience=2, **PARTS[parts])
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------

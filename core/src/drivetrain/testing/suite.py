@@ -16,10 +16,12 @@ its reason. Nothing else switches a test off: one that is left out, replaced or 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,6 +32,8 @@ from drivetrain.testing.processes import RankFailedError, spawn
 from drivetrain.testing.requirements import BaseRequirements, mistakes
 from drivetrain.testing.scenario import assert_same_state, reference
 from drivetrain.testing.together import passed_together
+
+T = TypeVar("T")
 
 LIGHT_PLUGIN = """
 import sys, time
@@ -96,12 +100,34 @@ def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int)
     return known[key]
 
 
-def _kits(request: pytest.FixtureRequest, journey: Any, folder: Path) -> list[tuple[Kit, int]]:
-    kits = []
-    for backend, world_size in journey:
-        kit = _kit(request, world_size, folder)
-        kits.append((kit if backend == kit.backend else Kit.plain(backend, folder, kit.atol), world_size))
-    return kits
+_FIRST_PARTS = pytest.StashKey[dict[tuple[str, str, selection.Place], tuple[list[Any], Path]]]()
+"""For each module, first part and source: what its ranks returned, and the folder that they saved into."""
+
+
+def _kit_at(request: pytest.FixtureRequest, place: selection.Place, folder: Path) -> Kit:
+    backend, world_size = place
+    kit = _kit(request, world_size, folder)
+    return kit if backend == kit.backend else Kit.plain(backend, folder, kit.atol)
+
+
+def _first_part(
+    request: pytest.FixtureRequest, part: Callable[[Kit], T], source: selection.Place
+) -> tuple[list[T], Path]:
+    """What the source's ranks returned, and the folder that they saved into. It runs once for all of its targets."""
+    known = request.session.stash.setdefault(_FIRST_PARTS, {})
+    key = (request.module.__name__, part.__name__, source)
+    if key not in known:
+        folder = request.getfixturevalue("tmp_path_factory").mktemp("first-part")
+        known[key] = spawn(run_in_rank, source[1], part, _kit_at(request, source, folder)), folder
+    return known[key]
+
+
+def _second_part(
+    request: pytest.FixtureRequest, part: Callable[[Kit], T], target: selection.Place, saved: Path, folder: Path
+) -> list[T]:
+    """What the target's ranks return, on a copy of what was saved: other targets find that as the source left it."""
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    return spawn(run_in_rank, target[1], part, _kit_at(request, target, folder))
 
 
 def test_state_travels(request: pytest.FixtureRequest, journey: Any, tmp_path: Path) -> None:
@@ -109,21 +135,22 @@ def test_state_travels(request: pytest.FixtureRequest, journey: Any, tmp_path: P
 
     Places are this backend's worlds, ``single``, and every other installed backend that is ready.
     """
-    (source, source_size), (target, target_size) = _kits(request, journey, tmp_path)
-    uninterrupted = spawn(run_in_rank, source_size, state_cases.first_part, source)
-    resumed = spawn(run_in_rank, target_size, state_cases.second_part, target)
-    expected = reference(state_cases.RUN).state
+    source, target = journey
+    uninterrupted, saved = _first_part(request, state_cases.first_part, source)
+    resumed = _second_part(request, state_cases.second_part, target, saved, tmp_path)
+    expected, atol = reference(state_cases.RUN).state, request.module.Requirements.atol
     for end in (*uninterrupted, *resumed):
-        assert_same_state(end, expected, max(source.atol, 1e-5))
+        assert_same_state(end, expected, max(atol, 1e-5))
     # Two places add in another order, which shows in the last bits.
-    assert_same_state(resumed[0], uninterrupted[0], max(source.atol, 2e-6))
+    assert_same_state(resumed[0], uninterrupted[0], max(atol, 2e-6))
 
 
 def test_samples_after_resume(request: pytest.FixtureRequest, journey: Any, tmp_path: Path) -> None:
     """The rest of a shuffled epoch, resumed in another world, shows what was not shown yet, each sample once."""
-    (source, source_size), (target, target_size) = _kits(request, journey, tmp_path)
-    seen = spawn(run_in_rank, source_size, state_cases.shuffled_first, source)[0]
-    rest, following = spawn(run_in_rank, target_size, state_cases.shuffled_rest, target)[0]
+    source, target = journey
+    first, saved = _first_part(request, state_cases.shuffled_first, source)
+    seen = first[0]
+    rest, following = _second_part(request, state_cases.shuffled_rest, target, saved, tmp_path)[0]
     total = state_cases.GLOBAL_BATCH * state_cases.MICRO_STEPS
     assert len(seen) == state_cases.GLOBAL_BATCH * state_cases.CUT
     assert sorted(seen + rest) == list(range(total))
