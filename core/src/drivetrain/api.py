@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.saved import SavedModel
     from drivetrain.config.load import load_config
     from drivetrain.registry import get_registry
-    from drivetrain.runtime import clipping, collectives, portable, precision, trees
+    from drivetrain.runtime import clipping, collectives, local_steps, portable, precision, trees
     from drivetrain.runtime.deferred import Recording, deferred
     from drivetrain.runtime.device import pick_device
     from drivetrain.runtime.engine import TorchEngine
@@ -68,6 +68,7 @@ _HEAVY = {
     "load_config": "drivetrain.config.load:load_config",
     "clipping": "drivetrain.runtime.clipping",
     "collectives": "drivetrain.runtime.collectives",
+    "local_steps": "drivetrain.runtime.local_steps",
     "portable": "drivetrain.runtime.portable",
     "precision": "drivetrain.runtime.precision",
     "trees": "drivetrain.runtime.trees",
@@ -141,6 +142,7 @@ __all__ = [
     "get_registry",
     "hookimpl",
     "load_config",
+    "local_steps",
     "original_module",
     "pick_device",
     "place_model",

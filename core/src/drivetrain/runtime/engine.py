@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.backend import PrecisionPolicy, StepResult
 from drivetrain.errors import UnsupportedError
 from drivetrain.runtime import clipping, precision, scaling
+from drivetrain.runtime.local_steps import on_local_parts
 
 _APPLIED = StepResult()
 
@@ -114,15 +116,24 @@ class TorchEngine:
             self.unscale(optimizer)
         clipping.clip_values(clipping.gradients(parameters), clip_value)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """One update, or none when gradients are not finite."""
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, local: bool = False
+    ) -> StepResult:
+        """One update, or none when gradients are not finite.
+
+        Args:
+            optimizer: of a model of this engine.
+            closure: as ``optimizer.step`` takes it.
+            local: parameters that are DTensors step as plain tensors, this rank's parts, wherever that gives the same
+                (:mod:`drivetrain.runtime.local_steps`). Not under a loss scaler, which looks at gradients itself.
+        """
         if self.scaler is None and not self._norms:
-            optimizer.step(closure)
+            _update(optimizer, closure, local=local)
             return _APPLIED
         norm, finite = self._norms.pop(id(optimizer), (None, True))
         if self.scaler is None:
             if finite:
-                optimizer.step(closure)
+                _update(optimizer, closure, local=local)
             return StepResult(skipped=not finite, grad_norm=norm)
         if closure is not None:
             raise UnsupportedError(
@@ -154,6 +165,12 @@ class TorchEngine:
         """Take over :meth:`state`; a checkpoint without loss scaling leaves the scaler as it is."""
         if self.scaler is not None and state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
+
+
+def _update(optimizer: Optimizer, closure: Callable[[], Any] | None, *, local: bool) -> None:
+    # A closure computes gradients, of the parameters as the model has them.
+    with on_local_parts(optimizer) if local and closure is None else nullcontext():
+        optimizer.step(closure)
 
 
 def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -138,7 +138,7 @@ class FSDPTrainable(Trainable):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         # A forward without a backward (model.generate) leaves some parameters whole, and their copies would go stale.
         self._backend.reshard()
-        return self._engine.step(optimizer, closure)
+        return self._engine.step(optimizer, closure, local=True)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from drivetrain.api import local_steps
+
 _BUCKET_BYTES = 25 << 20
 """As large as torch's DDP makes them: large enough that latency does not count, small enough to copy twice."""
 
@@ -91,7 +93,7 @@ class Replicas:
             if one.grad is not None:
                 local_part(one.grad).copy_(mean)
             elif somewhere is not None and somewhere[index] > 0:
-                one.grad = laid_out_as(one, mean.clone())
+                one.grad = local_steps.laid_out_as(one, mean.clone())
 
 
 def _in_shards(parameter: Tensor) -> bool:
@@ -102,24 +104,6 @@ def local_part(tensor: Any) -> Tensor:
     """This rank's part of a DTensor; a plain tensor as it is."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
-
-
-def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """This rank's part, laid out as the parameter is; as it is for a plain one."""
-    if not isinstance(parameter, DTensor):
-        return local
-    if local.dtype == parameter.dtype and not local.requires_grad:
-        # A fifteenth of what from_local costs, which makes the same description once more.
-        spec = parameter._spec  # noqa: SLF001 (torch's own way, in FSDP)
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

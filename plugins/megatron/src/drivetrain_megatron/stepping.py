@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
 from drivetrain_megatron import state
-from drivetrain_megatron.local_steps import on_local_parts
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.zero1 import Parts
@@ -89,10 +88,7 @@ class Stepping:
         if self._max_norm is not None and not self._clipped:
             self.clip_grad_norm(list(self._module.parameters()), self._max_norm, 2.0)
         if self._parts is None:
-            # Fully sharded parameters belong to FSDP's own buffers; a scaler looks at gradients, a closure makes them.
-            alone = closure is None and self._engine.scaler is None and self._former is None
-            with on_local_parts(optimizer) if alone else nullcontext():
-                return self._engine.step(optimizer, closure)
+            return self._engine.step(optimizer, closure, local=True)
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."

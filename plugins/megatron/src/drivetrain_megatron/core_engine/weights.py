@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from drivetrain.api import local_steps
 from drivetrain_megatron.core_engine.calls import refuse
 from drivetrain_megatron.core_engine.description import EMBEDDING, OUTPUT, Description
 from drivetrain_megatron.core_engine.rearranging import Rearrangement
-from drivetrain_megatron.replicas import laid_out_as, local_part
+from drivetrain_megatron.replicas import local_part
 
 
 @dataclass
@@ -156,8 +157,9 @@ class Weights:
         if pair.views:
             return pair.views
         parts = pair.how.split([one.main_grad for one in pair.theirs])  # type: ignore[attr-defined]
-        found = [laid_out_as(mine, part.to(mine.dtype)) for mine, part in zip(pair.ours, parts, strict=True)]
-        if pair.one_memory and all(mine.dtype == part.dtype for mine, part in zip(pair.ours, parts, strict=True)):
+        both = list(zip(pair.ours, parts, strict=True))
+        found = [local_steps.laid_out_as(mine, part.to(mine.dtype)) for mine, part in both]
+        if pair.one_memory and all(mine.dtype == part.dtype for mine, part in both):
             pair.views = found
         return found
 

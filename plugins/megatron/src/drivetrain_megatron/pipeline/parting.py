@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.api import local_steps
 from drivetrain_megatron.pipeline.cutting import Cut
 from drivetrain_megatron.pipeline.skeleton import Blanks
-from drivetrain_megatron.replicas import laid_out_as, local_part
+from drivetrain_megatron.replicas import local_part
 
 
 @dataclass(frozen=True)
@@ -140,4 +141,4 @@ def add_shared_gradients(
         parameter = parameters[name]
         if old is not None:
             added = added + local_part(old)
-        parameter.grad = laid_out_as(parameter, added)
+        parameter.grad = local_steps.laid_out_as(parameter, added)

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from drivetrain_megatron.replicas import laid_out_as
-
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -71,11 +69,31 @@ def applies(optimizer: Optimizer) -> bool:
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     if type(optimizer) not in ELEMENTWISE or own or everybodys:
         return False
+    if hasattr(optimizer.step, "_torchdynamo_orig_callable"):  # compiled for these very tensors
+        return False
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return False
     parameters: Sequence[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
     cut = [one for one in parameters if isinstance(one, DTensor)]
     return bool(cut) and all(_alike(one, one.grad) for one in cut) and all(_state_alike(optimizer, one) for one in cut)
+
+
+def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part, laid out as the parameter is; as it is for a plain one. Not collective."""
+    if not isinstance(parameter, DTensor):
+        return local
+    if local.dtype == parameter.dtype and not local.requires_grad:
+        # A fifteenth of what from_local costs, which makes the same description once more.
+        spec = parameter._spec  # noqa: SLF001 (torch's own way, in FSDP)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _alike(parameter: DTensor, other: Tensor | None) -> bool:
@@ -124,4 +142,4 @@ def _as_before(parameter: Tensor, before: dict[str, Any], after: dict[str, Any])
     return found
 
 
-__all__ = ["ELEMENTWISE", "applies", "on_local_parts"]
+__all__ = ["ELEMENTWISE", "applies", "laid_out_as", "on_local_parts"]
