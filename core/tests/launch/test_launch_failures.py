@@ -33,8 +33,9 @@ SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds={timeout}
 @pytest.mark.parametrize(
     ("end", "code", "fate"),
     [
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 failed: ended by signal 9 (SIGKILL)"),
-        ("os._exit(9)", 9, "rank 1 failed: exit code 9"),
+        # A second is enough for rank 0 to come to where it waits.
+        ("time.sleep(1); os.kill(os.getpid(), 9)", 137, "rank 1 failed: ended by signal 9 (SIGKILL)"),
+        ("time.sleep(1); os._exit(9)", 9, "rank 1 failed: exit code 9"),
         ("time.sleep(300)", 1, "rank 1 was stopped"),
     ],
 )
@@ -50,7 +51,9 @@ def test_one_report_says_who_where_and_after_which_call(launch, script, tmp_path
     assert mine.endswith("last call: backward at job.py:9, its 8th]")
     assert ("at job.py:11" in mine) == (end == "time.sleep(300)")
     (other,) = [line for line in done.stderr.splitlines() if line.startswith("rank 0 ")]
-    assert other.endswith(f"[host {host}; in gather at job.py:13; last call: gather at job.py:13, its 10th]")
+    waits = f"[host {host}; in gather at job.py:13; last call: gather at job.py:13, its 10th]"
+    # Nearly always: a busy machine may not have let it go on before the other ended.
+    assert other.endswith(waits) or (end != "time.sleep(300)" and re.search(r"at job.py:(9|10|12); last call", other))
     assert ("rank 1 made fewer calls" in done.stderr) == (end == "time.sleep(300)")
     report = Path(re.search(r"With the stacks of all ranks: (.*)", done.stderr)[1])
     assert report.parent == tmp_path / "out"
