@@ -41,8 +41,8 @@ def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script
     ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
     assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
     assert ranks[0].endswith("last call: backward at job.py:9, its 5th]")
-    # Nearly always: a busy machine may not have let it go on.
-    assert re.search(r"in gather at job.py:13|at job.py:(9|10|12)", ranks[1])
+    # It may not have come so far yet, or be ending already because the connection is lost.
+    assert re.search(r"^rank 0 .*last call: \w+ at job.py:(9|12|13), its [567]th\]$", ranks[1])
     assert done.returncode == code
 
 
