@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,21 @@ def test_whoever_may_look_at_parameters_sees_them_as_they_are():
     found = spawn(train, 2, Watched, "fsdp", None)[0]
     assert not found["applied"]
     assert found["seen"] == {"DTensor"}
+
+
+def before_and_after_compiling():
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model = Pair()
+    _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    inner = optimizer.optimizer
+    found = [local_steps.applies(inner)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it imports its compiler
+        inner.step = torch.compile(inner.step)
+    found.append(local_steps.applies(inner))
+    accelerator.end_training()
+    return found
+
+
+def test_a_compiled_step_has_the_tensors_that_it_was_compiled_for():
+    assert spawn(before_and_after_compiling, 2) == [[True, False]] * 2
