@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         is_initialized,
         wait_for_everyone,
     )
+    from drivetrain.runtime.ema import EMA
     from drivetrain.runtime.float32 import convert_outputs_to_fp32, convert_to_fp32
     from drivetrain.runtime.loading import already_sharded, skip_first_batches
     from drivetrain.runtime.loading.kinds import DataLoaderDispatcher, DataLoaderShard
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "EMA": "runtime.ema",
     "AcceleratedOptimizer": "runtime.optimizer:PreparedOptimizer",
     "AcceleratedScheduler": "runtime.scheduler:PreparedScheduler",
     "Accelerator": "accelerator",
@@ -159,6 +161,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "EMA",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",

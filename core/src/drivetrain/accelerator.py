@@ -15,12 +15,11 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs
 from drivetrain.launch.environment import read_place
 from drivetrain.registry import get_registry
-from drivetrain.runtime import assembly, at_hand, last_call, lifetime, loading, watchdog
+from drivetrain.runtime import assembly, at_hand, last_call, lifetime, loading, sync_batch_norm, watchdog
 from drivetrain.runtime.choosing import choose_backend
 from drivetrain.runtime.current import set_current_backend
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.interruption import Interruption
-from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.optimizer import PreparedOptimizer
 from drivetrain.runtime.preparing import Preparer
 from drivetrain.runtime.run_state import RunCheckpoints
@@ -69,6 +68,9 @@ class Accelerator(RunServices):
         desync_watchdog: compare each collective call over the ranks before it is made, and raise where they are apart.
         save_on_interrupt: told to end (Ctrl-C, SIGTERM), save the run after the step and stop; as the next checkpoint
             with automatic naming, else as ``project_dir/interrupted``. The exit code is 75 after SIGTERM.
+        sync_batch_norm: batch norms take their statistics over the batches of all data-parallel processes.
+        count_items: weigh a mean loss by what it is a mean over (labels that count), as one big batch would. Reads that
+            from the loss, and sums it over the ranks once a window.
 
     Raises:
         UsageError: arguments that contradict each other.
@@ -98,6 +100,8 @@ class Accelerator(RunServices):
         step_scheduler_per_process: bool | None = None,
         desync_watchdog: bool | None = None,
         save_on_interrupt: bool | None = None,
+        sync_batch_norm: bool | None = None,
+        count_items: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
         self._config = resolved = assembly.with_mesh(assembly.resolve_config(config), engine_arguments)
@@ -119,6 +123,7 @@ class Accelerator(RunServices):
             mixed_precision=mixed_precision,
             cpu=cpu,
             place_on_device=device_placement,
+            sync_batch_norm=sync_batch_norm,
         )
         set_current_backend(self.backend, self._info.name)
         assembly.name_this_process(self.backend)
@@ -136,6 +141,7 @@ class Accelerator(RunServices):
             self._active.state,
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
+            count_items=resolved.config.count_items if count_items is None else count_items,
             on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
         )
         per_process = resolved.config.scheduler.step_per_process
@@ -194,7 +200,7 @@ class Accelerator(RunServices):
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> PreparedModel:
+    ) -> nn.Module:
         """Prepare a model alone; ``evaluation_mode`` leaves the gradient machinery out. Collective over all ranks."""
         if device_placement is not None and device_placement != self.device_placement:
             raise UnsupportedError(
@@ -249,8 +255,12 @@ class Accelerator(RunServices):
             loss: 0-d: a mean, or with ``num_items`` a sum.
             num_items: how many items (tokens that count, samples) ``loss`` is a sum over on this rank. The denominator
                 is then their number over all ranks and micro-batches, so that ragged batches weigh as one big batch
-                would; without it, data-parallel size x micro-batches in the window.
+                would. Without it the mean of each batch weighs by the samples that the loader says it has, or, with
+                ``count_items``, by the items that the loss is a mean over.
             kwargs: for ``loss.backward``, when no model was prepared.
+
+        Raises:
+            UsageError: with ``count_items``, a loss that does not say what it is a mean over.
         """
         self._trainer.backward(loss, num_items, **kwargs)
 
@@ -347,8 +357,9 @@ class Accelerator(RunServices):
             even_batches: override the loaders' setting meanwhile.
         """
         trainables = [self._preparer.record_of(each).trainable for each in joinables if isinstance(each, nn.Module)]
+        sync_batch_norm.refuse_uneven(trainable.module for trainable in trainables)
         even = loading.even_batches_as(self._dataloaders, even_batches)
-        with watchdog.unwatched(), even, self.backend.join(trainables):
+        with watchdog.unwatched(), even, self._trainer.uneven(), self.backend.join(trainables):
             yield
 
 

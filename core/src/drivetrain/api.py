@@ -27,7 +27,7 @@ from drivetrain.backend import (
     Trainable,
     always_ready,
 )
-from drivetrain.config.rules import Rule, flag, section_from_arguments
+from drivetrain.config.rules import Rule, flag, number, section_from_arguments, whole
 from drivetrain.errors import (
     BackendBlockedError,
     CheckpointError,
@@ -47,10 +47,13 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.saved import SavedModel
     from drivetrain.config.load import load_config
     from drivetrain.registry import get_registry
-    from drivetrain.runtime import clipping, collectives, local_steps, portable, precision, trees
+    from drivetrain.runtime import clipping, collectives, local_steps, optimizer_kinds, portable, precision, trees
+    from drivetrain.runtime.buffers import Buffers
     from drivetrain.runtime.deferred import Recording, deferred
     from drivetrain.runtime.device import pick_device
     from drivetrain.runtime.engine import TorchEngine
+    from drivetrain.runtime.local_gradients import LocalGradients
+    from drivetrain.runtime.model import call_plainly, plain_state_dict
     from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
     from drivetrain.runtime.placing import original_module, place_model
     from drivetrain.runtime.process_group import ProcessGroupHandle, ensure_process_group
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.temporary import temporary
 
 _HEAVY = {
+    "Buffers": "drivetrain.runtime.buffers:Buffers",
     "CheckpointFormat": "drivetrain.checkpoint.formats:CheckpointFormat",
     "SavedModel": "drivetrain.checkpoint.saved:SavedModel",
     "foreign": "drivetrain.checkpoint.foreign",
@@ -69,11 +73,15 @@ _HEAVY = {
     "clipping": "drivetrain.runtime.clipping",
     "collectives": "drivetrain.runtime.collectives",
     "local_steps": "drivetrain.runtime.local_steps",
+    "optimizer_kinds": "drivetrain.runtime.optimizer_kinds",
     "portable": "drivetrain.runtime.portable",
     "precision": "drivetrain.runtime.precision",
     "trees": "drivetrain.runtime.trees",
     "Recording": "drivetrain.runtime.deferred:Recording",
     "deferred": "drivetrain.runtime.deferred:deferred",
+    "LocalGradients": "drivetrain.runtime.local_gradients:LocalGradients",
+    "call_plainly": "drivetrain.runtime.model:call_plainly",
+    "plain_state_dict": "drivetrain.runtime.model:plain_state_dict",
     "temporary": "drivetrain.runtime.temporary:temporary",
     "get_registry": "drivetrain.registry:get_registry",
     "pick_device": "drivetrain.runtime.device:pick_device",
@@ -101,6 +109,7 @@ __all__ = [
     "Backend",
     "BackendBlockedError",
     "BackendInfo",
+    "Buffers",
     "Capabilities",
     "CheckpointError",
     "CheckpointFormat",
@@ -112,6 +121,7 @@ __all__ = [
     "DummyScheduler",
     "Feeding",
     "FlatShard",
+    "LocalGradients",
     "Mesh",
     "Place",
     "PortableState",
@@ -133,6 +143,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "always_ready",
+    "call_plainly",
     "clipping",
     "collectives",
     "deferred",
@@ -143,13 +154,17 @@ __all__ = [
     "hookimpl",
     "load_config",
     "local_steps",
+    "number",
+    "optimizer_kinds",
     "original_module",
     "pick_device",
     "place_model",
+    "plain_state_dict",
     "portable",
     "precision",
     "register_device_generator",
     "section_from_arguments",
     "temporary",
     "trees",
+    "whole",
 ]

@@ -98,10 +98,13 @@ class Trainable(ABC):
     Attributes:
         module: the user's own module with its original parameter names (parameters may be sharded by now).
         optimizers: what really steps, in the order given to ``prepare``.
+        settles_buffers: the engine itself gives every rank the main process's buffers before they are used in
+            evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
     """
 
     module: nn.Module
     optimizers: list[Optimizer]
+    settles_buffers: bool = False
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +171,55 @@ class Trainable(ABC):
     def load_portable_state(self, state: PortableState) -> None:
         """Take over a filled template: parameters, buffers, optimizer state, parameter groups, extra. Collective."""
 
+    def live_tensors(self) -> dict[str, Any]:
+        """What is trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
+
+        Parameters and persistent buffers; where the engine trains copies in higher precision, those. Layouts are the
+        engine's. After writing, :meth:`load_portable_state` of an empty state derives what follows.
+        """
+        from drivetrain.runtime import portable
+
+        return dict(portable.live_tensors(self.module))
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of this optimizer's gradients before its step; default nothing: they carry none."""
+        return
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether some gradient holds contributions of this rank alone; default ``False``. Not collective.
+
+        The core asks before each optimizer step and refuses it, unless the script keeps gradients on their rank
+        (``no_sync``, LocalSGD). An engine that reduces gradients in every backward that reaches its parameters,
+        whoever calls it, leaves the default.
+        """
+        return False
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer that was never prepared, or the script's own object of one that was, steps.
+
+        Default nothing: its parameters are what is trained. An engine that trains copies of them raises
+        :class:`~drivetrain.api.UsageError` here. Not collective.
+        """
+        return
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        """Called before the script registers a submodule, parameter or buffer ``name`` on a part of the model.
+
+        Default nothing: it is the model's from then on. An engine that cannot take it in raises
+        :class:`~drivetrain.api.UnsupportedError`, and nothing is registered. Not collective.
+        """
+        return
+
+    def before_conversion(self) -> None:
+        """Called before ``model.to(...)``, ``.double()``, ``.half()`` and the like. As :meth:`before_registration`."""
+        return
+
+    def before_copy(self) -> None:
+        """Called before the model is copied or pickled as an object of the user's class.
+
+        Default nothing: the module is whole on this rank. An engine that holds parts of it raises
+        :class:`~drivetrain.api.UnsupportedError`. Not collective.
+        """
         return
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
@@ -214,7 +264,31 @@ class Trainable(ABC):
 
         Collective where parameters are sharded: every rank iterates to the end, and holds one gathered tensor at most.
         """
-        yield from self.module.state_dict().items()
+        from drivetrain.runtime.model import plain_state_dict
+
+        yield from plain_state_dict(self.module).items()
+
+    def before_state_dict(self, *, replicated: bool) -> None:
+        """Called before the script's ``model.state_dict()``, which ``save_pretrained`` calls too. Not collective.
+
+        The one rule of all engines: what comes back is the whole state, or this raises. The default allows it where
+        every rank holds all parameters. An engine may allow more where its tensors stand for whole ones in all that a
+        script does to them, ``torch.save`` included.
+
+        Args:
+            replicated: the backend's capability of that name.
+
+        Raises:
+            UsageError: this rank holds parts only.
+        """
+        if not replicated:
+            from drivetrain.errors import UsageError
+
+            raise UsageError(
+                f"{type(self.module).__name__}.state_dict() would be this rank's part of a model that is sharded",
+                cure="On every rank write accelerator.get_state_dict(model), which is whole on the main process, or "
+                "accelerator.save_model(model, folder). save_pretrained takes the former as its argument state_dict.",
+            )
 
 
 class Backend(ABC):
@@ -291,6 +365,17 @@ class Backend(ABC):
         from drivetrain.runtime.placeholders import scheduler_without_engine
 
         return scheduler_without_engine(scheduler, type(self).__name__)
+
+    def synchronise_batch_norm(self, model: nn.Module) -> None:
+        """Let batch norms take their statistics over all data-parallel ranks. Not collective.
+
+        Called before :meth:`prepare` for each model that is trained, where ``settings.sync_batch_norm`` asks for it.
+        The default communicates by ``torch.distributed``; an engine that cannot raises
+        :class:`~drivetrain.api.UnsupportedError`.
+        """
+        from drivetrain.runtime import sync_batch_norm
+
+        sync_batch_norm.convert(model, self.topology)
 
     def sync(self) -> None:
         """Run what a lazy device has recorded; default nothing. Not collective.

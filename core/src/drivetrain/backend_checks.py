@@ -54,7 +54,11 @@ def check_ready(plugin: Plugin, info: BackendInfo) -> Readiness:
         )
     try:
         readiness = info.probe()
-    except Exception as error:
+        if not isinstance(readiness, Readiness):
+            raise TypeError(f"it returned {readiness!r}, not a Readiness")  # noqa: TRY301 - as whatever else it raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() of a probe must not end who asks
         what = f"the probe of backend {info.name!r} failed: {type(error).__name__}: {error}"
         raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT) from error
     if not readiness.ready:
@@ -68,7 +72,9 @@ def import_object(target: str, owner: str) -> object:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() of a module must not end who imports it
         what = f"{target} could not be imported: {type(error).__name__}: {error}"
         raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
 

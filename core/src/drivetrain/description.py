@@ -220,6 +220,8 @@ class RunSettings:
         place_on_device: move parameters to the device in ``prepare``.
         origins: where each key of the section that was given was written, by dotted key below the section.
         name: under which the backend was chosen: ``BackendInfo.name``; empty for one that is made by hand.
+        sync_batch_norm: batch norms take their statistics over all data-parallel ranks; see
+            :meth:`drivetrain.api.Backend.synchronise_batch_norm`.
     """
 
     place: Place = field(default_factory=Place)
@@ -232,3 +234,4 @@ class RunSettings:
     place_on_device: bool = True
     origins: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    sync_batch_norm: bool = False

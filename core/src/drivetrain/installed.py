@@ -10,6 +10,7 @@ from importlib import metadata
 
 from drivetrain import hookspecs
 from drivetrain.backend import BackendInfo, Capabilities
+from drivetrain.config.keys import CORE_KEYS, may_be_foreign
 from drivetrain.suggest import did_you_mean, sentences
 
 CORE = "drivetrain"
@@ -188,7 +189,7 @@ def checked_infos(answer: object) -> tuple[BackendInfo, ...]:
 
     Raises:
         TypeError: it is not a list of :class:`BackendInfo`.
-        ValueError: a name is not lower case, or appears twice.
+        ValueError: a name is not lower case, appears twice, or is a key that configuration files have already.
     """
     if not isinstance(answer, list | tuple) or not all(isinstance(info, BackendInfo) for info in answer):
         raise TypeError(f"drivetrain_backends returned {answer!r}, not a list of BackendInfo")
@@ -196,6 +197,9 @@ def checked_infos(answer: object) -> tuple[BackendInfo, ...]:
     for name in names:
         if name != name.lower() or not name.isidentifier():
             raise ValueError(f"a backend's name is a lower-case identifier, not {name!r}")
+        if name in CORE_KEYS or may_be_foreign(name):
+            sentence = f"a backend cannot be called {name!r}: its section could not be told from that key"
+            raise ValueError(f"{sentence} of a configuration file; give it another name")
     if len(set(names)) != len(names):
         raise ValueError(f"drivetrain_backends names a backend twice: {', '.join(names)}")
     return tuple(answer)

@@ -58,7 +58,7 @@ class DataLoaderConfiguration:
         split_batches: the script's batch size is the global one and is cut among the ranks.
         dispatch_batches: the main process reads every batch and hands it out; ``None`` means no. (Accelerate's ``None``
             means yes for iterable datasets, at about twenty times the cost per batch.)
-        even_batches: repeat samples at the end of an epoch so that every rank gets the same number of batches.
+        even_batches: give every rank the same number of batches, a repeated sample where there is none left for it.
         use_seedable_sampler: accepted either way: the order is always a function of the seed and the epoch.
         data_seed: seed of that order; ``None`` takes one from the main process's random state.
         non_blocking: copy batches to the device without waiting.

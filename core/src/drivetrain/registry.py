@@ -252,7 +252,9 @@ class Registry:
         for plugin in self._implementing(event):
             try:
                 self._call(plugin, event, **arguments)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # sys.exit() of an observer must not end the training
                 _logger.exception("plugin %s (%s) failed in %s%s", plugin.name, plugin.owner, _PREFIX, event)
 
     def trackers(self) -> dict[str, str]:
@@ -277,7 +279,9 @@ class Registry:
             scratch = click.Group(group.name)
             try:
                 self._call(plugin, "commands", group=scratch)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 complaints.append(f"{plugin.owner} could not add its commands: {type(error).__name__}: {error}")
                 _logger.debug("commands of %s", plugin.owner, exc_info=True)
                 continue
@@ -291,13 +295,13 @@ class Registry:
     def tensor_parallel_plan(self, model: nn.Module, degree: int) -> Mapping[str, str] | None:
         """Ask the plugins how to split a model along ``tp``: the first answer, or ``None``."""
         self.load_all()
-        answer: Mapping[str, str] | None = self._hook("tensor_parallel_plan")(model=model, degree=degree)
+        answer: Mapping[str, str] | None = self._first("tensor_parallel_plan", model=model, degree=degree)
         return answer
 
     def pipeline_split(self, model: nn.Module, num_stages: int) -> Sequence[str] | None:
         """Ask the plugins where a model's pipeline stages begin: the first answer, or ``None``."""
         self.load_all()
-        answer: Sequence[str] | None = self._hook("pipeline_split")(model=model, num_stages=num_stages)
+        answer: Sequence[str] | None = self._first("pipeline_split", model=model, num_stages=num_stages)
         return answer
 
     # ---- how it is done -----------------------------------------------------------------------------------------
@@ -332,7 +336,9 @@ class Registry:
         plugin.loaded = True
         try:
             module = importlib.import_module(plugin.value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - recorded; even sys.exit() must not end the others
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - recorded; even sys.exit() must not end the others
             plugin.fail(error, f"plugin {plugin.name!r} could not be imported")
             return
         self._adopt(plugin, module)
@@ -349,7 +355,9 @@ class Registry:
             self._manager.check_pending()
             for answer in self._call(plugin, "backends"):
                 plugin.infos += checked_infos(answer)
-        except Exception as error:  # noqa: BLE001 - recorded, shown, and raised when one of its names is asked for
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - recorded, shown, and raised when one of its names is asked for
             if self._manager.is_registered(module):
                 self._manager.unregister(module)
             plugin.fail(error, f"plugin {plugin.name!r} cannot be used")
@@ -382,6 +390,17 @@ class Registry:
         answers: list[Any] = self._manager.subset_hook_caller(_PREFIX + event, others)(**arguments)
         return answers
 
+    def _first(self, event: str, **arguments: Any) -> Any:
+        """Ask all plugins until one answers. An exception passes, but none may end the process without a word."""
+        try:
+            return self._hook(event)(**arguments)
+        except (KeyboardInterrupt, Exception):
+            raise
+        except BaseException as error:
+            asked = listed(plugin.owner for plugin in self._implementing(event))
+            what = f"a plugin raised {type(error).__name__} in the hook {_PREFIX}{event}; it is implemented by {asked}"
+            raise BackendBrokenError(what, cure=checks.REPORT_IT) from error
+
     def _collect(self, event: str) -> list[tuple[Plugin, Any]]:
         """Ask every plugin; one that raises is from now on broken."""
         self.load_all()
@@ -389,7 +408,9 @@ class Registry:
         for plugin in self._implementing(event):
             try:
                 found += [(plugin, answer) for answer in self._call(plugin, event)]
-            except Exception as error:  # noqa: BLE001 - recorded, and said
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - recorded, and said
                 self._manager.unregister(plugin.module)
                 plugin.fail(error, f"plugin {plugin.name!r} failed in the hook {_PREFIX}{event}")
                 _logger.warning("%s [%s]; its other answers are not used either", plugin.reason, plugin.owner)

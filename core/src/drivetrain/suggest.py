@@ -1,4 +1,4 @@
-"""Words of error messages: the guess after a typing mistake, and lists as people write them."""
+"""Words of error messages: the guess after a typing mistake, lists as people write them, texts that are too long."""
 
 from __future__ import annotations
 
@@ -35,3 +35,8 @@ def listed(words: Iterable[str], *, nothing: str = "none") -> str:
 def sentences(*parts: str) -> str:
     """Join the parts that are not empty by a space."""
     return " ".join(part for part in parts if part)
+
+
+def cut(text: str, limit: int) -> str:
+    """Return the text, or its beginning and how long it is when it is longer than ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"

@@ -250,5 +250,5 @@ def planning_job(folder, backend):
 
 def whole(accelerator, model):
     """All parameters of the model on every rank."""
-    parts = [tensor.flatten() for _, tensor in model.trainable.full_state_dict()]
+    parts = [tensor.flatten() for _, tensor in model._drivetrain.trainable.full_state_dict()]
     return torch.cat(parts).detach().clone()

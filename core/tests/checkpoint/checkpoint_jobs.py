@@ -268,7 +268,7 @@ def hooks_job(path):
 
         save(path, run_state(net, optimizer, scheduler), backend, hooks=hooks)
         net.body.weight.data.fill_(5.0)
-        load(path, run_state(net, optimizer, scheduler), backend, skip_models=[0])
+        load(path, run_state(net, optimizer, scheduler), backend, hooks=lambda _: [0])
         return net.body.weight.unique().tolist()
 
 
@@ -343,8 +343,9 @@ def resume_for_ever(folder):
             with torch.no_grad():
                 net.gain.fill_(naming.iteration)
             state.counters["step"] = naming.iteration
-            save(naming.next_path(), state, backend, info={"iteration": naming.iteration})
-            naming.saved()
+            path = naming.next_path()
+            save(path, state, backend, info={"iteration": naming.iteration})
+            naming.saved(path)
 
 
 def resume_once(folder):

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,6 +59,11 @@ def advance(run):
     return {"iteration": naming.iteration}
 
 
+def next_path(backend, naming):
+    """The next checkpoint's folder; the main process holds the one above it."""
+    return backend.broadcast_object(naming.next_path() if backend.topology.rank == 0 else None)
+
+
 def save_for_ever(folder, beside):
     """Save numbered checkpoints until killed."""
     with checkpoint_jobs.started() as backend:
@@ -68,11 +74,13 @@ def save_for_ever(folder, beside):
             info = advance(run)
             if beside:
                 saver.wait()
-                saver.start(naming.next_path(), state, info=info, afterwards=naming.prune)
+                path = next_path(backend, naming)
+                saver.start(path, state, info=info, afterwards=partial(naming.prune, path))
             else:
-                save(naming.next_path(), state, backend, info=info)
+                path = next_path(backend, naming)
+                save(path, state, backend, info=info)
                 if backend.topology.rank == 0:
-                    naming.prune()
+                    naming.prune(path)
                 backend.barrier()
             naming.iteration += 1
 
@@ -215,14 +223,15 @@ def full_disk_job(folder, times, small=False):
         for number in range(times):
             chance = random.Random(number)
             info = advance(run)
+            path = next_path(backend, naming)
             try:
                 with filled(chance, backend, folder) if small else limited(chance, backend):
                     if number % 2:
-                        saver.start(naming.next_path(), state, info=info, afterwards=naming.prune)
+                        saver.start(path, state, info=info, afterwards=partial(naming.prune, path))
                         advance(run)
                         saver.wait()
                     else:
-                        save(naming.next_path(), state, backend, info=info)
+                        save(path, state, backend, info=info)
             except CheckpointError as problem:
                 errors.append(str(problem))
             naming.iteration += 1
@@ -231,11 +240,11 @@ def full_disk_job(folder, times, small=False):
                 problems += found.problems
                 gain = read_tensor(found.path, "model.gain", found.manifest.tensors["model.gain"]).item()
                 problems += [] if gain == found.manifest.info["iteration"] else [f"{gain} in {found.path}"]
-                naming.prune()
+                naming.prune(naming.latest())
             backend.barrier()
         saver.close()
         left = [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
-        newest = naming.complete()[-1].iteration
+        newest = naming.complete()[-1].number
         return len(errors), problems, left, newest, errors
 
 

@@ -7,7 +7,7 @@ def test_a_file_that_is_no_text_is_an_error_without_a_traceback(drivetrain, tmp_
     (tmp_path / "odd.yaml").write_bytes(b"\xff\xfe\x00")
     done = drivetrain("config", "import", "odd.yaml")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: 'odd.yaml' cannot be read")
+    assert done.stderr.startswith("error: the configuration file 'odd.yaml' cannot be read")
     assert "Traceback" not in done.stderr
 
 

@@ -66,13 +66,25 @@ def test_what_cannot_be_launched_is_an_error_without_a_traceback(drivetrain, scr
     assert "--num_processes" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--cpu",), ("--num_processes", "1", "--mixed_precision", "bf16")])
+SHARDED = ("--cpu", "--num_processes", "2", "--distributed_type")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--cpu",),
+        ("--num_processes", "1", "--mixed_precision", "bf16"),
+        (*SHARDED, "fsdp"),
+        (*SHARDED, "megatron", "--set", "megatron.tensor_parallel_size=2"),
+        (*SHARDED, "deepspeed", "--set", "deepspeed.gradient_clipping=1.0"),
+    ],
+)
 def test_the_self_test_checks_gather_gradients_and_checkpoints(drivetrain, arguments):
     done = drivetrain("test", *arguments)
     assert done.returncode == 0, done.stderr
     for word in ("gather", "gradients: parameters equal", "save_state, load_state", "Everything works."):
         assert word in done.stdout
-    assert done.stdout.startswith("2 process(es)" if arguments == ("--cpu",) else "1 process(es)")
+    assert done.stdout.startswith("1 process(es)" if "1" in arguments else "2 process(es)")
 
 
 def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):

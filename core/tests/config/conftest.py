@@ -55,7 +55,7 @@ class FakeRegistry:
         return BackendInfo(name, "a test", "nowhere:Nothing", config="nowhere:Nothing" if self.sections[name] else None)
 
     def import_rules(self):
-        return {}
+        return {"fsdp_config": {}}
 
     def load_section(self, info):
         return self.sections[info.name]

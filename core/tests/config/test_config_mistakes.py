@@ -12,10 +12,10 @@ from drivetrain.config.problems import show
 from drivetrain.errors import ConfigError
 
 CORE = (
-    "accelerator_ids, dataloader, debug, desync_watchdog, device_order, distributed_type, "
+    "accelerator_ids, count_items, dataloader, debug, desync_watchdog, device_order, distributed_type, "
     "gradient_accumulation_steps, log_with, machine_rank, main_process_ip, main_process_port, max_restarts, mesh, "
     "mixed_precision, monitor_interval, num_machines, num_processes, output, output_dtype, process_group, "
-    "project_dir, rdzv_backend, rendezvous, save_on_interrupt, scheduler, use_cpu"
+    "project_dir, rdzv_backend, rendezvous, save_on_interrupt, scheduler, sync_batch_norm, use_cpu"
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,12 +15,14 @@ from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
+from drivetrain.runtime.current import set_current_backend
 from drivetrain.runtime.loading import (
     LoadingContext,
     gather_for_metrics,
     prepare_data_loader,
     skip_first_batches,
 )
+from drivetrain.runtime.nested import gather, pad_across_processes
 from drivetrain.testing import spawn
 from drivetrain.topology import Mesh, Place, Topology
 
@@ -186,9 +187,9 @@ def test_after_a_skip_a_break_and_nested_loops(world):
 
 
 def alignment(context):
-    """On the padded last batch: what can be aligned is, what cannot raises on every rank."""
+    """On a last batch of one sample for two ranks: what can be aligned is, what cannot raises on every rank."""
     seen: dict[str, Any] = {}
-    loader = numbers(context, 11, 4)
+    loader = numbers(context, 9, 4)
     for batch in loader:
         if not loader.end_of_dataloader:
             # Nothing is repeated, so nothing needs to be aligned.
@@ -204,10 +205,7 @@ def alignment(context):
                 gather_for_metrics(value, context)
             seen[name] = str(caught.value)
         seen["repeat"] = gather_for_metrics(torch.ones(()).repeat(loader.batch_size), context).shape[0]
-        with warnings.catch_warnings(record=True) as caught_warnings:
-            warnings.simplefilter("always")
-            seen["scalar"] = gather_for_metrics(batch.sum(), context).shape[0]
-        seen["warning"] = str(caught_warnings[0].message)
+        seen["scalar"] = gather_for_metrics(batch.sum(), context).shape[0]
         seen["dicts"] = len(gather_for_metrics({"metric": 1.0}, context))
         seen["object"] = len(gather_for_metrics("text", context))
     return seen
@@ -216,12 +214,137 @@ def alignment(context):
 def test_what_cannot_be_aligned_raises_on_every_rank():
     seen = same(on(2, "alignment"))
     assert "float32[7]" in seen["tensor"]
-    assert "the parts have 7, 7 rows by rank, the current batch has 2, 2, of which 2, 1 count" in seen["tensor"]
+    assert "the parts have 7, 7 rows by rank, the current batch has 1, 1, of which 1, 0 count" in seen["tensor"]
     assert "rows of a list repeat samples" in seen["list"]
     assert "float32[7]" in seen["nested"]
-    assert seen["repeat"] == 3
-    assert seen["scalar"] == seen["dicts"] == seen["object"] == 2
-    assert "one number for each rank" in seen["warning"]
+    assert seen["repeat"] == 1
+    # The other rank holds nothing but a repeated sample.
+    assert seen["scalar"] == seen["dicts"] == seen["object"] == 1
+
+
+class Batches(IterableDataset):
+    """Yields whole batches of 4."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        yield from torch.arange(self.size).split(4)
+
+
+class Foreign:
+    """Nobody's DataLoader."""
+
+    batch_size = 4
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        yield from torch.arange(self.size).split(4)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+LOADERS = {
+    "map": lambda size: DataLoader(range(size), batch_size=4),
+    "stream": lambda size: DataLoader(Stream(size), batch_size=4),
+    "workers": lambda size: DataLoader(Stream(size), batch_size=4, num_workers=1, multiprocessing_context="fork"),
+    "batches": lambda size: DataLoader(Batches(size), batch_size=None),
+    "sampler": lambda size: DataLoader(range(size), batch_sampler=torch.arange(size).split(4)),
+    "foreign": Foreign,
+}
+
+
+def repeated(context, size):
+    """A loss for each batch, repeated for its rows, and cut at its end; predictions and their cut."""
+    found = {}
+    set_current_backend(context.backend)
+    for kind, build in LOADERS.items():
+        loader, losses, cut, rows = prepare_data_loader(build(size), context), [], [], []
+        for batch in loader:
+            loss = batch.float().mean()
+            losses += gather_for_metrics(loss.repeat(4), context).tolist()
+            cut += gather(loss.repeat(4), context.backend).tolist()
+            rows += gather(pad_across_processes(batch, backend=context.backend), context.backend).tolist()
+            assert len(gather(loss, context.backend)) == context.dp_size
+        found[kind] = losses, cut[:size], rows[:size], len(losses)
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize(("world", "size"), [(1, 13), (2, 13), (3, 13), (4, 13), (3, 26), (4, 2)])
+def test_a_repeated_loss_has_a_row_for_each_sample_gathered_for_metrics_or_cut_at_its_end(world, size, dispatch):
+    kwargs = {"dispatch_batches": True} if dispatch else {}
+    found = same(on(world, "repeated", size=size, **kwargs))
+    if size < len(LOADERS):
+        # A loader that declares no batch size, and whose only batch is a short one, does not say what a full one has.
+        del found["batches"], found["sampler"]
+    for kind, (losses, cut, rows, count) in found.items():
+        assert count == size, kind
+        assert rows == list(range(size)), kind
+        # Each batch's mean, once for each of its samples: together the mean over all.
+        assert sum(losses) == pytest.approx(sum(range(size))), kind
+        assert cut == losses or world == 1, kind
+
+
+def short_rank(context):
+    """Ranks with different numbers of batches."""
+    seen = []
+    set_current_backend(context.backend)
+    for batch in numbers(context, 9, 2):
+        last = 8 // (2 * context.dp_size) * 2 * context.dp_size <= int(batch[0])
+        if not last:
+            gather_for_metrics(batch, context)
+            continue
+        with pytest.raises(UsageError) as caught:
+            gather_for_metrics(batch, context)
+        with pytest.raises(UsageError) as also:
+            gather(batch, context.backend)
+        seen += [str(caught.value), str(also.value)]
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_where_a_rank_has_no_batch_the_others_do_not_wait_for_its_next_epoch(world):
+    results = on(world, "short_rank", even_batches=False)
+    assert len(results[0]) == 2
+    assert all("come to an end on rank" in text for text in results[0])
+    assert results[-1] == []
+
+
+class Share(IterableDataset):
+    """One rank's own share, of another length on each rank."""
+
+    drivetrain_sharded = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        yield from range(self.size)
+
+
+def epochs_apart(context):
+    loader = prepare_data_loader(DataLoader(Share(2 + 2 * (context.dp_rank > 0)), batch_size=2), context)
+    for _ in range(2):
+        for batch in loader:
+            try:
+                gather_for_metrics(batch, context)
+            except CollectiveMismatchError as error:
+                return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_batches_of_different_epochs_are_not_paired(world):
+    text = same(on(world, "epochs_apart"))
+    assert "rank 0: batch 0 of epoch 1, loader number 0" in text
+    assert "rank 1: batch 1 of epoch 0, loader number 0" in text
 
 
 def uneven(context):
@@ -298,5 +421,18 @@ def test_iterable_datasets(world, dispatch):
 
 
 CASES = {
-    function.__name__: function for function in (kinds, sizes, loops, alignment, uneven, mismatch, rounds, streams)
+    function.__name__: function
+    for function in (
+        kinds,
+        sizes,
+        loops,
+        alignment,
+        uneven,
+        mismatch,
+        rounds,
+        streams,
+        repeated,
+        short_rank,
+        epochs_apart,
+    )
 }

@@ -102,3 +102,37 @@ def test_a_record_that_is_being_written_counts_as_none(tmp_path):
     folder.mkdir()
     (folder / LAST_CALL).write_bytes(b"\0" * 12)
     assert read_workers(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "shown", "kept"),
+    [
+        ("'half ' + chr(0xd83d) + ' a pair'", r"half \\ud83d a pair", r"half \ud83d a pair"),
+        ("'x' * 1_000_000", r"x{400,500}\.\.\. \(1,000,0\d\d characters\)", "x" * 1_000_000),
+        ("'\\n'.join(map(str, range(200_000)))", r"ValueError: 0 .*", "\n199999\n"),
+    ],
+    ids=["half a surrogate pair", "one long line", "many lines"],
+)
+def test_a_message_that_nobody_can_read_is_cut_and_kept_in_the_file(launch, script, tmp_path, message, shown, kept):
+    path = script(f"""
+        import os
+        if os.environ["RANK"] == "1":
+            raise ValueError({message})
+    """)
+    done = launch(f"num_processes=2 project_dir={tmp_path / 'out'}", path)
+    assert done.returncode == 1, done.stderr[:5000]
+    assert re.search(rf"^rank 1 failed: .*{shown}", done.stderr, re.MULTILINE), done.stderr[:5000]
+    assert "Traceback" in done.stderr
+    assert len(done.stderr) < 20_000
+    report = Path(re.search(r"With the stacks of all ranks: (.*)", done.stderr)[1])
+    assert kept in report.read_text(encoding="utf-8")
+
+
+def test_a_note_of_an_exception_does_not_stand_for_its_message(launch, script):
+    path = script("""
+        error = ValueError("bang")
+        error.add_note("a remark")
+        raise error
+    """)
+    done = launch("num_processes=1", path)
+    assert "a remark\nrank 0 failed: ValueError: bang" in done.stderr

@@ -130,6 +130,34 @@ def alive(pid):
     return state != "Z"  # it only waits for its new parent to look
 
 
+STARTING = """
+    import os, time
+    open("starting" + os.environ["RANK"], "w").write(str(os.getpid()))
+    if os.environ["RANK"] == "0":
+        from drivetrain import Accelerator
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("told", ["launcher", "workers"])
+@pytest.mark.parametrize(("saves", "code"), [("true", 75), ("false", 143)])
+def test_sigterm_before_the_accelerator_is_made_starts_the_job_again(launcher, script, tmp_path, told, saves, code):
+    settings = f"num_processes=2 use_cpu=true project_dir=out save_on_interrupt={saves}"
+    process = launcher(settings, script(STARTING))
+    files = [tmp_path / "starting0", tmp_path / "starting1"]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    if told == "launcher":
+        process.send_signal(signal.SIGTERM)
+    else:
+        for file in files:
+            os.kill(int(file.read_text()), signal.SIGTERM)
+    _, words = process.communicate(timeout=90)
+    assert process.returncode == code, words
+    assert ("started again, it goes on from its checkpoint" in words) == (code == 75)
+
+
 def test_it_needs_a_folder_and_gives_the_signals_back(tmp_path):
     with pytest.raises(UsageError, match="save_on_interrupt has no folder to save in"):
         Accelerator(cpu=True, save_on_interrupt=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from drivetrain.registry import Registry, get_registry, reset_registry
 
 HEAD = """
@@ -120,3 +124,75 @@ def test_one_registry_a_process_until_it_is_reset():
     reset_registry()
     assert get_registry() is not first
     assert isinstance(get_registry(), Registry)
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit(3)", "raise GeneratorExit", "raise Leaving('now')"])
+def test_a_hook_that_leaves_is_a_broken_plugin_and_the_others_go_on(toys, leaving):
+    source = f"""
+    import sys
+    class Leaving(BaseException): ...
+    {{mark}}
+    def drivetrain_{{hook}}: {leaving}
+    """
+    for name, hook in {
+        "a_lists": "backends()", "b_tracks": "trackers()", "c_commands": "commands(group)", "d_closes": "closed()",
+    }.items():  # fmt: skip
+        toys.add(name, plugin=HEAD + source.format(mark="@hookimpl", hook=hook))
+    toys.add("e_imports", plugin=source.format(mark="", hook="x()").replace("def drivetrain_x(): ", ""))
+    probing = HEAD + f"""
+    import sys
+    class Leaving(BaseException): ...
+    def probe(): {leaving}
+    @hookimpl
+    def drivetrain_backends(): return [BackendInfo('f_probes', 'A toy.', 'a:b', probe=probe)]
+    """
+    toys.add("f_probes", plugin=probing)
+    toys.add("sound")
+    kind = {"s": "SystemExit", "r": leaving.removeprefix("raise ").partition("(")[0]}[leaving[0]]
+    done = toys.run("-c", "from drivetrain.cli.main import main; main()", "backends")
+    assert done.returncode == 0, done.stderr
+    for name in ("a_lists", "e_imports", "f_probes"):
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{name}  ")]
+        assert "broken" in line or "blocked" in line
+    assert done.stdout.count(kind) == 3
+    assert re.search(r"^sound  ready", done.stdout, re.MULTILINE)
+    helped = toys.run("-c", "from drivetrain.cli.main import main; main()", "--help")
+    assert helped.returncode == 0
+    assert f"toy-c_commands 1.0 could not add its commands: {kind}" in helped.stderr
+    told = toys.run(
+        "-c",
+        "from drivetrain.registry import get_registry; r = get_registry(); r.notify('closed', accelerator=None)\n"
+        "print(r.trackers())",
+    )
+    assert told.returncode == 0, told.stderr
+    assert "plugin d_closes (toy-d_closes 1.0) failed in drivetrain_closed" in told.stderr
+    assert "plugin 'b_tracks' failed in the hook drivetrain_trackers" in told.stderr
+
+
+def test_a_plan_that_leaves_the_process_is_an_error(toys):
+    source = "    import sys\n    @hookimpl\n    def drivetrain_pipeline_split(model, num_stages): sys.exit(0)\n"
+    toys.add("leaves", plugin=HEAD + source)
+    kind, sentence = toys.ask("answer = registry.pipeline_split(None, 2)")
+    assert kind == "BackendBrokenError"
+    assert "raised SystemExit in the hook drivetrain_pipeline_split; it is implemented by toy-leaves 1.0" in sentence
+
+
+def test_a_module_that_leaves_when_it_is_imported_is_a_broken_backend(toys):
+    toys.add("sound", heavy="import sys; sys.exit(0)")
+    kind, sentence = toys.ask("answer = registry.load_backend(registry.info('sound'))")
+    assert kind == "BackendBrokenError"
+    assert "toy_sound.heavy:Toy could not be imported: SystemExit: 0 [toy-sound 1.0]" in sentence
+
+
+def test_a_probe_that_answers_something_else_is_said(toys):
+    answer = "return [BackendInfo('odd', '', 'a:b', probe=lambda: True)]"
+    toys.add("odd", plugin=HEAD + f"    @hookimpl\n    def drivetrain_backends(): {answer}\n")
+    (why,) = toys.ask("answer = [each.why for each in registry.reports() if each.name == 'odd']")
+    assert "the probe of backend 'odd' failed: TypeError: it returned True, not a Readiness" in why
+
+
+def test_what_a_plugin_says_in_no_unicode_is_shown_escaped(toys):
+    toys.add("odd", plugin="raise ValueError('half \\ud83d a pair')")
+    done = toys.run("-c", "from drivetrain.cli.main import main; main()", "backends")
+    assert done.returncode == 0, done.stderr
+    assert r"ValueError: half \ud83d a pair" in done.stdout

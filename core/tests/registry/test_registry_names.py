@@ -180,3 +180,16 @@ def _with_alias(name: str, alias: str) -> str:
         def drivetrain_backends():
             return [BackendInfo(name="{name}", summary="", backend="a:b", aliases=("{alias}",))]
     """
+
+
+@pytest.mark.parametrize("name", ["mesh", "scheduler", "profile", "fp16", "dynamo_config", "my_config"])
+def test_a_backend_named_like_a_key_of_the_configuration_is_refused(toys, name):
+    named = _with_alias(name, "other")
+    toys.add("clashing", plugin=named)
+    toys.add("sound")
+    kind, sentence = toys.ask("answer = registry.info('clashing')")
+    assert kind == "BackendBrokenError"
+    assert f"a backend cannot be called '{name}': its section could not be told from that key" in sentence
+    assert toys.ask("answer = registry.resolve('sound_alias')") == "sound"
+    rows = toys.ask("answer = [each.why for each in registry.reports() if each.name == 'clashing']")
+    assert "give it another name" in rows[0]

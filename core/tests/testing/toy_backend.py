@@ -16,6 +16,7 @@ from drivetrain.api import (
     Backend,
     BackendInfo,
     Capabilities,
+    LocalGradients,
     Mesh,
     PortableState,
     StepResult,
@@ -39,7 +40,15 @@ class FlatParameters:
     """The trainable parameters of a module, laid one after the other into one buffer that they become views of."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.held = [each for each in module.parameters() if each.requires_grad]
+        self.module = module
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Follow the module's trained parameters; nothing happens while they are the same."""
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        if list(map(id, trained)) == list(map(id, getattr(self, "held", [None]))):
+            return
+        self.held = trained
         assert len({each.dtype for each in self.held}) <= 1, "one buffer has one dtype"
         self.values = torch.cat([each.detach().flatten() for each in self.held] or [torch.zeros(0)])
         for each, part in zip(self.held, self.parts(self.values), strict=True):
@@ -52,6 +61,7 @@ class FlatParameters:
 
     def gradient(self) -> Tensor:
         """One flat gradient; zero where a parameter has none."""
+        self.lay_out()
         home = self.values.untyped_storage().data_ptr()
         assert all(each.untyped_storage().data_ptr() == home for each in self.held), "a parameter left the buffer"
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.held]
@@ -68,6 +78,7 @@ class ToyTrainable(Trainable):
         self.optimizers, self.engine = list(optimizers), backend.engine
         self.flat = FlatParameters(module)
         self.synchronising = True
+        self.local = LocalGradients(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine.forward(self.model, args, kwargs)
@@ -85,6 +96,10 @@ class ToyTrainable(Trainable):
         for each, part in zip(self.flat.held, self.flat.parts(mean), strict=True):
             if each.grad is not None:
                 each.grad.copy_(part)
+        self.local.reduced()
+
+    def has_unreduced_gradients(self) -> bool:
+        return self.backend.topology.dp_size > 1 and self.local.exist()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self.synchronising = enabled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +94,50 @@ class ClaimsShards(Mistake):
 
     capabilities = replace(CAPABILITIES, sharded_save=True)
     caught_by = ("honesty.every_rank_saves_its_part",)
+
+
+class GivesParts(Mistake):
+    """Shards its parameters, it says, and lets ``state_dict()`` give what this rank holds of them."""
+
+    capabilities = replace(CAPABILITIES, replicated=False)
+    caught_by = ("scripts.state_dicts",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        whole = False
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+
+            def cut(_module: Any, found: dict[str, Any], _prefix: str, _: Any) -> None:
+                topology = self.backend.topology
+                for name, one in found.items():
+                    if not self.whole:
+                        found[name] = one.tensor_split(topology.dp_size)[topology.dp_rank]
+
+            self.module.register_state_dict_post_hook(cut)
+
+        def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+            self.whole = True
+            yield from super().full_state_dict()
+            self.whole = False
+
+        def before_state_dict(self, *, replicated: bool) -> None:
+            pass
+
+
+class CopiesTied(Mistake):
+    """Gives a copy of each tensor, so that tied parameters are two in the file."""
+
+    caught_by = ("scripts.state_dicts",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+
+            def copied(_module: Any, found: dict[str, Any], _prefix: str, _: Any) -> None:
+                found |= {name: one.clone() for name, one in found.items()}
+
+            self.module.register_state_dict_post_hook(copied)
 
 
 class StepsACopy(Mistake):

@@ -105,6 +105,15 @@ class KeepsOwnBuffers(Mistake):
             parameter.data.copy_(self.broadcast(parameter.data))
 
 
+class KeepsOwnStatistics(Mistake):
+    """Says that it gives every rank the same buffers before they are used, and does not."""
+
+    caught_by = ("evaluation.statistics_are_alike",)
+
+    class trainable(Mistake.trainable):  # noqa: N801
+        settles_buffers = True
+
+
 class CastsEverything(Mistake):
     """Casts whatever is a parameter when the policy is a reduced one."""
 

@@ -28,6 +28,62 @@ class ForgetsWorldSize(Mistake):
             clipping.multiply(clipping.gradients(self.module.parameters()), self.backend.topology.dp_size)
 
 
+class KeepsNoAccount(Mistake):
+    """Steps with whatever gradients there are, those of one rank alone included."""
+
+    caught_by = ("scripts.steps_without_the_accelerator",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def has_unreduced_gradients(self) -> bool:
+            return False
+
+
+class KnowsFirstParametersOnly(Mistake):
+    """Averages the gradients of the parameters that were trained in ``prepare``, and of no others."""
+
+    caught_by = ("scripts.layers_that_come_later", "scripts.parameters_that_are_unfrozen")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.flat.lay_out = lambda: None  # type: ignore[method-assign]
+
+
+class ReducesItsOwnForward(Mistake):
+    """Averages gradients only where its own forward led to them."""
+
+    caught_by = ("scripts.methods_that_do_not",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        ran = False
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.ran = True
+            return super().forward(*args, **kwargs)
+
+        def average(self) -> None:
+            if self.ran:
+                super().average()
+            self.local.reduced()
+
+
+class TrainsACopy(Mistake):
+    """Trains copies of the parameters: what a script writes to the model is undone by the next step."""
+
+    caught_by = ("scripts.parameters_that_are_written",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        kept: list[Tensor] | None = None
+
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            if self.kept is not None:
+                for parameter, value in zip(self.module.parameters(), self.kept, strict=True):
+                    parameter.data.copy_(value)
+            result = super().optimizer_step(optimizer, closure)
+            self.kept = [parameter.detach().clone() for parameter in self.module.parameters()]
+            return result
+
+
 class AveragesTwice(Mistake):
     """Divides by the number of ranks once more."""
 
@@ -36,6 +92,16 @@ class AveragesTwice(Mistake):
     class trainable(ToyTrainable):  # noqa: N801
         def backward(self, loss: Tensor, scale: float | Tensor) -> None:
             super().backward(loss, scale / self.backend.topology.dp_size)
+
+
+class NeverReduces(Mistake):
+    """Every rank trains on its own samples, and the main process's parameters are saved."""
+
+    caught_by = ("gradients.dense",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            pass
 
 
 class IgnoresScale(Mistake):
@@ -144,6 +210,16 @@ class ClipsPerRank(Mistake):
             norm = super().clip_grad_norm(parameters, max_norm, norm_type)
             super().average()
             return norm
+
+
+class ClipsNothing(Mistake):
+    """Returns the right norm and leaves the gradients as they are."""
+
+    caught_by = ("clipping.clips_as_one_process_does",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+            return super().clip_grad_norm(parameters, float("inf"), norm_type)
 
 
 class NormAfterClipping(Mistake):

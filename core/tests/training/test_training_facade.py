@@ -93,8 +93,8 @@ def test_uneven_inputs_join():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.arange(10.0).view(5, 2)
     for rows in (x[0:2], x[2:4], x[4:5]):
-        # A rank without a batch counts as one with a zero loss: the sum is divided by both ranks.
-        (model(rows).sum() / 2).backward()
+        # A rank without a batch weighs nothing: the last step is that of its one sample.
+        model(rows).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for weights, _ in results:
@@ -188,3 +188,48 @@ def test_a_save_inside_a_window_says_what_it_lacks_and_a_load_begins_a_new_one(t
     accelerator.save_state(tmp_path / "between")
     assert not caplog.text
     accelerator.end_training()
+
+
+class Strange(nn.Module):
+    """Raises what its kind says for a name that it does not know; diffusers' models raise KeyError for some."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(3, 1)
+
+    def __getattr__(self, name):
+        for held in ("_modules", "_parameters", "_buffers"):
+            if name in self.__dict__.get(held, {}):
+                return self.__dict__[held][name]
+        raise self.__dict__.get("kind", AttributeError)(name)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError, TypeError])
+def test_a_model_whose_attributes_raise_what_they_like_is_prepared_and_saved(tmp_path, kind):
+    accelerator = Accelerator()
+    strange = Strange(kind)
+    model, optimizer, other = accelerator.prepare(strange, torch.optim.SGD(strange.parameters(), lr=1.0), Odd(kind))
+    before = accelerator.get_state_dict(model)["layer.bias"].clone()
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    assert accelerator.get_state_dict(model)["layer.bias"] == before - 2.0
+    assert isinstance(other, Odd)
+    with pytest.raises(UsageError, match="Odd cannot be saved"):
+        accelerator.register_for_checkpointing(other)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    accelerator.end_training()
+
+
+class Odd:
+    """No loader, no scheduler, no model; says so by any exception."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __getattr__(self, name):
+        raise self.__dict__["kind"](name)

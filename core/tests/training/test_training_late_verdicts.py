@@ -48,7 +48,7 @@ def step(accelerator, model, optimizer, scheduler):
 
 def test_a_verdict_is_asked_for_before_the_next_step_and_not_earlier(run):
     model, optimizer = run[1:3]
-    device = model.trainable.optimizer_step = Device(model.trainable, [False, True, False])
+    device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False, True, False])
     step(*run)
     assert device.asked == []
     step(*run)
@@ -63,7 +63,7 @@ def test_a_verdict_is_asked_for_before_the_next_step_and_not_earlier(run):
 @pytest.mark.parametrize("look", ["param_groups", "get_last_lr", "last_epoch", "state_dict"])
 def test_whoever_looks_at_a_rate_sees_the_moved_one(run, look):
     _, model, optimizer, scheduler = run
-    device = model.trainable.optimizer_step = Device(model.trainable, [False, True])
+    device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False, True])
     step(*run)
     found = {
         "param_groups": lambda: optimizer.param_groups[0]["lr"],
@@ -79,7 +79,7 @@ def test_whoever_looks_at_a_rate_sees_the_moved_one(run, look):
 
 def test_the_next_step_uses_the_moved_rate(run):
     accelerator, model, optimizer = run[:3]
-    model.trainable.optimizer_step = Device(model.trainable, [False, False])
+    model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False, False])
     before = model.weight.detach().clone()
     step(*run)
     middle = model.weight.detach().clone()
@@ -92,7 +92,7 @@ def test_the_next_step_uses_the_moved_rate(run):
 
 def test_train_step_tells_each_steps_own_verdict(run):
     accelerator, model, _, _ = run
-    device = model.trainable.optimizer_step = Device(model.trainable, [True, False])
+    device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [True, False])
     batch = (torch.ones(4, 3), torch.zeros(4, 2))
     outputs = [accelerator.train_step(model, batch, lambda output, batch: F.mse_loss(output, batch[1])) for _ in "ab"]
     assert len(device.asked) == 1
@@ -101,7 +101,7 @@ def test_train_step_tells_each_steps_own_verdict(run):
 
 def test_a_save_waits_for_the_verdict(run, tmp_path):
     accelerator, model, _, scheduler = run
-    device = model.trainable.optimizer_step = Device(model.trainable, [False])
+    device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False])
     step(*run)
     accelerator.save_state(tmp_path / "saved")
     assert len(device.asked) == 1

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from drivetrain.checkpoint.manifest import stored_name
+from drivetrain.checkpoint.manifest import original_name, stored_name
 from drivetrain.checkpoint.state import TrainingState
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.topology import DATA_AXES, Topology
@@ -23,6 +23,8 @@ class Collected:
 
     Args:
         tensors: under their stored names; the live ones.
+        of_one_rank: names of those that are buffers. Each rank's running statistics are its own, so that a checkpoint
+            that took some from one rank and some from another would hold a state that no rank ever had.
         trainables: the encoded rest of each trainable.
         counters: encoded.
         objects: each object's state, encoded.
@@ -30,6 +32,7 @@ class Collected:
     """
 
     tensors: dict[str, Tensor]
+    of_one_rank: frozenset[str]
     trainables: tuple[Any, ...]
     counters: Any
     objects: dict[str, Any]
@@ -53,9 +56,14 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
     """
     encoder = Encoder()
     tensors: dict[str, Tensor] = {}
+    of_one_rank: set[str] = set()
     trainables = []
     for index, trainable in enumerate(state.trainables):
         portable = trainable.portable_state()
+        parameters = {f"model.{original_name(name)}" for name, _ in trainable.module.named_parameters()}
+        of_one_rank |= {
+            stored_name(own, index) for own in portable.tensors if own.startswith("model.") and own not in parameters
+        }
         for own, tensor in portable.tensors.items():
             if not (own.startswith("model.") and index in skip_models):
                 tensors[stored_name(own, index)] = tensor
@@ -74,7 +82,8 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
         for name, tensor in encoder.tensors.items()
         if topology.rank == 0 or isinstance(tensor, DTensor)
     )
-    return Collected(tensors, tuple(trainables), counters, objects, _capture_rng(state, topology))
+    rng = _capture_rng(state, topology)
+    return Collected(tensors, frozenset(of_one_rank), tuple(trainables), counters, objects, rng)
 
 
 def _capture_rng(state: TrainingState, topology: Topology) -> tuple[Any, dict[str, Tensor]] | None:

@@ -4,6 +4,8 @@ A checkpoint is first written into a hidden *staging* folder. A new checkpoint's
 and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging
 folder stands inside it: its parts, whose names are new, are moved next to the old ones, and replacing the one file
 ``manifest.json`` turns the page. Only then do the files go that the old manifest named; other people's files stay.
+
+Whoever writes holds the target, or the folder in which it numbers its checkpoints (:mod:`drivetrain.checkpoint.owner`).
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from drivetrain.checkpoint import owner
 from drivetrain.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -96,24 +98,35 @@ def sync_folder(folder: Path) -> None:
 
 
 def stage(target: Path) -> Path:
-    """Make a staging folder for ``target`` and clear away what dead saves left there.
+    """Claim ``target``, make a staging folder for it and clear away what dead saves left there.
 
     Returns:
         The staging folder, with a new, empty ``data-...`` folder in it.
 
     Raises:
-        CheckpointError: ``target`` is a file, or its ``manifest.json`` is another program's.
+        CheckpointError: ``target`` is a file, its ``manifest.json`` is another program's, or another living process
+            saves there; nothing was changed then.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file", cure="Give a folder; it is made when it does not exist.")
-    inside = target.is_dir()
+    inside, numbered = target.is_dir(), owner.holds(target.parent)
+    if numbered:
+        owner.check(target.parent)
+    else:
+        owner.refuse_if_held(target.parent)
     if inside:
+        if not owner.holds(target):
+            _refuse_another_programs(target)  # Before a file of ours is put there.
+        if not numbered:
+            owner.claim(target)
         _clear_unreferenced(target)
     parent = target if inside else target.parent
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     staging = parent / _hidden_name("tmp", target)
     (staging / f"data-{secrets.token_hex(6)}").mkdir(parents=True)
+    if not (inside or numbered):
+        owner.claim_new(staging, target)
     return staging
 
 
@@ -127,15 +140,22 @@ def commit(staging: Path, target: Path, manifest: Manifest) -> None:
     """Turn a staging folder, whose files are on the disk, into the checkpoint ``target``.
 
     A crash at any point leaves what was at ``target`` before, or the new checkpoint; never a mixture.
+
+    Raises:
+        CheckpointError: another process took the folder over, or saved at a new ``target`` first.
     """
+    numbered, new = owner.holds(target.parent), staging.parent != target
+    if numbered or not new:
+        owner.check(target.parent if numbered else target)
     text = manifest.to_json().encode()
     with CheckedFile(staging / MANIFEST) as file:
         file.write(text)
     for folder in {staging, *((staging / name).parent for name in manifest.files)}:
         sync_folder(folder)
-    if staging.parent != target:
-        staging.rename(target)
-        sync_folder(target.parent)
+    if new:
+        _appear(staging, target)
+        if not numbered:
+            owner.claim(target)
         return
     for part in staging.iterdir():
         if part.name != MANIFEST:
@@ -145,6 +165,16 @@ def commit(staging: Path, target: Path, manifest: Manifest) -> None:
     sync_folder(target)
     staging.rmdir()
     _clear_unreferenced(target)
+
+
+def _appear(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if target.exists():
+            owner.refuse_if_held(target)
+        raise
+    sync_folder(target.parent)
 
 
 def discard(folder: Path) -> None:
@@ -160,8 +190,21 @@ def sweep(parent: Path) -> None:
         return
     for path in parent.iterdir():
         match = _STAGING.fullmatch(path.name)
-        if match and match["host"] == _host() and not _alive(int(match["pid"])):
+        if match and match["host"] == _host() and not owner.is_alive(int(match["pid"])):
             shutil.rmtree(path, ignore_errors=True)  # Two jobs may sweep at once.
+
+
+def _refuse_another_programs(target: Path) -> None:
+    """Raise :class:`CheckpointError` when a save would overwrite what is not of this format."""
+    try:
+        read_manifest(target)
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return
+    except CheckpointError as problem:
+        raise CheckpointError(
+            f"{target / MANIFEST} is not of the format {FORMAT} that this Drivetrain writes; it would be overwritten",
+            cure="Save into another folder.",
+        ) from problem
 
 
 def _clear_unreferenced(target: Path) -> None:
@@ -172,11 +215,6 @@ def _clear_unreferenced(target: Path) -> None:
         named = set()
     except CheckpointCorruptError:
         return
-    except CheckpointError as problem:
-        raise CheckpointError(
-            f"{target / MANIFEST} is not of the format {FORMAT} that this Drivetrain writes; it would be overwritten",
-            cure="Save into another folder.",
-        ) from problem
     for path in target.iterdir():
         if _DATA.fullmatch(path.name) and path.name not in named:
             shutil.rmtree(path)
@@ -196,17 +234,5 @@ def _hidden_name(kind: str, target: Path) -> str:
 
 
 def _host() -> str:
-    """Who may judge by process id: this machine, and on it this container."""
-    namespace = Path("/proc/self/ns/pid")
-    container = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{zlib.crc32(f'{socket.gethostname()}/{container}'.encode()):08x}"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    """Who may judge by process id."""
+    return f"{zlib.crc32(owner.machine().encode()):08x}"

@@ -27,6 +27,7 @@ from drivetrain.checkpoint.storage import (
     PlannedFile,
     Written,
     index_tensors,
+    of_lowest_rank,
     plan_files,
     planner_of,
     settle_plans,
@@ -90,6 +91,7 @@ class _Offer:
 
     plan: SavePlan
     sharded: frozenset[str]
+    of_one_rank: frozenset[str]
     marks: dict[str, int]
     staging: Path | None
 
@@ -225,7 +227,7 @@ class SaveWork:
         collected = self._collect()
         plan = planner_of(collected.tensors).create_local_plan()
         sharded = frozenset(name for name, tensor in collected.tensors.items() if in_shards(tensor))
-        return _Offer(plan, sharded, collected.marks(), self._staging)
+        return _Offer(plan, sharded, collected.of_one_rank, collected.marks(), self._staging)
 
     def _settle(self) -> list[PlannedFile]:
         """This rank's share of what all offered, and its random state. Nothing is copied yet."""
@@ -234,7 +236,9 @@ class SaveWork:
         if self._settled is None:
             if self._rank == 0:
                 _warn_about_differences(self._offers)
-            plan, metadata = settle_plans(planner, [offer.plan for offer in self._offers], self._rank)
+            of_one_rank = frozenset[str]().union(*(offer.of_one_rank for offer in self._offers))
+            plans = of_lowest_rank([offer.plan for offer in self._offers], of_one_rank)
+            plan, metadata = settle_plans(planner, plans, self._rank)
             sharded = frozenset[str]().union(*(offer.sharded for offer in self._offers))
             self._settled = Settled(layout_of(collected.tensors), len(self._offers), plan, metadata, sharded)
         files = plan_files(planner, self._settled.plan, f"tensors-{self._rank:05d}")

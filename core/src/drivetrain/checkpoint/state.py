@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from drivetrain.backend import Trainable
+    from torch import nn
+
+    from drivetrain.backend import PortableState, TensorSpec
 
 
 class Stateful(Protocol):
@@ -16,6 +18,22 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Portable(Protocol):
+    """What a checkpoint asks of a :class:`~drivetrain.api.Trainable`, and of an average of one."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+    def portable_state(self) -> PortableState: ...
+
+    def portable_template(self, saved: Mapping[str, TensorSpec], /) -> PortableState: ...
+
+    def load_portable_state(self, state: PortableState, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,13 +56,19 @@ class TrainingState:
     """A run's state.
 
     Args:
-        trainables: the prepared models with their optimizers, in the same order on every rank and in every run.
+        trainables: the prepared models with their optimizers, in the same order on every rank and in every run; after
+            them the averages of models.
+        averages: how many of ``trainables`` are averages.
         objects: scheduler, loaders, the user's own, by a name that does not change; the same on every rank.
         counters: numbers of the run (optimizer steps, ...); a load replaces its values in place.
         rng: random state, kept per data-parallel coordinate; ``None`` keeps none.
+        remember: for objects by name, where loading ``state_dict()`` again would not be enough: returns a function that
+            takes the object back to what it is now.
     """
 
-    trainables: Sequence[Trainable] = ()
+    trainables: Sequence[Portable] = ()
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
     rng: Rng | None = None
+    remember: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
+    averages: int = 0

@@ -51,6 +51,17 @@ def planner_of(tensors: dict[str, Any]) -> DefaultSavePlanner:
     return planner
 
 
+def of_lowest_rank(plans: list[SavePlan], names: AbstractSet[str]) -> list[SavePlan]:
+    """The offers, with each chunk of these tensors left to the lowest rank that offers it."""
+    offered: set[MetadataIndex] = set()
+    reduced = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in names or item.index not in offered]
+        offered |= {item.index for item in items if item.index.fqn in names}
+        reduced.append(replace(plan, items=items))
+    return reduced
+
+
 def settle_plans(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) -> tuple[SavePlan, Metadata]:
     """Give each chunk to one of the ranks that offer it, the one with least to write so far. Not collective.
 
@@ -178,31 +189,48 @@ class DrivetrainReader(StorageReader):
         """The manifest's index in torch's words."""
         return Metadata({name: _torch_metadata(name, entry) for name, entry in self.manifest.tensors.items()})
 
+    def check_data(self, plan: LoadPlan) -> None:
+        """Find in the files all that the plan reads, with the dtypes and shapes of the manifest; nothing is read.
+
+        Raises:
+            CheckpointCorruptError: a file that is not what the manifest says.
+        """
+        for file, requests in self._by_file(plan):
+            for chunk, item in requests:
+                file.check(chunk.key, self._dtype(item), chunk.shape)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, file by file; a slice of one chunk is in memory at a time.
 
         Raises:
             CheckpointCorruptError: a file that is not what the manifest says.
         """
-        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
-        for item in plan.items:
-            chunk = self._chunk(item.storage_index)
-            by_file.setdefault(chunk.file, []).append((chunk, item))
         with torch.no_grad():
-            for name, requests in by_file.items():
-                file = TensorFile(self.folder / name)
+            for file, requests in self._by_file(plan):
                 for chunk, item in requests:
                     box = [
                         slice(start, start + length)
                         for start, length in zip(item.storage_offsets, item.lengths, strict=True)
                     ]
-                    dtype = torch_dtype(item.dest_index.fqn, self.manifest.tensors[item.dest_index.fqn].dtype)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(file.read(chunk.key, dtype, chunk.shape, box))
+                    target.copy_(file.read(chunk.key, self._dtype(item), chunk.shape, box))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _by_file(self, plan: LoadPlan) -> Iterator[tuple[TensorFile, list[tuple[Chunk, ReadItem]]]]:
+        """What is read from each file; one is open at a time."""
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            by_file.setdefault(chunk.file, []).append((chunk, item))
+        for name, requests in by_file.items():
+            yield TensorFile(self.folder / name), requests
+
+    def _dtype(self, item: ReadItem) -> torch.dtype:
+        name = item.dest_index.fqn
+        return torch_dtype(name, self.manifest.tensors[name].dtype)
 
     def _chunk(self, index: MetadataIndex) -> Chunk:
         chunks = self.manifest.tensors[index.fqn].chunks

@@ -163,6 +163,13 @@ class TensorFile:
         Raises:
             CheckpointCorruptError: no such key, or not of this dtype and shape.
         """
+        part = self.check(key, dtype, shape)
+        whole = box is None or all(cut == slice(0, size) for cut, size in zip(box, shape, strict=True))
+        tensor: Tensor = self._file.get_tensor(key) if whole or box is None else part[tuple(box)]
+        return torch.view_as_complex(tensor) if dtype in _REAL else tensor
+
+    def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> Any:
+        """The library's handle of a tensor of this dtype and shape, which is not read. Raises as :meth:`read`."""
         if key not in self._keys:
             raise CheckpointCorruptError(f"{self.path.name} holds no {key}", whose=str(self.path.parent))
         part = self._file.get_slice(key)
@@ -173,9 +180,7 @@ class TensorFile:
                 f"{key} in {self.path.name} is {part.get_dtype()} {part.get_shape()}, not {code} {stored}",
                 whose=str(self.path.parent),
             )
-        whole = box is None or all(cut == slice(0, size) for cut, size in zip(box, shape, strict=True))
-        tensor: Tensor = self._file.get_tensor(key) if whole or box is None else part[tuple(box)]
-        return torch.view_as_complex(tensor) if dtype in _REAL else tensor
+        return part
 
     def copy(self, key: str) -> Tensor:
         """A tensor by its name alone, in memory of its own. Raises :class:`CheckpointCorruptError` for no such key."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from drivetrain.config.accelerate import RULES, SECTIONS
+from drivetrain.config.keys import CORE_KEYS
 from drivetrain.config.rules import Rule
-from drivetrain.config.schema import CORE_KEYS
 from drivetrain.errors import BackendError
 from drivetrain.registry import get_registry
 

@@ -23,14 +23,14 @@ def import_file(file: str, output: str | None, force: bool) -> None:
     FILE need not be imported to be used: `drivetrain launch --config_file FILE` reads it as it stands.
     """
     from drivetrain.config.importing import judge_file
-    from drivetrain.config.locate import locate
+    from drivetrain.config.locate import locate, read_file
     from drivetrain.config.resolved import mistakes
     from drivetrain.registry import get_registry
 
     target = None if output is None else Path(output)
     if target is not None and target.exists() and not force:
         raise click.UsageError(f"{output} exists already; --force replaces it")
-    document = locate(_read(file), file)
+    document = locate(read_file(file), file)
     if document.problems:
         raise mistakes(document.problems)
     verdicts = judge_file(document.values, get_registry())
@@ -42,15 +42,6 @@ def import_file(file: str, output: str | None, force: bool) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(as_file(verdicts, file), encoding="utf-8")
         click.echo(f"Wrote {output}. Use it: drivetrain launch --config {output} script.py")
-
-
-def _read(file: str) -> str:
-    from drivetrain.errors import ConfigError
-
-    try:
-        return Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file!r} cannot be read: {error}", cure="Name a YAML file of Accelerate's.") from error
 
 
 def _what_stops(file: str) -> str:

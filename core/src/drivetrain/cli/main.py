@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import warnings
@@ -106,6 +107,8 @@ def drivetrain() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Ends the process: 0, 2 for a mistake of the user's, else the failure's own code."""
     warnings.formatwarning = _plain_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr always: what a plugin or a path says may be no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         drivetrain.main(args=arguments, prog_name="drivetrain")
     except DrivetrainError as error:

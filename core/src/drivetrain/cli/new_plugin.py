@@ -51,7 +51,7 @@ def check_name(name: str) -> None:
     """
     import yaml
 
-    from drivetrain.config.schema import CORE_KEYS
+    from drivetrain.config.keys import CORE_KEYS, may_be_foreign
 
     owner = _owner(name)
     if owner is not None:
@@ -65,7 +65,7 @@ def check_name(name: str) -> None:
                 "It is lower-case letters, digits and _, begins with a letter, and not with drivetrain.", guess
             ),
         )
-    if name in CORE_KEYS:
+    if name in CORE_KEYS or may_be_foreign(name):
         raise UsageError(
             f"{name!r} is a key of the configuration file, and a backend's section is named after the backend",
             cure="Choose another name.",

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from drivetrain.config.accelerate import RULES, SECTIONS, UNSUPPORTED_VALUES
+from drivetrain.config.keys import CORE_KEYS, may_be_foreign
 from drivetrain.config.problems import unknown_key
-from drivetrain.config.rules import Rule, Verdict, judge, judge_section
-from drivetrain.config.schema import CORE_KEYS
+from drivetrain.config.rules import EMPTY, Rule, Verdict, judge, judge_section
 from drivetrain.errors import BackendError
 
 
@@ -22,11 +22,6 @@ class Importers(Protocol):
     def resolve(self, name: str) -> str: ...
     def names(self) -> tuple[str, ...]: ...
     def import_rules(self) -> Mapping[str, Mapping[str, Rule]]: ...
-
-
-def may_be_foreign(key: str) -> bool:
-    """Whether this top-level key is one of Accelerate's that is not ours, or looks like the section of an engine."""
-    return key not in CORE_KEYS and (key in RULES or key in SECTIONS or key.endswith("_config"))
 
 
 def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
@@ -40,13 +35,15 @@ def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importe
     """
     if key in RULES:
         return [judge(key, value, RULES[key])]
-    if not value:
+    if value in EMPTY and (key in SECTIONS or key in registry.import_rules()):
         return [Verdict(key, value, "no meaning here", "says nothing special")]
     if key in SECTIONS:
         return list(judge_section(key, value, SECTIONS[key]))
     rules = registry.import_rules().get(key)
     if rules is None:
-        return [_stranger(key, value, values, registry)]
+        stranger = _stranger(key, value, values, registry)
+        # Accelerate writes an empty section for each engine that it knows, installed here or not.
+        return [replace(stranger, stops=stranger.stops and value not in (None, {}))]
     verdicts = list(judge_section(key, value, rules))
     # What another engine is told changes nothing in this run.
     return [replace(each, stops=False) for each in verdicts] if _is_idle(key, values, registry) else verdicts

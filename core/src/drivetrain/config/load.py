@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from drivetrain.config.importing import judge_key, may_be_foreign
-from drivetrain.config.locate import Path, Problem, locate
+from drivetrain.config.importing import judge_key
+from drivetrain.config.keys import CORE_KEYS, may_be_foreign
+from drivetrain.config.locate import Path, Problem, locate, read_file
 from drivetrain.config.origin import DEFAULT, Origin
-from drivetrain.config.problems import model_problems, show, spell_out, suggest, unknown_key, wants_text
+from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, suggest, unknown_key, wants_text
 from drivetrain.config.resolved import ResolvedConfig, all_origins, check_section, leaves, mistakes
 from drivetrain.config.rules import Rule, Verdict
-from drivetrain.config.schema import CORE_KEYS, Config
-from drivetrain.config.sources import Tree, environment_paths, flag_paths, lay, tree_of, unknown_variable
-from drivetrain.errors import BackendError, BackendNotFoundError, ConfigError
+from drivetrain.config.schema import Config
+from drivetrain.config.sources import PREFIX, Tree, environment_paths, flag_paths, lay, tree_of, unknown_variable
+from drivetrain.errors import BackendError, BackendNotFoundError
 
 if TYPE_CHECKING:
     from drivetrain.backend import BackendInfo
@@ -31,6 +32,9 @@ FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
 """The file to read when none is named."""
 
 _MISSING = object()
+
+_REFERENCE = re.compile(r"\$\{[^}]*\}|\$[A-Z_][A-Z_0-9]+")
+"""What a shell or another tool's files would fill in: ``${HOME}``, ``$HOME``."""
 
 
 class Backends(Protocol):
@@ -65,7 +69,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     path = path if path is not None else environ.get(FILE_VARIABLE) or None
-    tree = Tree() if path is None else tree_of(locate(_read(path), os.fspath(path)))
+    tree = Tree() if path is None else tree_of(locate(read_file(path), os.fspath(path)))
     return _Loading(tree, registry).run(environ, overrides or {})
 
 
@@ -91,18 +95,6 @@ def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backend
     tree = Tree(values, dict(given), dict(given))
     flags = {path for path, origin in given.items() if origin.kind == "flag"}
     return _Loading(tree, registry, mentioned=True).run(environ, {}, settled=flags)
-
-
-def _read(path: str | os.PathLike[str]) -> str:
-    try:
-        return FilePath(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"there is no configuration file {os.fspath(path)!r}",
-            cure="Write one with `drivetrain config --default`, or correct the path.",
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {os.fspath(path)!r} cannot be read: {error}") from error
 
 
 class _Loading:
@@ -132,10 +124,13 @@ class _Loading:
         lay(self.tree, self._environment(environ, settled), self._is_text)
         flags = ((path, value, Origin("flag", ".".join(map(str, path)))) for path, value in flag_paths(overrides))
         lay(self.tree, flags, self._is_text)
+        self._mention_references()
         core, sections = self._split()
         config = self._core(core)
         checked: dict[str, dict[str, Any]] = {}
         for section, values in sections.items():
+            if len(self.problems) > MOST_PROBLEMS:
+                break
             if self._section(section, values):
                 checked[section] = self._spelled(section, values)
         try:
@@ -182,6 +177,16 @@ class _Loading:
         elif there != value:
             both = f"{theirs} means {key}: {show(value)}, and the file says {show(there)} there"
             self._complain(path, f"{both}; keep one of the two")
+
+    def _mention_references(self) -> None:
+        """Say that ``${HOME}`` in a value is just these characters; nothing is filled in."""
+        for path, value in () if self._mentioned else leaves(self.tree.values):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and _REFERENCE.search(text):
+                    key, variable = ".".join(path), f"{PREFIX}{'__'.join(path).upper()}"
+                    instead = f"write the value itself, or set {variable} in a shell, which fills them in"
+                    said = f"{self._at(path)}: {key}: variables in {show(text)} are not filled in; {instead}"
+                    warnings.warn(f"{said}.", UserWarning, stacklevel=4)
 
     # ---- layers -------------------------------------------------------------------------------------------------
 

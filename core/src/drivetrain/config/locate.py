@@ -6,13 +6,19 @@ Three readings of YAML 1.1 are changed, since they surprise people who write num
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
 from drivetrain.config.origin import Origin
+from drivetrain.errors import ConfigError
+from drivetrain.suggest import cut
 
 Path = tuple[str | int, ...]
 """Position of a value in the tree: mapping keys and list indices, outermost first."""
@@ -53,8 +59,47 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
+MAX_VALUES = 10_000
+"""Keys and values of one file, counted where an alias repeats them too. DeepSpeed's longest files hold about 200; a
+tensor-parallel plan that names each layer of a model with 100 of them holds about 1,500."""
+
+MAX_BYTES = 500_000
+"""Of a file; reading as much takes half a second."""
+
+MAX_DEPTH = 50
+"""Mappings and lists inside each other."""
+
+_NEITHER_PATH_NOR_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL and halves of surrogate pairs, which YAML lets a file write as ``"\\0"`` and ``"\\ud800"``."""
+
+_LARGEST_NUMBER = 10**300
+"""Whole numbers beyond it are no ``float`` any more, and Python does not even print those of 4,300 digits."""
+
+
 class _Loader(yaml.SafeLoader):
-    """The safe loader with the three changes named above."""
+    """The safe loader with the three changes named above, which stops at a text that is too large while it reads it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._nodes += 1
+        self._depth += 1
+        _refuse_size(self._nodes, self._depth, mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _refuse_size(values: int, depth: int, mark: Any) -> None:
+    """Raise ``yaml.MarkedYAMLError`` for more than a configuration can mean."""
+    if values > MAX_VALUES:
+        sentence = f"there are more than {MAX_VALUES:,} keys and values, counting what an alias (*name) repeats"
+        raise yaml.MarkedYAMLError(problem=sentence, problem_mark=mark)
+    if depth > MAX_DEPTH:
+        raise yaml.MarkedYAMLError(problem=f"it is nested more than {MAX_DEPTH} levels deep", problem_mark=mark)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -79,18 +124,59 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML's other styles break the line at these, and read some of them back as a space.
+    style = '"' if any(each in "\n\r\x85\u2028\u2029" for each in text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def parse_scalar(text: str) -> Any:
     """Value of a YAML snippet, as it would be read after ``key:`` in a file. Raises ``yaml.YAMLError``."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of the safe loader
+    loader, document = _Loader(text), Document()
+    node = loader.get_single_node()
+    value = None if node is None else _Walk(loader, "", document).value(node, ())
+    if document.problems:
+        raise yaml.YAMLError(document.problems[0].sentence)
+    return value
 
 
 def write(value: Any) -> str:
     """``value`` on one line, so that :func:`locate` reads it back as it was."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n...\n").rstrip("\n")
+
+
+def read_file(path: str | os.PathLike[str]) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or it is larger than :data:`MAX_BYTES`.
+    """
+    name = os.fspath(path)
+    try:
+        with FilePath(path).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no configuration file {name!r}",
+            cure="Write one with `drivetrain config --default`, or correct the path.",
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a NUL in the path
+        raise ConfigError(f"the configuration file {name!r} cannot be read: {error}") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"the configuration file {name!r} is larger than {MAX_BYTES:,} bytes",
+            cure="Name the YAML file of the configuration; one with every key written out has about 10,000.",
+        )
+    return text
 
 
 def locate(text: str, source: str) -> Document:
@@ -140,65 +226,126 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Walk:
-    """Turn nodes into values, noting positions on the way."""
+    """Turn nodes into values, noting positions on the way.
+
+    An alias stands for the same node once more, so values are counted here again: a few lines of aliases of aliases
+    can stand for billions of values.
+    """
 
     def __init__(self, loader: _Loader, source: str, document: Document) -> None:
         self.loader, self.source, self.document = loader, source, document
         self.open: set[int] = set()
+        self.values = 0
 
     def root(self, node: yaml.Node) -> None:
         if not isinstance(node, yaml.MappingNode):
             self._problem(node.start_mark, "a configuration is made of keys and values (key: value), this is not")
             return
-        self.document.values = self._mapping(node, ())
+        self.document.values = self.value(node, ())
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        """The value of a node that stands at ``path``."""
+        self._count(node, len(path))
+        self.document.places[path] = _origin(self.source, node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        if node.tag not in _PLAIN_TAGS:
+            raise _unknown_tag(node)
+        with self._opened(node):
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
 
     def _problem(self, mark: Any, sentence: str) -> None:
         self.document.problems.append(Problem(_origin(self.source, mark), sentence))
 
-    def _value(self, node: yaml.Node, path: Path) -> Any:
+    def _count(self, node: yaml.Node, depth: int) -> None:
+        self.values += 1
+        _refuse_size(self.values, depth, node.start_mark)
+
+    @contextmanager
+    def _opened(self, node: yaml.Node) -> Iterator[None]:
+        """Refuse a node that is met again inside itself."""
         if id(node) in self.open:
             raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
-        self.document.places[path] = _origin(self.source, node.start_mark)
         self.open.add(id(node))
-        try:
-            if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
-                tag = node.tag.removeprefix("tag:yaml.org,2002:")
-                raise yaml.MarkedYAMLError(problem=f"the tag '{tag}' has no meaning here", problem_mark=node.start_mark)
-            if isinstance(node, yaml.MappingNode):
-                return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                return [self._value(item, (*path, index)) for index, item in enumerate(node.value)]
-            return self._scalar(node)
-        finally:
-            self.open.discard(id(node))
+        yield
+        self.open.discard(id(node))
 
-    def _scalar(self, node: yaml.Node) -> Any:
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
-            return self.loader.construct_object(node)
-        except ValueError as error:
-            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
+            value = self.loader.construct_object(node)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # the loader's constructors raise what int(), a dictionary or a regex happens to
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.MarkedYAMLError(
+                problem=f"{cut(node.value, 60)!r} cannot be read as '{tag}'", problem_mark=node.start_mark
+            ) from error
+        if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+            raise yaml.MarkedYAMLError(
+                problem=f"this number of {len(node.value):,} digits is too large", problem_mark=node.start_mark
+            )
+        if isinstance(value, str) and (wrong := _NEITHER_PATH_NOR_TEXT.search(value)):
+            sentence = f"it holds the character U+{ord(wrong[0]):04X}, which neither a path nor a name can hold"
+            raise yaml.MarkedYAMLError(problem=sentence, problem_mark=node.start_mark)
+        if not isinstance(value, (str, int, float, type(None))):  # a date, bytes: nothing that a key here could want
+            raise _unknown_tag(node)
+        return value
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         self._report_duplicates(node)
-        self.loader.flatten_mapping(node)
         result: dict[str, Any] = {}
+        for key, (key_node, value_node) in self._pairs(node, len(path)).items():
+            self.document.keys[(*path, key)] = _origin(self.source, key_node.start_mark)
+            result[key] = self.value(value_node, (*path, key))
+        return result
+
+    def _pairs(self, node: yaml.MappingNode, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """Keys of a mapping with their nodes. What ``<<`` merges stands first, and gives way to what is written out."""
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(key_node.start_mark, "a key must be a word, not a list or a mapping")
-                continue
-            # The text as written: a key such as `no` is a word, whatever YAML 1.1 makes of it.
-            key = str(key_node.value)
-            self.document.keys[(*path, key)] = _origin(self.source, key_node.start_mark)
-            result[key] = self._value(value_node, (*path, key))
-        return result
+            elif key_node.tag == _MERGE_TAG:
+                merged = self._merged(value_node, depth + 1) | merged
+            elif not key_node.value.isprintable():
+                self._problem(key_node.start_mark, "a key must be a word, without characters that cannot be shown")
+            else:
+                # The text as written: a key such as `no` is a word, whatever YAML 1.1 makes of it.
+                own[str(key_node.value)] = (key_node, value_node)
+        return merged | own
+
+    def _merged(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """What ``<<: node`` brings; of several mappings the first that has a key decides."""
+        self._count(node, depth)
+        with self._opened(node):
+            if isinstance(node, yaml.MappingNode):
+                pairs = self._pairs(node, depth)
+                self.values += len(pairs)
+                return pairs
+            if isinstance(node, yaml.SequenceNode) and all(isinstance(each, yaml.MappingNode) for each in node.value):
+                found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+                for each in node.value:
+                    found = self._merged(each, depth + 1) | found
+                return found
+        raise yaml.MarkedYAMLError(
+            problem="<< merges keys and values, or a list of such; this is neither", problem_mark=node.start_mark
+        )
 
     def _report_duplicates(self, node: yaml.MappingNode) -> None:
         first: dict[str, Any] = {}
         for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
                 continue
             if key_node.value in first:
                 line = first[key_node.value].line + 1
-                self._problem(key_node.start_mark, f"key '{key_node.value}' was already given in line {line}")
+                self._problem(key_node.start_mark, f"key '{cut(key_node.value, 60)}' was already given in line {line}")
             else:
                 first[key_node.value] = key_node.start_mark
+
+
+def _unknown_tag(node: yaml.Node) -> yaml.MarkedYAMLError:
+    tag = node.tag.removeprefix("tag:yaml.org,2002:")
+    return yaml.MarkedYAMLError(problem=f"the tag '{tag}' has no meaning here", problem_mark=node.start_mark)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -11,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from drivetrain.config.locate import Path, Problem
 from drivetrain.config.origin import DEFAULT, Origin
-from drivetrain.suggest import closest
+from drivetrain.suggest import closest, cut
 
 _EXPECTED = {
     "int": "a whole number",
@@ -26,6 +27,9 @@ _EXPECTED = {
     "none": "null",
 }
 """What the first word of a pydantic error type expects."""
+
+MOST_PROBLEMS = 100
+"""How many mistakes are looked for and told; a file with more of them is another file than was meant."""
 
 _JUDGED = ("value_error", "assertion_error")
 """Types of what a validator raises itself."""
@@ -53,7 +57,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """The sentence about a key that nobody knows."""
     names = sorted(known)
     rest = suggest(key, names) or (f"; the keys here are {', '.join(names)}" if names else "; no key fits here")
-    return f"unknown key '{key}'{rest}"
+    return f"unknown key '{cut(key, 60)}'{rest}"
 
 
 def show(value: Any) -> str:
@@ -66,7 +70,7 @@ def show(value: Any) -> str:
         return "keys and values"
     if isinstance(value, (list, tuple)):
         return "a list"
-    text = repr(value)
+    text = repr(value[:61] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -89,7 +93,7 @@ def model_problems(
     grouped: dict[Path, list[str]] = {}
     at_key: set[Path] = set()
     judged: dict[Path, bool] = {}
-    for details in error.errors(include_url=False):
+    for details in islice(error.errors(include_url=False), MOST_PROBLEMS + 1):
         path = (*prefix, *_known_part(details["loc"], prefix, origins))
         if details["type"] == "extra_forbidden":
             at_key.add(path)

@@ -11,11 +11,16 @@ from pydantic import BaseModel, ValidationError
 
 from drivetrain.config.locate import Path, Problem
 from drivetrain.config.origin import DEFAULT, Origin
-from drivetrain.config.problems import known_keys, model_problems, spell_out, unknown_key
+from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
 from drivetrain.config.schema import Config, Section
 from drivetrain.errors import ConfigError
+from drivetrain.suggest import cut
 
 _FORMAT = 1
+
+_LONGEST_LINE = 1_000
+"""Characters of one mistake. The longest of ours, all keys at the top of a file, has 500."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -143,11 +148,18 @@ def check_section(
     except ValidationError as error:
         problems += model_problems(error, model_type, (name,), origins, keys)
         return None, problems
+    except Exception as error:  # noqa: BLE001 - said at the section; pydantic passes on what it does not know
+        at = keys.get((name,)) or origins.get((name,), DEFAULT)
+        said = cut(f"{type(error).__name__}: {error}", 200)
+        problems.append(Problem(at, f"{name}: a check of this section's own, {model_type.__module__}, failed ({said})"))
+        return None, problems
     return (None, problems) if problems else (model, [])
 
 
 def mistakes(problems: list[Problem]) -> ConfigError:
     """One error for all problems, in the order of the file."""
     ordered = sorted(dict.fromkeys(problems), key=lambda each: (each.origin, each.sentence))
+    lines = [cut(str(each), _LONGEST_LINE) for each in ordered[:MOST_PROBLEMS]]
     count = "1 mistake" if len(ordered) == 1 else f"{len(ordered)} mistakes"
-    return ConfigError("\n".join([*map(str, ordered), f"{count} in the configuration"]))
+    count = f"more than {MOST_PROBLEMS} mistakes" if len(ordered) > MOST_PROBLEMS else count
+    return ConfigError("\n".join([*lines, f"{count} in the configuration"]))

@@ -6,13 +6,15 @@ keys that belong to no engine are in ``config/accelerate.py``.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from drivetrain.errors import UsageError
-from drivetrain.suggest import closest
+from drivetrain.suggest import closest, cut
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -22,7 +24,7 @@ Pile = Literal["carried over", "no meaning here", "not supported"]
 
 PILES: tuple[Pile, ...] = ("carried over", "no meaning here", "not supported")
 
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values by which ``accelerate config`` writes that a question was not asked."""
 
 
@@ -33,7 +35,7 @@ class Rule:
     Args:
         to: our dotted key, such as ``"mesh.tp"``: the value is carried over.
         into: gives our dotted keys and their values, for a value that says several things; may be empty. Raises
-            ``ValueError`` with what to write instead.
+            ``ValueError`` with what to write instead, as :func:`flag`, :func:`number` and :func:`whole` do.
         convert: turns the value into ours, with ``to``. Raises ``ValueError`` with what to write instead.
         why: the key has no meaning here, for this reason.
         instead: the value is not supported; what to write or do.
@@ -74,7 +76,7 @@ class Verdict:
 def judge(key: str, value: Any, rule: Rule) -> Verdict:
     """Apply one rule to one value."""
     # `==` alone would take 0 for False and 1 for True.
-    if any(value == each and type(value) is type(each) for each in (*_EMPTY, *rule.nothing)):
+    if any(value == each and type(value) is type(each) for each in (*EMPTY, *rule.nothing)):
         return Verdict(key, value, "no meaning here", rule.why or "says nothing special")
     if rule.why:
         return Verdict(key, value, "no meaning here", rule.why)
@@ -85,8 +87,9 @@ def judge(key: str, value: Any, rule: Rule) -> Verdict:
             carried = dict(rule.into(value))
         else:
             carried = {rule.to: value if rule.convert is None else rule.convert(value)}
-    except ValueError as error:
-        return Verdict(key, value, "not supported", str(error), stops=rule.changes_results)
+    except Exception as error:  # noqa: BLE001 - said at the key; a rule that expects a number may meet a list
+        says = str(error) if isinstance(error, ValueError) else f"no such value is known here ({_raised(error)})"
+        return Verdict(key, value, "not supported", says, stops=rule.changes_results)
     if not carried:
         return Verdict(key, value, "no meaning here", "it is what happens anyway")
     return Verdict(key, value, "carried over", "", carried)
@@ -95,7 +98,7 @@ def judge(key: str, value: Any, rule: Rule) -> Verdict:
 def judge_section(name: str, values: Any, rules: Mapping[str, Rule]) -> Iterator[Verdict]:
     """Apply rules to every key of a section; a key without a rule is not supported."""
     if not isinstance(values, Mapping):
-        if values not in _EMPTY:
+        if values not in EMPTY:
             yield Verdict(name, values, "not supported", "expected keys and values", stops=True)
         return
     for key, value in values.items():
@@ -152,6 +155,29 @@ def section_from_arguments(
     except ValidationError as error:
         found = (each["msg"].removeprefix("Value error, ") for each in error.errors(include_url=False))
         raise UsageError(f"{who}: {'; '.join(found)}") from error
+
+
+def whole(value: Any) -> int:
+    """A whole number as Accelerate's files hold it: ``2``, ``'2'``, ``1e6``. Raises ``ValueError`` for the rest."""
+    if type(value) is int:
+        return value
+    read = number(value)
+    if not read.is_integer():
+        raise ValueError("write a whole number")
+    return int(read)
+
+
+def number(value: Any) -> float:
+    """A number as Accelerate's files hold it: ``1``, ``0.5``, ``'1.0'``. Raises ``ValueError`` for the rest."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(read := float(value)):
+                return read
+    raise ValueError("write a number")
+
+
+def _raised(error: Exception) -> str:
+    return cut(f"{type(error).__name__}: {error}", 200)
 
 
 def flag(value: Any) -> bool:

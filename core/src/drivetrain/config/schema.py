@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from drivetrain.config.keys import CORE_KEYS
 from drivetrain.topology import AXES
 
 
@@ -72,7 +73,7 @@ def _local_ranks(value: Any) -> Any:
     return [int(each) if each.isdecimal() else each for each in _names(value)] if isinstance(value, str) else value
 
 
-_BY_RANK = re.compile(r"(\d+:[0-3])(,\d+:[0-3])*")
+_BY_RANK = re.compile(r"(\d{1,6}:[0-3])(,\d{1,6}:[0-3])*")
 
 
 def _streams(value: Any) -> Any:
@@ -114,7 +115,8 @@ def machine_range(machines: int | str) -> tuple[int, int]:
 
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Index = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
-Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""Up to 30 years: what waits counts in nanoseconds of 64 bits."""
 
 
 class MeshConfig(Section):
@@ -164,7 +166,7 @@ class DataLoaderConfig(Section):
         None, description="The main process reads all batches and hands them out; null means no."
     )
     even_batches: bool = Field(
-        True, description="Repeat samples at the end of an epoch so that every rank gets the same number of batches."
+        True, description="Give every rank the same number of batches, a repeated sample where none is left for it."
     )
     use_seedable_sampler: bool = Field(
         False, description="Accepted either way: the order is always a function of the seed and the epoch."
@@ -244,6 +246,11 @@ class Config(Section):
         "no", description="'no', bf16 or fp16."
     )
     gradient_accumulation_steps: Count = Field(1, description="Micro-batches between two optimizer steps.")
+    count_items: bool = Field(
+        False,
+        description="Weigh a mean loss by what it is a mean over (labels that count), as one big batch would; reads it "
+        "from the loss, and sums it over the ranks once a window.",
+    )
     num_processes: Count | None = Field(
         None, description="Processes over all machines; null takes one per accelerator, or one."
     )
@@ -276,6 +283,11 @@ class Config(Section):
     save_on_interrupt: bool = Field(
         False, description="Told to end by Ctrl-C or SIGTERM, save the run in project_dir after the step, then stop."
     )
+    sync_batch_norm: bool = Field(
+        False,
+        description="Take the statistics of batch norms in training over the batches of all data-parallel processes,"
+        " as one process with the global batch does, instead of over each process's own.",
+    )
     log_with: Annotated[list[str], BeforeValidator(_names)] = Field(
         default_factory=list, description="Experiment trackers by name, e.g. [jsonl, tensorboard], or all."
     )
@@ -300,5 +312,4 @@ class Config(Section):
         return value
 
 
-CORE_KEYS = frozenset(Config.model_fields)
-"""Every top-level key that is not the section of a backend."""
+assert frozenset(Config.model_fields) == CORE_KEYS, "config/keys.py lists the fields of Config"

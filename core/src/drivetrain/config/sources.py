@@ -11,7 +11,7 @@ import yaml
 
 from drivetrain.config.locate import Document, Path, Problem, parse_scalar
 from drivetrain.config.origin import Origin
-from drivetrain.config.problems import suggest
+from drivetrain.config.problems import show, suggest
 
 PREFIX = "DRIVETRAIN_"
 
@@ -101,7 +101,7 @@ def read_text(text: str, *, is_text: bool) -> Any:
     try:
         return parse_scalar(stripped)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not a valid value") from error
+        raise ValueError(f"{show(text)} is not a valid value") from error
 
 
 def lay(tree: Tree, entries: Iterable[tuple[Path, Any, Origin]], is_text: Callable[[Path, str], bool]) -> None:

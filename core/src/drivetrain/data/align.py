@@ -11,9 +11,9 @@ from drivetrain.errors import UsageError
 def rows_to_keep(sizes: Sequence[int], info: BatchInfo | None, what: str, *, scalar: bool = False) -> list[int]:
     """How many leading rows of each rank's part are real.
 
-    A part is aligned with the batch when it has a row for each row loaded, or for each row of the nominal batch size
-    (``loss.repeat(batch_size)``, an idiom that outlives a shorter last batch). Where whole batches are repeated no
-    alignment is needed: such a rank's part is left out.
+    A part is aligned with the batch when it has a row for each row loaded. Where every rank gives as many rows as a
+    full batch has while the current batch is shorter (``loss.repeat(batch_size)``), each keeps one for each sample.
+    A rank that holds repeated samples only is left out whatever it gives, if these are a whole batch.
 
     Args:
         sizes: rows of each coordinate's part.
@@ -25,14 +25,16 @@ def rows_to_keep(sizes: Sequence[int], info: BatchInfo | None, what: str, *, sca
         UsageError: the current batch holds repeated rows and the parts cannot be aligned with it.
     """
     rows = None if info is None else info.rows
-    if info is None or rows is None or not rows.padded:
+    if info is None or rows is None:
         return list(sizes)
-    if rows.whole or scalar:
+    if scalar or not rows.counted:
         return [size if real else 0 for size, real in zip(sizes, rows.real, strict=True)]
-    if all(size == loaded for size, loaded in zip(sizes, rows.loaded, strict=True)):
+    if tuple(sizes) == rows.loaded:
         return list(rows.real)
     if info.nominal_rows and all(size == info.nominal_rows for size in sizes):
-        return list(rows.real)
+        return [min(size, real) for size, real in zip(sizes, rows.real, strict=True)]
+    if rows.whole or not rows.padded:
+        return [size if real else 0 for size, real in zip(sizes, rows.real, strict=True)]
     raise UsageError(
         f"gather_for_metrics cannot tell which rows of {what} repeat samples: the parts have {_list(sizes)} rows by "
         f"rank, the current batch has {_list(rows.loaded)}, of which {_list(rows.real)} count",

@@ -5,10 +5,10 @@ sampler of the user's, a dataset that yields batches).
 
 **Samples.** A global batch is the next ``dp_size * batch_size`` samples of the order. It is cut into ``dp_size``
 consecutive chunks, so that the ranks' batches, one after the other, are the order. A last, incomplete one is cut as
-evenly as possible: no two ranks differ by more than one sample. With ``even_batches`` those with one sample fewer
-repeat a sample from the head of the order, which makes the batches equal; at most ``dp_size - 1`` samples are
-repeated. (Filling every rank's batch to its full size, as Accelerate does, repeats up to a whole global batch, and the
-average over ranks then weighs the repeated samples: the last step of an epoch would differ from one process's.)
+evenly as possible: no two ranks differ by more than one sample, and nothing is repeated, since a repeated sample cannot
+be taken out of the mean that a script computes as its loss. Each rank's loss is weighed by its number of samples
+instead (:mod:`drivetrain.runtime.windows`). Where there are fewer samples than ranks, ``even_batches`` gives the ranks
+without one a sample from the head of the order, so that all ranks take the same number of steps; it weighs nothing.
 
 **Batches.** The ranks take batches in turn, a global batch is the next ``dp_size`` of them. With ``even_batches`` a
 last, incomplete round is filled with batches from the head of the order.
@@ -18,7 +18,7 @@ What is repeated is known here, without communication, and never weighs on a met
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,8 +35,8 @@ class Rows:
         real: rows that count.
         loaded: rows that are loaded, repeated ones included.
         units: by how much it moves the position.
-        whole: a rank's rows count all or none (a whole batch is repeated, never a part of one); then ``real`` may
-            hold a nominal 1 where the number of rows is not known.
+        whole: these are batches that somebody else made.
+        counted: the numbers are rows; otherwise a nominal 1 stands for a batch whose size is not known.
         filled: what is loaded beyond the real rows has labels that a loss ignores.
     """
 
@@ -44,6 +44,7 @@ class Rows:
     loaded: tuple[int, ...]
     units: int
     whole: bool = False
+    counted: bool = True
     filled: bool = False
 
     @cached_property
@@ -56,6 +57,16 @@ class Rows:
         """Rows that count, over all ranks."""
         return sum(self.real)
 
+    @cached_property
+    def even(self) -> bool:
+        """Every rank has as many rows that count, so that the mean of their means is the mean over all rows."""
+        return len(set(self.real)) <= 1
+
+    @cached_property
+    def missing(self) -> tuple[int, ...]:
+        """Coordinates of the ranks that have no batch at all."""
+        return tuple(rank for rank, rows in enumerate(self.loaded) if not rows)
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -64,7 +75,7 @@ class Cut:
     Args:
         batch_size: rows of one rank's full batch; ``0`` where the unit is a batch.
         dp_size: number of data-parallel coordinates.
-        even_batches: make the ranks' batches equal at the end of the epoch.
+        even_batches: give every rank the same number of batches.
         drop_last: leave an incomplete global batch of samples out.
     """
 
@@ -95,7 +106,7 @@ class Cut:
         base, extra = divmod(samples, self.dp_size)
         real = tuple(base + (rank < extra) for rank in range(self.dp_size))
         even = self.even_batches and samples > 0
-        return Rows(real, (base + (extra > 0),) * self.dp_size if even else real, samples)
+        return Rows(real, tuple(max(rows, 1) for rows in real) if even else real, samples)
 
     def rounds(self, units: int, dp_rank: int) -> int:
         """Batches that this coordinate sees in an epoch of so many units."""
@@ -185,7 +196,7 @@ def plan_split(
 ) -> Iterator[tuple[list[Any], Rows]]:
     """The rest of an epoch whose batches are whole global batches, each cut among the ranks, from batch ``start`` on.
 
-    A batch that does not divide is filled with its own first samples.
+    A batch that does not divide is cut as evenly as possible; a rank without a sample gets one of the first ones.
 
     Raises:
         UsageError: a batch, other than the last, leaves a rank without samples while ``even_batches`` is off.
@@ -208,14 +219,15 @@ def plan_split(
         start += 1
 
 
-def round_rows(sizes: list[int], real: int, dp_size: int) -> Rows:
+def round_rows(sizes: Sequence[int | None], real: int, dp_size: int) -> Rows:
     """What a round of whole batches holds.
 
     Args:
-        sizes: rows of each coordinate's batch; a nominal 1 where that is not known.
+        sizes: rows of each coordinate's batch, ``None`` where that is not known.
         real: how many of the batches are not repeated.
         dp_size: number of coordinates; those without a batch get 0 rows.
     """
-    loaded = tuple(sizes) + (0,) * (dp_size - len(sizes))
-    counted = tuple(size if rank < real else 0 for rank, size in enumerate(loaded))
-    return Rows(counted, loaded, real, whole=True)
+    known = all(sizes)
+    loaded = tuple(size if known and size else 1 for size in sizes) + (0,) * (dp_size - len(sizes))
+    kept = tuple(size if rank < real else 0 for rank, size in enumerate(loaded))
+    return Rows(kept, loaded, real, whole=True, counted=known)

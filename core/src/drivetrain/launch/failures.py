@@ -18,9 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.launch.last_seen import LastSeen, place, read_workers
+from drivetrain.suggest import cut
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The signals with which the agent stops the workers that are still running."""
+
+
+_LONGEST_MESSAGE = 500
+"""Characters of a message in the line about its rank; the traceback above it has more."""
+
+_LONGEST_LINE = 2_000
+_MOST_LINES = 400
+"""Of a traceback on the terminal. Python writes 3 lines for a frame, and repeated ones once; the file has all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Failure:
     def __str__(self) -> str:
         if not self.message and self.exit_code is not None and self.exit_code < 0:
             return f"ended by signal {-self.exit_code} ({_signal_name(-self.exit_code)})"
-        message = self.message.partition("\n")[0]
+        message = cut(self.message.partition("\n")[0], _LONGEST_MESSAGE)
         code = f"exit code {self.shell_code}"
         return f"{message} ({code})" if message else code
 
@@ -94,8 +103,8 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
             rank=rank,
             exit_code=int(details["exit_code"]) if code is None or _killed(code, seen.get(rank)) else code,
             time=float(details["precise"]),
-            message=record["message"]["message"],
-            trace=details["py_callstack"],
+            message=_printable(record["message"]["message"]),
+            trace=_printable(details["py_callstack"]),
             seen=seen.get(rank),
         )
     for rank, code in exit_codes.items():
@@ -118,10 +127,16 @@ def failures_of(exit_codes: Mapping[int, int | None], logs: Path) -> list[Failur
     return failures + ended
 
 
-def explain(failures: list[Failure]) -> str:
-    """Return the first failure's traceback and one line for each worker."""
+def explain(failures: list[Failure], *, whole: bool = False) -> str:
+    """Return the first failure's traceback and one line for each worker.
+
+    Args:
+        failures: as :func:`read_failures` orders them.
+        whole: do not shorten a traceback with lines, or with so many of them, that nobody can read on a terminal.
+    """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
-    lines = [first.trace.rstrip(), f"rank {first.rank} failed: {first}{first.remark}"]
+    trace = first.trace.rstrip()
+    lines = [trace if whole else _shortened(trace), f"rank {first.rank} failed: {first}{first.remark}"]
     lines += [f"rank {it.rank} {_fate(it, first)}{it.remark}" for it in others]
     return "\n".join(line for line in (*lines, _behind(failures)) if line)
 
@@ -130,6 +145,19 @@ def where_they_were(logs: Path) -> str:
     """A line for each worker of this machine that was stopped for the sake of another machine."""
     stopped = (Failure(rank, None, seen=seen) for rank, seen in sorted(read_workers(logs).items()))
     return "".join(f"rank {it.rank} was stopped{it.remark}\n" for it in stopped)
+
+
+def _printable(text: str) -> str:
+    """The text as any UTF-8 file and stream takes it: a message may hold halves of surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _shortened(trace: str) -> str:
+    lines = [cut(line, _LONGEST_LINE) for line in trace.splitlines()]
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines[half:-half] = [f"... ({len(lines) - 2 * half:,} lines are left out here)"]
+    return "\n".join(lines)
 
 
 def _killed(exit_code: int, seen: LastSeen | None) -> bool:
@@ -169,7 +197,7 @@ def file_report(failures: list[Failure], folder: str | None) -> Path | None:
     path = Path(folder or tempfile.gettempdir()) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n".join([explain(failures), *stacks]) + "\n", encoding="utf-8")
+        path.write_text("\n\n".join([explain(failures, whole=True), *stacks]) + "\n", encoding="utf-8")
     except OSError:
         return None
     return path

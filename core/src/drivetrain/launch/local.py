@@ -20,7 +20,7 @@ from drivetrain.launch.output import Output
 from drivetrain.launch.output import check as check_output
 from drivetrain.launch.plan import LaunchPlan, make_plan
 from drivetrain.launch.rendezvous.hosting import import_torch_quietly
-from drivetrain.launch.stopping import Stopping, ToldToEndError
+from drivetrain.launch.stopping import EXIT_RESUMABLE, Stopping, ToldToEndError
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
@@ -71,7 +71,8 @@ def launch(
 
     Returns:
         0, or the exit code of the worker that failed first (128 + n when signal n ended it). Told to end by signal n it
-        is 128 + n, too, but for SIGTERM to a run that saved itself: ``stopping.EXIT_RESUMABLE``.
+        is 128 + n, too, but for SIGTERM to a run that saved itself, or was to and had not begun to train:
+        ``stopping.EXIT_RESUMABLE``.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.launch.plan.make_plan`; nothing was started.
@@ -137,11 +138,17 @@ def _end_of(start: Start, resolved: ResolvedConfig, workers: int) -> Ending:
             return Ending(1, "stopped", error=error)
         except ToldToEndError as told:
             stopping.end_leftovers()
+            if resolved.config.save_on_interrupt and stopping.starts_again(told.received):
+                return _stopped_while_starting()
             sys.stderr.write(f"stopped by {told.received.name}; no worker is left\n")
             return Ending(128 + told.received, "gone", f"was stopped by {told.received.name}")
         if failed:
-            output.close()  # the report goes below everything that the workers wrote
             failures = failures_of(failed, output.records)
+            # A scheduler that tells every process may reach the workers before it reaches this one.
+            if resolved.config.save_on_interrupt and stopping.starts_again(-(failures[0].exit_code or 0)):
+                stopping.end_leftovers()
+                return _stopped_while_starting()
+            output.close()  # the report goes below everything that the workers wrote
             sys.stderr.write(f"{output.last_words(failures[0].rank)}{explain(failures)}\n")
             path = file_report(failures, resolved.config.project_dir)
             sys.stderr.write("" if path is None else f"With the stacks of all ranks: {path}\n")
@@ -150,6 +157,12 @@ def _end_of(start: Start, resolved: ResolvedConfig, workers: int) -> Ending:
             sys.stderr.write("the run saved itself and stopped; started again, it goes on\n")
             return Ending(code, "gone", "saved itself and stopped")
         return Ending(0, "finished")
+
+
+def _stopped_while_starting() -> Ending:
+    """Of a run that saves itself when it is told to end; it had nothing to save yet."""
+    sys.stderr.write("stopped by SIGTERM before the training began; started again, it goes on from its checkpoint\n")
+    return Ending(EXIT_RESUMABLE, "gone", "was stopped by SIGTERM before the training began")
 
 
 def _leave(meeting: OneMachine | Meeting, ending: Ending) -> int:

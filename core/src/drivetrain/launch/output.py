@@ -15,6 +15,7 @@ from drivetrain.config.schema import OutputConfig
 from drivetrain.errors import ConfigError
 from drivetrain.launch.failures import explain, read_failures
 from drivetrain.launch.streams import Pump, Seen, Stream
+from drivetrain.suggest import cut
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest
@@ -165,7 +166,8 @@ class Output:
         stream = self._hidden.get(rank)
         if stream is None or not any(stream.tail):
             return ""
-        return "\n".join([f"rank {rank} wrote to stderr, in the end:", *(f"  {line}" for line in stream.tail), ""])
+        lines = [f"  {cut(line, 2_000)}" for line in stream.tail]
+        return "\n".join([f"rank {rank} wrote to stderr, in the end:", *lines, ""])
 
     def _open(self, way: Route, rank: int, stream: str, own: Path) -> str:
         """Where a worker finds this stream: the path of a pipe, nowhere, or as the launcher's own."""

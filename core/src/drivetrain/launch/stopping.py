@@ -91,6 +91,15 @@ class Stopping:
         """After all workers ended well: 0, or the code with which they stopped because they were told to."""
         return max((seen.stop for seen in self._seen() if seen.stop > 1), default=0)
 
+    def starts_again(self, received: int) -> bool:
+        """Whether a run that was stopped by this signal was still starting: it goes on where the one before it saved.
+
+        A worker is starting until it has made its accelerator, and no step can have been trained before all have.
+        """
+        seen = self._seen()
+        is_starting = len(seen) < self._workers or any(not (each.calls or each.stop) for each in seen)
+        return received == signal.SIGTERM and is_starting
+
     def end_leftovers(self) -> None:
         """Kill what is left of the workers and of what they started."""
         for seen in self._seen():

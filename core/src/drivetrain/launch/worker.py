@@ -41,6 +41,9 @@ That is 0: it ends at once, 1: it saves first; later the exit code with which it
 """
 
 _HERE = str(Path(__file__).parent)
+_LONGEST = 10_000_000
+"""Characters of a message or a traceback that the launcher is handed; the record must not fill the disk."""
+
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -85,7 +88,9 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
         _write_record("", "", -signal.SIGINT)  # nothing is printed: the user pressed Ctrl-C and knows
         return
     text = "".join(traceback.format_exception(kind, error, trace))
-    if not _write_record(traceback.format_exception_only(kind, error)[-1].strip(), text, 1):
+    said = traceback.TracebackException(kind, error, None)
+    said.__notes__ = None  # which would stand last; the traceback has them
+    if not _write_record(list(said.format_exception_only())[-1].strip(), text, 1):
         sys.__excepthook__(kind, error, trace)
 
 
@@ -99,7 +104,7 @@ def _write_record(message: str, text: str, exit_code: int) -> bool:
         return False
     now = time.time()
     details = {
-        "py_callstack": text,
+        "py_callstack": _cut(text),
         "timestamp": str(int(now)),
         "precise": repr(now),
         "rank": os.environ.get("RANK", "0"),
@@ -107,11 +112,15 @@ def _write_record(message: str, text: str, exit_code: int) -> bool:
     }
     try:
         part = Path(path + ".part")  # the agent must never read half of it
-        part.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
+        part.write_text(json.dumps({"message": {"message": _cut(message), "extraInfo": details}}), encoding="utf-8")
         part.replace(path)
     except OSError:
         return False
     return True
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 def leave_traces() -> None:

@@ -115,6 +115,7 @@ def start_backend(
     mixed_precision: str | None,
     cpu: bool,
     place_on_device: bool,
+    sync_batch_norm: bool | None = None,
 ) -> Backend:
     """Check and start the chosen backend. Collective over all ranks.
 
@@ -149,6 +150,7 @@ def start_backend(
         place_on_device=place_on_device,
         origins=choice.origins,
         name=info.name,
+        sync_batch_norm=config.sync_batch_norm if sync_batch_norm is None else sync_batch_norm,
     )
     backend = registry.load_backend(info)(settings)
     backend.start()

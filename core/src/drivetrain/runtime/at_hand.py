@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from drivetrain.errors import UsageError
 from drivetrain.runtime.current import current_backend
-from drivetrain.runtime.model import PreparedModel
 from drivetrain.runtime.placing import original_module
 
 if TYPE_CHECKING:
@@ -74,13 +73,12 @@ def wait_for_everyone() -> None:
 
 
 def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-    """The user's own module behind a prepared one; anything else comes back as it is.
+    """The model itself: what ``prepare`` returns is the user's own object.
 
     Args:
         model: a prepared model.
-        keep_fp32_wrapper: accepted either way: precision lives in the prepared model, never in the module.
+        keep_fp32_wrapper: accepted either way: there is no such wrapper.
         keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
     """
     del keep_fp32_wrapper
-    source = model.record.source if isinstance(model, PreparedModel) else model
-    return source if keep_torch_compile else original_module(source)
+    return model if keep_torch_compile else original_module(model)

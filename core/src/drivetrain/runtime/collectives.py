@@ -12,11 +12,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import UsageError
 from drivetrain.topology import DATA_AXES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from drivetrain.backend import ReduceOp
@@ -119,6 +122,28 @@ def broadcast(tensor: Tensor, src: int, topology: Topology) -> Tensor:
     received = sent.clone()
     dist.broadcast(received, src=src)
     return (received if plain else received.view(tensor.dtype)).view(tensor.shape).to(tensor.device)
+
+
+@torch.no_grad()
+def broadcast_in_place(tensors: Iterable[Tensor], topology: Topology) -> None:
+    """Give these tensors the values of the first data-parallel rank, in one message.
+
+    Collective over the data-parallel group; number, shapes and dtypes agree on all of its ranks. Of DTensors this
+    rank's part is exchanged. The write is not counted as one by autograd: a graph may have saved the values.
+    """
+    if topology.dp_size == 1:
+        return
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.data for tensor in tensors]
+    # The largest elements first, so that each tensor's bytes begin at a multiple of its element size.
+    local = sorted((each for each in local if each.numel()), key=lambda each: -each.element_size())
+    if not local:
+        return
+    device = _wire_device(local[0], topology)
+    parts = [each.to(device).contiguous().view(-1).view(torch.uint8) for each in local]
+    flat = torch.cat(parts)
+    dist.broadcast(flat, group=dp_group(topology), group_src=0)
+    for each, part in zip(local, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        each.copy_(part.view(each.dtype).view(each.shape))
 
 
 def all_gather_object(obj: Any, topology: Topology) -> list[Any]:

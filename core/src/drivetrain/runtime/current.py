@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from drivetrain.backend import Backend, RunSettings
+from drivetrain.data.active import ActiveLoaders
 from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_place
 from drivetrain.runtime.world import World
@@ -29,6 +30,7 @@ class Started:
 
 
 _started: list[Started] = []
+_loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
 
 
 def set_current_backend(backend: Backend, name: str = "") -> None:
@@ -45,6 +47,16 @@ def set_current_backend(backend: Backend, name: str = "") -> None:
 def forget_backend(backend: Backend) -> None:
     """Take a backend that stops out of the running; the one set before it becomes current again."""
     _started[:] = [one for one in _started if one.backend() not in (None, backend)]
+
+
+def set_loaders(backend: Backend, active: ActiveLoaders) -> None:
+    """Say which loaders feed the script that runs on this backend."""
+    _loaders[backend] = active
+
+
+def loaders_of(backend: Backend) -> ActiveLoaders | None:
+    """The loaders of the script that runs on this backend, if it has prepared any."""
+    return _loaders.get(backend)
 
 
 def forget_all() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.backend import PrecisionPolicy, StepResult
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.runtime import clipping, precision, scaling
 from drivetrain.runtime.local_steps import on_local_parts
 
@@ -61,6 +61,9 @@ class TorchEngine:
         )
         self._unscaled: set[int] = set()
         self._norms: dict[int, tuple[Tensor, bool]] = {}
+        self._num_backwards = 0
+        self._backwards_at_step: dict[int, int] = {}
+        """By optimizer, the number of backwards before its last step."""
 
     def forward(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module under the policy."""
@@ -75,11 +78,19 @@ class TorchEngine:
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
+        self.count_backward()
         if isinstance(factor, Tensor) or factor != 1.0:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def count_backward(self) -> None:
+        """Note a backward: :meth:`backward` does, and so does an engine that back-propagates by other means.
+
+        A step with no gradients at all is refused where there was none since the step before.
+        """
+        self._num_backwards += 1
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of this optimizer's gradients, once per step."""
@@ -127,6 +138,7 @@ class TorchEngine:
             local: parameters that are DTensors step as plain tensors, this rank's parts, wherever that gives the same
                 (:mod:`drivetrain.runtime.local_steps`). Not under a loss scaler, which looks at gradients itself.
         """
+        self.check_reached(optimizer, closure)
         if self.scaler is None and not self._norms:
             _update(optimizer, closure, local=local)
             return _APPLIED
@@ -157,6 +169,16 @@ class TorchEngine:
         self.scaler.update()
         return StepResult(skipped=overflow, grad_norm=norm)
 
+    def check_reached(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Refuse a step without any gradient that no backward came before; :meth:`step` does. Not collective.
+
+        Raises:
+            UsageError: there is no gradient, and was no backward since this optimizer's last step.
+        """
+        if closure is None and self._backwards_at_step.get(id(optimizer), 0) == self._num_backwards:
+            _check_gradients(optimizer)
+        self._backwards_at_step[id(optimizer)] = self._num_backwards
+
     def state(self) -> dict[str, Any]:
         """JSON-able state for the portable checkpoint."""
         return {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
@@ -171,6 +193,19 @@ def _update(optimizer: Optimizer, closure: Callable[[], Any] | None, *, local: b
     # A closure computes gradients, of the parameters as the model has them.
     with on_local_parts(optimizer) if local and closure is None else nullcontext():
         optimizer.step(closure)
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Refuse a step before any backward. After one that leaves this optimizer out a step does nothing, as in torch."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return
+    raise UsageError(
+        f"{type(optimizer).__name__}.step() was called, and no backward since its last step gave its parameters a "
+        "gradient",
+        cure="Call accelerator.backward(loss) before optimizer.step().",
+    )
 
 
 def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:

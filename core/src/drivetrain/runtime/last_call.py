@@ -61,7 +61,7 @@ def use_launchers_file() -> None:
     numbers[CALLS], numbers[SITE] = _Record.numbers[CALLS], 0
     _Record.numbers = numbers
     _Record.file = path.with_name(CALL_SITES).open("ab", buffering=0)
-    _Record.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode())
+    _Record.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode(errors="backslashreplace"))
 
 
 def note(call: str) -> str:
@@ -93,7 +93,7 @@ def _new_site(call: str, frame: FrameType) -> Site:
     site = Site(len(_sites) + 1, f"{call} at {Path(code.co_filename).name}:{frame.f_lineno}", code)
     _sites[call, id(code), frame.f_lasti] = site
     if _Record.file is not None:
-        _Record.file.write(f"{site.text}\n".encode())
+        _Record.file.write(f"{site.text}\n".encode(errors="backslashreplace"))  # a file may be named in any bytes
     return site
 
 

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from drivetrain.runtime.optimizer import before_step
+
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -65,7 +67,8 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 def applies(optimizer: Optimizer) -> bool:
     """Whether stepping with plain parts is the same: it knows each element alone, and nobody watches its steps."""
     # Torch has no public word for who watches.
-    everybodys = hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks  # noqa: SLF001
+    watching = hooks._global_optimizer_pre_hooks.values()  # noqa: SLF001
+    everybodys = any(hook is not before_step for hook in watching) or hooks._global_optimizer_post_hooks  # noqa: SLF001
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     if type(optimizer) not in ELEMENTWISE or own or everybodys:
         return False

@@ -1,145 +1,295 @@
-"""What ``prepare(model)`` returns: the user's module with its own names, whose call runs the engine's forward."""
+"""The prepared model: the user's own object, whose call runs the engine's forward.
+
+``prepare(model)`` replaces the class of the object that it is given by a subclass made for it, as torch's
+``fully_shard`` does. Attributes, submodules, buffers, hooks and methods are therefore the model's own.
+"""
 
 from __future__ import annotations
 
+import copyreg
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, final
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from threading import get_ident
+from typing import Any, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules import module as registration
 
-from drivetrain.backend import Trainable
+from drivetrain.errors import UnsupportedError
 from drivetrain.runtime.records import Record
 
+_RECORD = "_drivetrain"
+"""Name of the instance attribute that holds the record; not a parameter, buffer or submodule."""
 
-@final
+
 class PreparedModel(nn.Module):
-    """A prepared model.
+    """First base of the class of every prepared model, before the user's own class.
 
-    Parameter names, ``state_dict`` keys and attributes are those of the user's module under every backend: no
-    ``module.`` prefix, and ``model.config`` still works.
-
-    Args:
-        record: the trainable and what the core knows about it.
+    It overrides only what must reach the engine: the call, ``forward``, ``zero_grad``, ``state_dict`` and copies.
     """
 
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        # Past nn.Module's registration, which would put a prefix before every name.
-        object.__setattr__(self, "_record", record)
-        object.__setattr__(self, "_run", record.trainable.forward)
-        self.training = record.trainable.module.training
-
-    _record: Record
-    _run: Callable[..., Any]
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's own module (parameters may be sharded)."""
-        return self._record.trainable.module
-
-    @property
-    def record(self) -> Record:
-        """What the core remembers about it."""
-        return self._record
-
-    @property
-    def trainable(self) -> Trainable:
-        """The engine's side of this model."""
-        return self._record.trainable
+    _drivetrain: Record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the engine's forward under the run's precision policy. Collective where the engine's is.
 
-        Past ``nn.Module.__call__``, whose hooks are the inner module's: running both would cost twice.
+        Where the engine's own forward calls the module, this is the call of the user's class, so that its hooks run
+        once. A method of the model that calls ``self(...)`` runs the engine's forward.
         """
+        record = self.__dict__[_RECORD]
+        thread = get_ident()
+        if thread in record.inside:
+            return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._record.active = True
-        return self._run(*args, **kwargs)
-
-    forward = __call__
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """As ``accelerator.no_sync(model)``."""
-        return self._record.no_sync()
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the user's module, which every forward runs."""
-        return self.module.register_forward_pre_hook(*args, **kwargs)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the user's module, which every forward runs."""
-        return self.module.register_forward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the user's module, which every backward runs."""
-        return self.module.register_full_backward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """On the user's module, which every backward runs."""
-        return self.module.register_full_backward_hook(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {"_record", "_run"}:
-            raise AttributeError(name)
-        return getattr(self._record.trainable.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def train(self, mode: bool = True) -> PreparedModel:
-        """Set training mode, as on the module itself."""
-        self.training = mode
-        self.module.train(mode)
-        return self
+            record.active = True
+        if record.buffers is not None:
+            record.buffers.before_forward()
+        record.inside.add(thread)
+        try:
+            return record.run(*args, **kwargs)
+        finally:
+            record.inside.discard(thread)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""
+        trainable = self.__dict__[_RECORD].trainable
+        # First: while an engine has gradients elsewhere it may refuse that .grad is touched.
+        for optimizer in trainable.optimizers:
+            trainable.zero_grad(optimizer, set_to_none)
         super().zero_grad(set_to_none)
-        for optimizer in self.trainable.optimizers:
-            self.trainable.zero_grad(optimizer, set_to_none)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The module's own."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module's own."""
-        return self.module.named_children()
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The module's own."""
-        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(memo, prefix, remove_duplicate)
-        return modules
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, as this rank holds it; ``accelerator.get_state_dict(model)`` gathers it."""
-        return self.module.state_dict(*args, **kwargs)
+        """The whole state, as that of the user's class.
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        return self.module.load_state_dict(*args, **kwargs)
+        Raises:
+            UsageError: this rank holds parts of the model, of which its engine makes no whole state here.
+        """
+        record = self.__dict__[_RECORD]
+        record.trainable.before_state_dict(replicated=record.replicated)
+        return super().state_dict(*args, **kwargs)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PreparedModel:
-        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]  # noqa: SLF001 (what .to() calls)
-        return self
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What .to(), .double() and .half() call.
+        record = self.__dict__[_RECORD]
+        record.trainable.before_conversion()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def extra_repr(self) -> str:
-        return f"backend={type(self.trainable).__name__}"
+    def _replicate_for_data_parallel(self) -> Any:
+        """A replica of ``nn.DataParallel``, which is called by the engine alone, is of the user's class."""
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.__class__ = self.__dict__[_RECORD].plain_class
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's class that no engine trains, as for an average of weights.
+
+        Raises:
+            UnsupportedError: the engine does not hold the whole model on this rank.
+        """
+        record = self.__dict__[_RECORD]
+        record.trainable.before_copy()
+        made = record.plain_class.__dict__.get("__deepcopy__") or getattr(super(), "__deepcopy__", None)
+        if made is not None:
+            with unprepared(self):
+                return cast("nn.Module", deepcopy(self, memo))
+        copied = record.plain_class.__new__(record.plain_class)
+        memo[id(self)] = copied
+        state = deepcopy(_plain_state(self), memo)
+        if hasattr(copied, "__setstate__"):
+            copied.__setstate__(state)
+        else:
+            copied.__dict__.update(state)
+        return cast("nn.Module", copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the user's class, without the engine. Raises as a copy does."""
+        record = self.__dict__[_RECORD]
+        record.trainable.before_copy()
+        plain = record.plain_class
+        if plain.__reduce__ is not object.__reduce__ or plain.__reduce_ex__ is not object.__reduce_ex__:
+            with unprepared(self):
+                return self.__reduce_ex__(protocol)
+        # Not __newobj__, for which pickle insists on the class of the object; a file that needs no drivetrain to load.
+        return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _plain_state(model: nn.Module) -> dict[str, Any]:
+    state = model.__getstate__()  # type: ignore[no-untyped-call]
+    return {name: value for name, value in state.items() if name != _RECORD}
+
+
+def _forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a prepared model: a direct call runs the engine's forward too."""
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # While torch.compile traces, it is the user's code alone that counts.
+        if torch.compiler.is_compiling() or get_ident() in self.__dict__[_RECORD].inside:
+            return plain(self, *args, **kwargs)
+        return self(*args, **kwargs)
+
+    return forward
+
+
+def _new_of(plain: type[nn.Module]) -> Callable[..., nn.Module]:
+    """``type(model)(...)``, as slicing a ``Sequential`` does, makes an object of the user's class."""
+
+    def __new__(_cls: type, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: N807
+        return plain(*args, **kwargs)
+
+    return __new__
+
+
+def _inner_module(self: PreparedModel) -> Any:
+    """The model itself, without what ``torch.compile`` put around it; a submodule of this name where there is one."""
+    own = self.__dict__["_modules"].get("module")
+    return self.__dict__[_RECORD].trainable.module if own is None else own
+
+
+def _no_sync(self: PreparedModel) -> AbstractContextManager[None]:
+    """As ``accelerator.no_sync(model)``."""
+    record: Record = self.__dict__[_RECORD]
+    return record.no_sync()
+
+
+def make_prepared(model: nn.Module, record: Record) -> nn.Module:
+    """Turn a model into a prepared one, in place.
+
+    Args:
+        model: the object that the user gave to ``prepare``; its engine is made already.
+        record: what the loop knows about it.
+
+    Raises:
+        UnsupportedError: the class of this object cannot be replaced.
+    """
+    current, plain = type(model), record.plain_class
+    members: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "forward": _forward(current.forward),
+        "__new__": _new_of(plain),
+    }
+    # What the user's class has under these names stays the user's.
+    ours: dict[str, Any] = {"no_sync": _no_sync}
+    if not hasattr(current, "save_pretrained"):
+        # Transformers follows `module` until there is none, in `save_pretrained`, and would never come to an end.
+        ours["module"] = property(_inner_module)
+    members |= {name: its for name, its in ours.items() if not hasattr(current, name) and name not in vars(model)}
+    try:
+        made = type(plain.__name__, (PreparedModel, current), members)
+        model.__dict__[_RECORD] = record
+        model.__class__ = made
+    except TypeError as error:
+        model.__dict__.pop(_RECORD, None)
+        raise UnsupportedError(
+            f"{plain.__name__} cannot be prepared: {error}",
+            cure="Put it into a plain nn.Module and prepare that.",
+        ) from error
+    return model
+
+
+def record_of(model: Any) -> Record | None:
+    """The record of a prepared model; ``None`` for anything else."""
+    return cast("Record", model.__dict__[_RECORD]) if isinstance(model, PreparedModel) else None
+
+
+def restore(model: nn.Module) -> None:
+    """Turn a prepared model into an object of the user's class again, with what its engine left on it."""
+    record = record_of(model)
+    if record is not None:
+        forget_registrations(record)
+        model.__class__ = type(model).__bases__[1]
+        del model.__dict__[_RECORD]
+
+
+@contextmanager
+def unprepared(model: nn.Module) -> Iterator[None]:
+    """In here a prepared model is an object of the user's class."""
+    made, record = type(model), model.__dict__.pop(_RECORD)
+    model.__class__ = record.plain_class
+    try:
+        yield
+    finally:
+        model.__class__ = made
+        model.__dict__[_RECORD] = record
+
+
+def call_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the user's module with its hooks and without its engine: for engines that run it outside of a forward."""
+    record = record_of(model)
+    if record is None:
+        return model(*args, **kwargs)
+    with record.running():
+        return model(*args, **kwargs)
+
+
+def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The state dict of the user's class, of what this rank holds: for engines and checkpoints, which know its parts.
+
+    Args:
+        module: prepared or not, or a part of a model.
+        keep_vars: as in ``nn.Module.state_dict``.
+    """
+    # The class after PreparedModel in the order of resolution is the one that there was before prepare.
+    its: Any = super(PreparedModel, module) if isinstance(module, PreparedModel) else module
+    found: dict[str, Any] = its.state_dict(keep_vars=keep_vars)
+    return found
+
+
+# ---- what the script registers on a prepared model -------------------------------------------------------------------
+
+
+_watched: WeakKeyDictionary[nn.Module, ReferenceType[Record]] = WeakKeyDictionary()
+"""Every part of every prepared model."""
+
+
+def watch_registrations(record: Record) -> None:
+    """From now on its trainable hears of what the script registers on any part of this model, before it happens."""
+    _watched.update(dict.fromkeys(record.trainable.module.modules(), ref(record)))
+    if not _handles:
+        _handles.extend(
+            (
+                registration.register_module_module_registration_hook(_before_registration),
+                registration.register_module_parameter_registration_hook(_before_registration),
+                registration.register_module_buffer_registration_hook(_before_registration),
+            )
+        )
+
+
+def forget_registrations(record: Record) -> None:
+    """Its trainable hears of them no more."""
+    for part in [part for part, its in _watched.items() if its() in {record, None}]:
+        del _watched[part]
+
+
+_handles: list[Any] = []
+
+
+def _before_registration(parent: nn.Module, name: str, value: Any) -> None:
+    its = _watched.get(parent)
+    record = None if its is None else its()
+    if record is None:
+        return
+    record.trainable.before_registration(parent, name, value)
+    if record.buffers is not None and not isinstance(value, nn.Parameter):
+        record.buffers.registered()
+    if isinstance(value, nn.Module):
+        _watched.update(dict.fromkeys(value.modules(), ref(record)))
+
+
+__all__ = [
+    "PreparedModel",
+    "call_plainly",
+    "forget_registrations",
+    "make_prepared",
+    "plain_state_dict",
+    "record_of",
+    "restore",
+    "unprepared",
+    "watch_registrations",
+]

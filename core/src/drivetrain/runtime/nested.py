@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend, ReduceOp
+from drivetrain.data.active import BatchInfo
 from drivetrain.errors import CollectiveMismatchError, UsageError
-from drivetrain.runtime.current import current_backend
+from drivetrain.runtime.current import current_backend, loaders_of
 from drivetrain.runtime.trees import describe, tensors, with_tensors
 from drivetrain.runtime.watchdog import meet
 
@@ -46,10 +47,18 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
 
     Raises:
         UsageError: a leaf that is no tensor.
-        CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first.
+        UsageError: a rank has no batch where this one is.
+        CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first; batches
+            that the ranks share unevenly need nothing (:func:`drivetrain.runtime.loading.gather_shared`).
     """
-    meet("gather", tensor, compare="all")
     backend = backend or current_backend()
+    shared = unequal_batch(backend) if backend.topology.dp_size > 1 else None
+    meet("gather", tensor, compare="all" if shared is None else "dtypes")
+    if shared is not None:
+        from drivetrain.runtime.loading import gather_shared
+
+        with torch.no_grad():
+            return gather_shared(tensor, backend, shared)
     leaves = tensors(tensor)
     _compare("gather", tensor, backend, debug)
     rows = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
@@ -168,6 +177,9 @@ def pad_across_processes(
             shape[dim] = size
             results[index] = leaf.new_full(shape, pad_index)
             start = size - leaf.shape[dim] if pad_first else 0
+            if not start and dim in (0, -leaf.dim()):
+                # A gather within a loop puts these rows after those of all ranks' samples.
+                results[index]._drivetrain_rows = leaf.shape[0]  # type: ignore[attr-defined] # noqa: SLF001
             results[index].narrow(dim, start, leaf.shape[dim]).copy_(leaf)
     return with_tensors(tensor, results)
 
@@ -216,6 +228,21 @@ def verify_same(tree: Any, backend: Backend, operation: str) -> None:
         CollectiveMismatchError: listing what each rank brought.
     """
     _compare(operation, tree, backend, debug=True)
+
+
+def unequal_batch(backend: Backend) -> BatchInfo | None:
+    """The current batch of the script's loop, if the ranks do not hold full, equal parts of it."""
+    active = loaders_of(backend)
+    info = None if active is None else active.current
+    if active is None or info is None or info.rows is None:
+        return None
+    rows, size = info.rows, info.nominal_rows or info.rows.loaded[0]
+    equal = not info.is_last if not rows.counted else all(loaded == size for loaded in rows.loaded)
+    if equal and not rows.missing:
+        return None
+    from drivetrain.runtime.loading import current_batch
+
+    return current_batch(active, "gather")
 
 
 def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bool = True) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakSet
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from drivetrain.errors import UsageError
 from drivetrain.runtime.last_call import note
@@ -158,7 +160,13 @@ class PreparedOptimizer(Optimizer):
         note("step")
         if self._open is not None:
             self.settle()
-        result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
+        for record in self._records:
+            _check_reduced(record)
+        _STEPPING.append(self)
+        try:
+            result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
+        finally:
+            _STEPPING.pop()
         if result.pending is None:
             self._skipped = result.skipped
             self._applied += not result.skipped
@@ -204,3 +212,44 @@ class PreparedOptimizer(Optimizer):
         switch = getattr(self.optimizer, name, None)
         if callable(switch):
             switch()
+
+
+# ---- steps that the script takes by itself --------------------------------------------------------------------------
+
+_STEPPING: list[PreparedOptimizer] = []
+"""Prepared optimizers whose engine steps at this moment."""
+
+_trainers: WeakSet[Trainer] = WeakSet()
+
+
+def watch_unprepared_steps(trainer: Trainer) -> None:
+    """Check every step of an optimizer that is not a prepared one, if it holds parameters of this trainer's models.
+
+    torch calls the check for all optimizers of the process, before their step.
+    """
+    if not _trainers:
+        register_optimizer_step_pre_hook(before_step)
+    _trainers.add(trainer)
+
+
+def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """The check. It reads gradients and parameters, and changes none."""
+    if _STEPPING:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for trainer in list(_trainers):
+        for record in trainer.records:
+            if record.trainable.shares(parameters):
+                record.trainable.before_unprepared_step(optimizer)
+                _check_reduced(record)
+
+
+def _check_reduced(record: Record) -> None:
+    """Refuse a step with gradients that differ from rank to rank, unless the script keeps them so."""
+    if not (record.held or record.steps_alone) and record.trainable.has_unreduced_gradients():
+        name = record.plain_class.__name__
+        raise UsageError(
+            f"an optimizer of {name} would step with gradients of this rank alone: they came from loss.backward(), "
+            "from a backward inside no_sync, or from a micro-batch of a window that is still open",
+            cure="Call accelerator.backward(loss), and step where a window ends: prepare the optimizer with its model.",
+        )

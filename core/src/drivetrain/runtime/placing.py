@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from drivetrain.backend import RunSettings, Topology
 from drivetrain.runtime import precision
+from drivetrain.runtime.trees import attribute
 
 
 def original_module(model: nn.Module) -> nn.Module:
     """The user's module behind ``torch.compile``, whose parameters have the original names."""
-    inner = getattr(model, "_orig_mod", None)
+    inner = attribute(model, "_orig_mod")
     return inner if isinstance(inner, nn.Module) else model
 
 

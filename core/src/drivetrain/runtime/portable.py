@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
+from drivetrain.checkpoint.manifest import original_name
 from drivetrain.errors import CheckpointError, CheckpointMismatchError
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """Keys of a parameter group that say how a step is computed on this device, not what is computed."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # What torch.compile and checkpoint_wrapper add to names.
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> PortableState:
@@ -62,7 +62,7 @@ def portable_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> P
                     numbers[key] = type(value).__name__
                 else:
                     others.setdefault(name, {})[str(slot)] = value
-    frozen = [_clean(name) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    frozen = [original_name(name) for name, parameter in module.named_parameters() if not parameter.requires_grad]
     state.extra = _without_empty(tied=tied, numbers=numbers, slots=others, modules=_extra_states(module), frozen=frozen)
     return state
 
@@ -147,6 +147,16 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
+def live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves, as ``model.<fqn>``."""
+    return {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(module)}
+
+
+def buffer_keys(module: nn.Module) -> set[str]:
+    """Which of :func:`live_tensors` can be buffers, as ``model.<fqn>``."""
+    return {f"model.{original_name(name)}" for name, _ in module.named_buffers()}
+
+
 def first_names(module: nn.Module) -> dict[int, str]:
     """The name by which the checkpoint knows each parameter and buffer, by its ``id``."""
     return _names(module)[0]
@@ -157,14 +167,10 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return _names(module)[1]
 
 
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
-
-
 def _model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once."""
     for name, parameter in module.named_parameters():
-        yield _clean(name), parameter
+        yield original_name(name), parameter
     volatile = {
         f"{path}.{name}".lstrip(".")
         for path, part in module.named_modules(remove_duplicate=False)
@@ -172,7 +178,7 @@ def _model_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     }
     for name, buffer in module.named_buffers():
         if name not in volatile:
-            yield _clean(name), buffer
+            yield original_name(name), buffer
 
 
 def _names(module: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
@@ -181,7 +187,7 @@ def _names(module: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     tied: dict[str, str] = {}
     for found in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for raw, tensor in found:
-            name = _clean(raw)
+            name = original_name(raw)
             if first.setdefault(id(tensor), name) != name:
                 tied[name] = first[id(tensor)]
     return first, tied

@@ -11,12 +11,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.backend import Backend
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.runtime.model import PreparedModel
-from drivetrain.runtime.optimizer import PreparedOptimizer
+from drivetrain.runtime import sync_batch_norm
+from drivetrain.runtime.buffers import Buffers
+from drivetrain.runtime.model import (
+    PreparedModel,
+    make_prepared,
+    record_of,
+    restore,
+    watch_registrations,
+)
+from drivetrain.runtime.optimizer import PreparedOptimizer, watch_unprepared_steps
 from drivetrain.runtime.placeholders import DummyScheduler, refuse_without_engine
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.scheduler import PreparedScheduler
 from drivetrain.runtime.training import Trainer
+from drivetrain.runtime.trees import attribute
 from drivetrain.runtime.watchdog import meet
 
 
@@ -43,9 +52,10 @@ class Preparer:
     ) -> None:
         self._backend, self._trainer = backend, trainer
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
-        self.models: list[PreparedModel] = []
+        self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
+        watch_unprepared_steps(trainer)
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
@@ -57,10 +67,14 @@ class Preparer:
         results = [self.model(each) if is_model(each) else each for each in results]
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
-    def model(self, model: nn.Module, *, training: bool = True) -> PreparedModel:
+    def model(self, model: nn.Module, *, training: bool = True) -> nn.Module:
         """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
-        if isinstance(model, PreparedModel):
-            return model
+        record = record_of(model)
+        if record is not None:
+            if record in self._trainer.records:
+                return model
+            # Another accelerator prepared it, which trains it no more.
+            restore(model)
         capabilities = self._backend.capabilities
         if self.models and not capabilities.multiple_models:
             raise UnsupportedError(
@@ -75,14 +89,20 @@ class Preparer:
                     f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
                     cure="Make one optimizer for each model.",
                 )
+        sync_batch_norm.settle(model, self._backend, training=training)
         if self._compile is not None:
             model.compile(**self._compile)
+        plain_class = type(model)
         trainable = self._backend.prepare(model, [optimizer.optimizer for optimizer in mine], training=training)
-        record = Record(trainable, model, index=len(self._trainer.records))
+        index = len(self._trainer.records)
+        record = Record(trainable, model, index, plain_class=plain_class, replicated=capabilities.replicated)
+        if training and not trainable.settles_buffers:
+            record.buffers = Buffers(trainable.module, self._backend.topology)
+        prepared = make_prepared(model, record)
         self._trainer.records.append(record)
+        watch_registrations(record)
         for optimizer, engine_optimizer in zip(mine, trainable.optimizers, strict=True):
             optimizer.bind(record, engine_optimizer)
-        prepared = PreparedModel(record)
         self.models.append(prepared)
         return prepared
 
@@ -117,10 +137,12 @@ class Preparer:
 
     def record_of(self, model: Any) -> Record:
         """The record of a prepared model, given the prepared or the user's own object."""
-        if isinstance(model, PreparedModel) and model.record in self._trainer.records:
-            return model.record
+        record = record_of(model)
+        if record is not None and record in self._trainer.records:
+            return record
         for record in self._trainer.records:
-            if model is record.source or model is record.trainable.module:
+            # What torch.compile was put around, or puts around it now.
+            if model is record.trainable.module or getattr(model, "_orig_mod", None) is record.source:
                 return record
         raise UsageError(
             f"{type(model).__name__} was not prepared by this accelerator",
@@ -132,7 +154,9 @@ class Preparer:
         return [optimizer for optimizer in self.optimizers if record in optimizer.records]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything; models are objects of their own classes again."""
+        for model in self.models:
+            restore(model)
         for kept in (self.models, self.optimizers, self.schedulers, self._trainer.records):
             kept.clear()
 
@@ -154,9 +178,9 @@ def is_scheduler(value: Any) -> bool:
     if isinstance(value, PreparedScheduler | nn.Module | Optimizer):
         return False
     return isinstance(value, LRScheduler | DummyScheduler) or (
-        isinstance(getattr(value, "optimizer", None), Optimizer)
-        and callable(getattr(value, "step", None))
-        and callable(getattr(value, "state_dict", None))
+        isinstance(attribute(value, "optimizer"), Optimizer)
+        and callable(attribute(value, "step"))
+        and callable(attribute(value, "state_dict"))
     )
 
 

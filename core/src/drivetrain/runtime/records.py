@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
 
 from torch import nn
 
 from drivetrain.backend import Trainable
+from drivetrain.runtime.buffers import Buffers
 from drivetrain.runtime.windows import Window
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Record:
     """A trainable and its place in the loop.
 
@@ -22,8 +25,13 @@ class Record:
         index: its number in the order of ``prepare``, which is its number in a checkpoint.
         ready: the last micro-batch completed a window, so that an optimizer may step.
         held: inside ``no_sync``.
+        steps_alone: inside ``LocalSGD``: optimizers step on gradients of this rank.
         active: it has run a forward with gradients since the last backward.
         window: the window of this model alone.
+        plain_class: the class of ``source`` before it was prepared.
+        inside: identifiers of the threads in which the engine's forward runs.
+        buffers: keeps them the same on all ranks; ``None`` where the engine does.
+        replicated: the backend's capability of that name.
     """
 
     trainable: Trainable
@@ -31,8 +39,31 @@ class Record:
     index: int
     ready: bool = True
     held: bool = False
+    steps_alone: bool = False
     active: bool = False
     window: Window | None = None
+    plain_class: type[nn.Module] = nn.Module
+    inside: set[int] = field(default_factory=set)
+    buffers: Buffers | None = None
+    replicated: bool = True
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """What a call of the prepared model runs."""
+        return self.trainable.forward
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In here the engine calls the model in this thread: the user's own forward with its hooks."""
+        thread = get_ident()
+        if thread in self.inside:
+            yield
+            return
+        self.inside.add(thread)
+        try:
+            yield
+        finally:
+            self.inside.discard(thread)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

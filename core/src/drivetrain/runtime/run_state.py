@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, final
 
 from drivetrain.backend import Backend
-from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, load, save
+from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, load, owner, save
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import ProjectConfiguration
 from drivetrain.runtime import rng
 from drivetrain.runtime.attendance import Attendance
+from drivetrain.runtime.ema import EMA
 from drivetrain.runtime.last_call import note
+from drivetrain.runtime.model import plain_state_dict
 from drivetrain.runtime.preparing import Preparer
 from drivetrain.runtime.training import Trainer
+from drivetrain.runtime.trees import attribute
 from drivetrain.runtime.watchdog import meet
 
 logger = logging.getLogger(__name__)
@@ -60,9 +65,11 @@ class RunCheckpoints:
         self._backend, self._trainer, self._preparer, self._loaders = backend, trainer, preparer, loaders
         self._project = project
         self.custom: list[Any] = []
+        self.averages: list[EMA] = []
         self.save_hooks: dict[int, Callable[..., Any]] = {}
         self.load_hooks: dict[int, Callable[..., Any]] = {}
         self._keys = count()
+        self._run: str | None = None  # Which run's checkpoints these are; settled by the first save or load.
         self._background = BackgroundSaver(backend)
         self._saving = Attendance(
             backend.topology, "save_state", "the checkpoint is written without their random state"
@@ -77,10 +84,12 @@ class RunCheckpoints:
 
     def register(self, objects: Sequence[Any]) -> None:
         """Add objects of the user's; all of them must be able to say and take their state."""
+        self.averages += [each for each in objects if isinstance(each, EMA) and each not in self.averages]
+        objects = [each for each in objects if not isinstance(each, EMA)]
         wrong = [
             type(each).__name__
             for each in objects
-            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)))
+            if not (callable(attribute(each, "state_dict")) and callable(attribute(each, "load_state_dict")))
         ]
         if wrong:
             raise UsageError(
@@ -94,14 +103,19 @@ class RunCheckpoints:
         return self._background.wait()
 
     def close(self) -> None:
-        """Wait as well, and let go of what such saves need. Not collective."""
+        """Wait as well, and let go of the folders and of what such saves need. Not collective."""
         self._background.close()
+        owner.release()
 
     def save(self, output_dir: str | Path | None, *, blocking: bool = True) -> Path:
         """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.
 
         Where every rank holds everything, the main process may also be the only one that calls it, as scripts for other
         libraries do: it then writes what it has.
+
+        Args:
+            output_dir: the folder; ``None`` takes the next one under automatic naming, which alone are counted.
+            blocking: see ``Accelerator.save_state``.
         """
         if not blocking and not self._backend.capabilities.async_save:
             raise UnsupportedError(
@@ -109,14 +123,21 @@ class RunCheckpoints:
                 cure="Leave blocking at True.",
             )
         self._catch_up()
-        naming = self._naming() if self._project.automatic_checkpoint_naming else None
+        automatic = self._project.automatic_checkpoint_naming
+        begun_anew = self._run is None
+        if self._run is None:
+            self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
+        naming = self._naming() if automatic and output_dir is None else None
         given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
         alone = not self._all_come(self._saving)
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
             return given
         ask: Callable[[Callable[[], Any]], Any] = _ask if alone else self._on_main
-        path: Path = given if naming is None else ask(naming.next_path)
+        path: Path = given
+        if naming:
+            naming.iteration = ask(lambda: _next_number(naming, begun_anew=begun_anew))
+            path = naming.path
         if self._trainer.unfinished:
             logger.warning(
                 "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
@@ -124,13 +145,14 @@ class RunCheckpoints:
                 self._trainer.unfinished,
             )
         hooks = self._run_save_hooks if self.save_hooks else None
-        info = self._info(naming)
+        info: dict[str, Any] = {"run": self._run} if automatic else {}
+        info |= {"iteration": naming.iteration} if naming else {}
         if blocking:
             save(path, self._state(), self._backend, info=info, hooks=hooks, alone=alone)
             if naming:
-                self._project.iteration = ask(lambda: _after(naming, naming.saved))
+                self._project.iteration = ask(lambda: _after(naming, naming.saved, path))
             return path
-        prune = naming.prune if naming else None
+        prune = partial(naming.prune, path) if naming else None
         self._background.start(path, self._state(), info=info, hooks=hooks, alone=alone, afterwards=prune)
         if naming:
             # Counted at once, since the next save needs a name; a save that fails leaves its number out.
@@ -146,17 +168,16 @@ class RunCheckpoints:
             self._given(input_dir, "load_state")
         naming = self._naming() if automatic else None
         path = self._on_main(naming.latest) if input_dir is None and naming else Path(str(input_dir))
-        models = list(self._preparer.models)
-        kept = list(models)
-        for hook in list(self.load_hooks.values()):
-            hook(kept, str(path))
-        skipped = _taken_out(models, kept)
         state = self._state()
-        manifest = load(path, state, self._backend, strict=strict, skip_models=skipped)
+        hooks = self._run_load_hooks if self.load_hooks else None
+        manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
         self._trainer.step = int(state.counters["step"])
         self._trainer.abandon_windows()
         if naming:
             self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
+            run = str(manifest.info.get("run", ""))
+            if run or path.absolute().parent == naming.folder.absolute():  # Others' begin a run of their own here.
+                self._run = run
         return path, manifest
 
     def _catch_up(self) -> None:
@@ -180,11 +201,19 @@ class RunCheckpoints:
     def _run_save_hooks(self, folder: Path) -> set[int]:
         """Let the script's hooks write their own files; the models whose weights they took out of the list."""
         models = list(self._preparer.models)
-        weights = [model.state_dict() for model in models]
+        weights = [plain_state_dict(model) for model in models]
         kept = list(weights)
         for hook in list(self.save_hooks.values()):
             hook(models, kept, str(folder))
         return _taken_out(weights, kept)
+
+    def _run_load_hooks(self, folder: Path) -> set[int]:
+        """Let the script's hooks load their own files; the models that they took out of the list."""
+        models = list(self._preparer.models)
+        kept = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(kept, str(folder))
+        return _taken_out(models, kept)
 
     def _state(self) -> TrainingState:
         objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
@@ -192,19 +221,17 @@ class RunCheckpoints:
         objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
         device = self._backend.topology.device
         return TrainingState(
-            trainables=[record.trainable for record in self._trainer.records],
+            trainables=[*(record.trainable for record in self._trainer.records), *self.averages],
+            averages=len(self.averages),
             objects=objects,
             counters={"step": self._trainer.step},
+            remember={f"loader.{index}": each.remember for index, each in enumerate(self._loaders)},
             rng=Rng(lambda: rng.capture_rng(device), lambda saved: rng.restore_rng(saved, device), rng.set_seed),
         )
 
     def _naming(self) -> Naming:
         folder = Path(self._given(self._project.project_dir, "automatic checkpoint naming")) / "checkpoints"
-        return Naming(folder, self._project.total_limit, self._project.iteration)
-
-    @staticmethod
-    def _info(naming: Naming | None) -> dict[str, Any]:
-        return {"iteration": naming.iteration} if naming else {}
+        return Naming(folder, self._project.total_limit, self._project.iteration, self._run or "")
 
     @staticmethod
     def _given(folder: Any, what: str) -> Any:
@@ -239,6 +266,14 @@ def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:
     """Indices of the objects that a hook removed from its list."""
     left = {id(each) for each in after}
     return {index for index, each in enumerate(before) if id(each) not in left}
+
+
+def _next_number(naming: Naming, *, begun_anew: bool) -> int:
+    """The number of the next checkpoint, and a word where another run's lie in the folder."""
+    naming.next_path()
+    if begun_anew:
+        naming.warn_of_others()
+    return naming.iteration
 
 
 def _after(naming: Naming, change: Callable[..., Any], *arguments: Any) -> int:

@@ -20,7 +20,7 @@ from drivetrain.runtime.at_hand import extract_model_from_parallel
 from drivetrain.runtime.current import forget_backend
 from drivetrain.runtime.facts import RunFacts
 from drivetrain.runtime.last_call import note
-from drivetrain.runtime.model import PreparedModel
+from drivetrain.runtime.model import record_of
 from drivetrain.runtime.portable import tied_names
 from drivetrain.runtime.profile import profile
 from drivetrain.runtime.run_state import RemovableHandle, RunCheckpoints
@@ -132,11 +132,11 @@ class RunServices(RunFacts):
     # ---- weights and state ------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The user's own module behind a prepared one; anything else comes back as it is.
+        """The model itself: what ``prepare`` returns is the user's own object.
 
         Args:
             model: a prepared model.
-            keep_fp32_wrapper: accepted either way: precision lives in the prepared model, never in the module.
+            keep_fp32_wrapper: accepted either way: there is no such wrapper.
             keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
@@ -147,16 +147,21 @@ class RunServices(RunFacts):
         Returns:
             On every rank if the backend replicates parameters, else on the main process (CPU) and empty elsewhere.
         """
-        if not isinstance(model, PreparedModel):
+        record = record_of(model)
+        if record is None:
             state: dict[str, Any] = model.state_dict()
             return state
         if self.backend.capabilities.replicated:
             note("get_state_dict")
-            return dict(model.trainable.full_state_dict())
+            return dict(record.trainable.full_state_dict())
         meet("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
-        named = model.trainable.full_state_dict()
-        return {name: tensor.cpu() for name, tensor in named if self.is_main_process}
+        tied = tied_names(record.trainable.module)
+        whole: dict[str, Any] = {}
+        for name, tensor in record.trainable.full_state_dict():
+            if self.is_main_process:
+                whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
+        return whole
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Save an object on the main process (on each machine's first with ``save_on_each_node``). Not collective."""
@@ -177,8 +182,9 @@ class RunServices(RunFacts):
         alone; it waits for the others for a while. Raises :class:`CheckpointError` when the folder cannot be written.
         """
         self.backend.sync()
-        module = model.module if isinstance(model, PreparedModel) else model
-        named = model.trainable.full_state_dict() if isinstance(model, PreparedModel) else model.state_dict().items()
+        record = record_of(model)
+        module = model if record is None else record.trainable.module
+        named = model.state_dict().items() if record is None else record.trainable.full_state_dict()
         checkpoint.export_model(
             iter(named),
             save_directory,
@@ -198,7 +204,7 @@ class RunServices(RunFacts):
         return self._checkpoints.hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """``hook(models, folder)`` before each load; a model that it takes out is not loaded."""
+        """``hook(models, folder)`` before each load of files that are whole; a model it takes out is not loaded."""
         return self._checkpoints.hook(self._checkpoints.load_hooks, hook)
 
     def save_state(
@@ -216,7 +222,8 @@ class RunServices(RunFacts):
         the others for a while, says that their random state is missing, and writes.
 
         Args:
-            output_dir: the folder; not needed with ``automatic_checkpoint_naming``.
+            output_dir: the folder; ``None`` takes the next number under ``automatic_checkpoint_naming``. It belongs to
+                this run until :meth:`end_training`.
             safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
             blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
                 :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
@@ -227,7 +234,8 @@ class RunServices(RunFacts):
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: this save failed, or the one before did in the background; then this one was not begun.
+            CheckpointError: this save failed, or the one before did in the background; then this one was not begun. Or
+                another living run saves in the folder; nothing was changed then.
             UnsupportedError: the backend cannot save with ``blocking=False``.
         """
         if not safe_serialization:
@@ -265,7 +273,7 @@ class RunServices(RunFacts):
         strict: bool = True,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Take up a saved run after ``prepare``; loaders continue where they were. Collective.
+        """Take up a saved run after ``prepare``; loaders continue where they were. Collective; changes all or nothing.
 
         Args:
             input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
@@ -325,6 +333,7 @@ class RunServices(RunFacts):
         self._trainer.release()
         self._preparer.clear()
         self._dataloaders.clear()
+        self._checkpoints.averages.clear()
         return memory.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

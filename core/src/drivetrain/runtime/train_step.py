@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.errors import UsageError
+from drivetrain.runtime.loading.source import num_rows
 from drivetrain.runtime.optimizer import PreparedOptimizer, Verdict
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.training import Trainer
@@ -70,11 +71,12 @@ def train_step(
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
     topology, backend = trainer.backend.topology, trainer.backend
+    weight = _weight(trainer, window, by_items=num_items is not None)
     if num_items is None:
         denominator = torch.tensor(float(topology.dp_size * len(window)), device=topology.device)
     else:
         counts = [torch.as_tensor(num_items(batch), device=topology.device).reshape(()) for batch in window]
-        denominator = backend.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
+        denominator = backend.reduce(torch.stack(counts).sum() * weight, "sum").clamp(min=1)
     if not optimizers:
         raise UsageError(
             "train_step needs the model's optimizer", cure="Prepare the model together with its optimizer."
@@ -82,10 +84,12 @@ def train_step(
     for optimizer in optimizers:
         record.trainable.zero_grad(optimizer.optimizer)
     record.ready = True
-    local = record.trainable.forward_backward(
-        [(*inputs(batch), batch) for batch in window], loss_fn, 1.0 / denominator
-    )
-    loss = backend.reduce(local, "sum") / denominator
+    with record.running():
+        local = record.trainable.forward_backward(
+            [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
+        )
+    trainer.window_closed()
+    loss = backend.reduce(local * weight, "sum") / denominator
     norm = None
     if max_norm is not None:
         parameters = [parameter for parameter in record.trainable.module.parameters() if parameter.requires_grad]
@@ -97,6 +101,45 @@ def train_step(
         record.trainable.zero_grad(optimizer.optimizer)
     record.active = False
     return TrainStepOutput(loss, norm, verdicts)
+
+
+def _weight(trainer: Trainer, window: Sequence[Any], *, by_items: bool) -> float:
+    """What this rank's losses are multiplied by where the ranks do not share the loop's current batch evenly.
+
+    Raises:
+        UsageError: the batches of a list need several weights, or the loss is to be weighed by items that nobody
+            counts.
+    """
+    if trainer.count_items and not by_items:
+        raise UsageError(
+            "train_step divides by the number of items before it computes the loss, so that count_items cannot read it "
+            "from the loss",
+            cure="Pass num_items, and a loss_fn that returns a sum.",
+        )
+    loop = trainer.loop_state()
+    if loop.conflict and not by_items:
+        raise UsageError(
+            f"{loop.conflict}, so that no weight makes one loss of them the loss of one big batch",
+            cure="Give the DataLoaders drop_last=True, or pass num_items.",
+        )
+    rows, topology = loop.rows, trainer.backend.topology
+    uneven = rows is not None and not rows.even
+    if len(window) > 1 and not by_items and (uneven or len({num_rows(batch) for batch in window}) > 1):
+        raise UsageError(
+            "these batches hold different numbers of samples, and train_step has one weight for all of them",
+            cure="Give the DataLoader drop_last=True, or pass num_items and a loss_fn that returns a sum.",
+        )
+    if rows is None or not uneven:
+        return 1.0
+    mine = rows.real[topology.dp_rank]
+    if not by_items:
+        return mine * topology.dp_size / rows.total
+    if len(window) > 1 and not all(rows.real):
+        raise UsageError(
+            "some ranks have no sample of the last of these batches, and train_step has one weight for all of them",
+            cure="Give the DataLoader drop_last=True, or pass one batch at a time.",
+        )
+    return float(mine > 0)
 
 
 def _is_batch(value: Any) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend
+from drivetrain.data.active import LoopState
 from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.runtime.items import count_items, is_mean_of_labels
 from drivetrain.runtime.last_call import note
 from drivetrain.runtime.records import Record
 from drivetrain.runtime.watchdog import meet
@@ -34,8 +37,7 @@ class MicroBatch:
     def __enter__(self) -> None:
         trainer, records = self._trainer, self._records
         window = trainer.window_of(records)
-        batch, is_last = trainer.batch_state()
-        trainer.sync_gradients = closing = window.begin(batch, is_last)
+        trainer.sync_gradients = closing = window.begin(trainer.loop_state())
         self._quiet = quiet = not (closing or trainer.sync_each_batch)
         for record in records:
             record.ready = closing
@@ -61,9 +63,10 @@ class Trainer:
     Args:
         backend: the started backend.
         steps: micro-batches in a full window.
-        batch_state: ``(serial, is_last)`` of the batch that the innermost loader yielded.
+        loop_state: the batch that the script's innermost loop is at.
         sync_with_dataloader: close the window at the loader's last batch.
         sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
+        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.runtime.items`).
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
     """
 
@@ -71,10 +74,11 @@ class Trainer:
         self,
         backend: Backend,
         steps: int,
-        batch_state: Callable[[], tuple[int, bool]],
+        loop_state: Callable[[], LoopState],
         *,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
+        count_items: bool = False,
         on_step: Callable[[int, bool], None] | None = None,
     ) -> None:
         self.backend = backend
@@ -84,13 +88,15 @@ class Trainer:
         self.step = 0
         """Optimizer steps so far, skipped ones too."""
         self.sync_each_batch = sync_each_batch
-        self.batch_state = batch_state if sync_with_dataloader else _endless
+        self.loop_state = loop_state if sync_with_dataloader else lambda: _endless(loop_state())
         self.open: tuple[Window, Sequence[Record]] | None = None
         """Window and models of the micro-batch that the script is in."""
-        self._on_step = on_step
+        self._on_step, self.count_items = on_step, count_items
+        self._looked_at: set[int] = set()
+        """Models whose loss was looked at for being a mean over labels."""
         self._windows: dict[tuple[int, ...], Window] = {}
         self._dp_size = backend.topology.dp_size
-        self._manual = Window(steps, self._dp_size)
+        self._manual = Window(steps, self._dp_size, backend.topology.dp_rank)
         self.set_steps(steps)
         self._manual.closing = False
         self._warned_length = False
@@ -128,10 +134,10 @@ class Trainer:
         if len(records) == 1:
             window = records[0].window
             if window is None:
-                window = records[0].window = Window(self.steps, self._dp_size)
+                window = records[0].window = Window(self.steps, self._dp_size, self._manual.dp_rank)
         else:
             key = tuple(record.index for record in records)
-            window = self._windows.setdefault(key, Window(self.steps, self._dp_size))
+            window = self._windows.setdefault(key, Window(self.steps, self._dp_size, self._manual.dp_rank))
         if window.closing:
             window.length = self.steps
         return window
@@ -161,34 +167,84 @@ class Trainer:
             window, records = self.open
             closes = window.closing
         else:
-            window, records = self._manual, self._participants()
-            closes = True
-            for record in records:
-                record.ready = True
-                if record.held:
-                    closes = False
+            window, records, closes = self._outside()
         # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
         (meet if closes else note)("backward")
-        scale = window.scale(num_items, self._total)
-        primary = records[0]
-        for record in records:
-            if record.active:
-                primary = record
-                break
+        primary = _first_active(records)
+        if num_items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
+            num_items = self._items_of(loss)
+            scale = window.scale(num_items, self._total) * num_items
+        else:
+            scale = window.scale(num_items, self._total)
+        if primary.index not in self._looked_at:
+            self._look_at(loss, primary, by_items=num_items is not None)
         primary.trainable.backward(loss, scale)
         if closes:
             factor = window.correction(self._total)
             if isinstance(factor, Tensor) or factor != 1.0:
                 for record in records:
                     record.trainable.scale_gradients(factor)
+            self.window_closed()
         for record in self.records:
             record.active = False
+
+    def _outside(self) -> tuple[Window, Sequence[Record], bool]:
+        """Window and models of a loss outside of ``accumulate``, and whether its gradients are reduced."""
+        window, records, closes = self._manual, self._participants(), True
+        window.weigh_alone(self.loop_state())
+        for record in records:
+            record.ready = True
+            if record.held:
+                closes = False
+        return window, records, closes
+
+    def window_closed(self) -> None:
+        """Gradients were reduced: a point that every rank reaches. Collective over the data-parallel ranks."""
+        # Of every model: one may have run forward for another's loss.
+        for record in self.records:
+            if record.buffers is not None and not record.held and not record.steps_alone:
+                record.buffers.window_closed()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Ranks may run out of batches at different times in here. Collective over all ranks at the end."""
+        with ExitStack() as stack:
+            for record in self.records:
+                if record.buffers is not None:
+                    stack.enter_context(record.buffers.apart())
+            yield
 
     def _participants(self) -> list[Record]:
         """Models that a loss outside of ``accumulate`` can depend on: those that ran forward, else all."""
         if len(self.records) == 1:
             return self.records
         return [record for record in self.records if record.active] or self.records
+
+    def _items_of(self, loss: Tensor) -> Items:
+        if self.backend.capabilities.pipelined:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} computes a loss in parts, after backward() was called: count_items "
+                "cannot see what it is a mean over",
+                cure="Compute a sum outside of the model: accelerator.backward(loss_sum, num_items=n).",
+            )
+        return count_items(loss)
+
+    def _look_at(self, loss: Tensor, record: Record, *, by_items: bool) -> None:
+        """Say once, for each model, what a mean over labels means where there are several of them."""
+        self._looked_at.add(record.index)
+        if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
+            return
+        rows = self.loop_state().rows
+        if is_mean_of_labels(loss, None if rows is None else rows.real[self._manual.dp_rank]):
+            logger.warning(
+                "backward() was given a mean over labels (as a model called with `labels` returns it). Over %d "
+                "data-parallel rank(s) and windows of %d micro-batch(es), each batch's mean weighs by its samples, so "
+                "that a label weighs more in a batch that has fewer of them. Where their numbers differ, count_items: "
+                "true in the configuration, Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the "
+                "gradients of one big batch.",
+                self._dp_size,
+                self.steps,
+            )
 
     def _total(self, items: Items) -> Tensor:
         """Sum of an item count over the data-parallel ranks, 0-d on the device. Collective over them."""
@@ -270,6 +326,13 @@ class Trainer:
             record.trainable.release()
 
 
-def _endless() -> tuple[int, bool]:
-    """A loader whose end closes no window."""
-    return 0, False
+def _first_active(records: Sequence[Record]) -> Record:
+    for record in records:  # a generator costs twice as much on each step
+        if record.active:
+            return record
+    return records[0]
+
+
+def _endless(loop: LoopState) -> LoopState:
+    """A loop whose end closes no window."""
+    return loop._replace(is_last=False, unknown="")

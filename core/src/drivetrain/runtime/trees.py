@@ -29,6 +29,18 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def attribute(value: Any, name: str) -> Any:
+    """``getattr(value, name, None)`` of an object of somebody else's, of which nothing is known.
+
+    An ``__getattr__`` may raise anything for a name that it does not know: a model of diffusers raises ``KeyError`` for
+    ``__iter__``. What cannot be read counts as absent; who needs it says so at its place.
+    """
+    try:
+        return getattr(value, name, None)
+    except Exception:  # noqa: BLE001 - see above
+        return None
+
+
 def honor_type(node: Any, values: Iterable[Any]) -> Any:
     """A container like ``node`` that holds ``values``, given in the order of :func:`children`.
 
@@ -180,7 +192,7 @@ def send_to_device(
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
     if isinstance(tensor, Tensor):
         return tensor.to(device, non_blocking=non_blocking)
-    if callable(getattr(tensor, "to", None)) and not isinstance(tensor, type):
+    if callable(attribute(tensor, "to")) and not isinstance(tensor, type):
         try:
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:

@@ -58,6 +58,7 @@ ROOMS = (
     "collectives",
     "evaluation",
     "deferred",
+    "scripts",
     "honesty",
     "mesh",
     "state",
@@ -113,6 +114,7 @@ class Kit:
         setup: see there.
         folder: an empty folder that all ranks see.
         model: ``"module:build"`` of a brought model, else empty.
+        timeout: seconds that the ranks of one case may take.
         made: the accelerators that the case made in this rank; ended by :func:`run_in_rank`.
     """
 
@@ -124,6 +126,7 @@ class Kit:
     setup: str
     folder: str
     model: str = ""
+    timeout: float = 60.0
     made: list[Accelerator] = field(default_factory=list)
 
     @classmethod
@@ -227,7 +230,7 @@ def _named_case(name: str, kit: Kit) -> Any:
     return run_in_rank(function_of(name), kit)
 
 
-def run_case(name: str, kit: Kit, world_size: int, *, timeout: float = 60) -> list[Any]:
-    """Run a case on fresh ranks; its results by rank. Raises what the first failing rank raised."""
+def run_case(name: str, kit: Kit, world_size: int, *, timeout: float | None = None) -> list[Any]:
+    """Run a case on fresh ranks, within ``timeout`` or the kit's; its results by rank. Raises what a rank raised."""
     __tracebackhide__ = True
-    return spawn(_named_case, world_size, name, kit, timeout=timeout)
+    return spawn(_named_case, world_size, name, kit, timeout=kit.timeout if timeout is None else timeout)

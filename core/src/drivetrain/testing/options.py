@@ -16,7 +16,7 @@ ALONE = Path(__file__).with_name("parity.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--drivetrain-model`` and ``--report``."""
+    """Add ``--drivetrain-model``, ``--drivetrain-timeout`` and ``--report``."""
     group = parser.getgroup("drivetrain", "conformance of Drivetrain backends")
     group.addoption(
         "--drivetrain-model",
@@ -24,6 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MODULE:BUILD",
         help="train the model that this function returns under the backends of the conformance tests that are named "
         "here; under every installed backend where no test is named",
+    )
+    group.addoption(
+        "--drivetrain-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long the ranks of one conformance case may take; more for a slow machine or a large engine (60)",
     )
     described = {"dest": "drivetrain_report", "default": "", "metavar": "FILE"}
     group.addoption("--drivetrain-report", help="write what the conformance tests found, as JSON", **described)

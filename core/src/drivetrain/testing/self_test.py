@@ -22,6 +22,7 @@ from drivetrain.utils import broadcast_object_list, gather_object, set_seed
 SAMPLES_PER_PROCESS = 8
 BATCH = 4
 STEPS = 2
+SCALE = 0.01
 
 # One float32 step apart in the order of a sum over ranks. Half precision rounds the products themselves: 8 bits of
 # mantissa over two steps of size 0.1 leave about 1e-2.
@@ -36,28 +37,46 @@ def main() -> None:
     """Run all checks. Collective over all ranks."""
     # Backend, precision and mesh are the configuration's; windows and shares are those of the reference below.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
+    check(accelerator)
+    accelerator.end_training()
+
+
+def check(accelerator: Accelerator) -> None:
+    """Run all checks. Collective over all ranks.
+
+    Args:
+        accelerator: without anything prepared.
+
+    Raises:
+        SelfTestError: a number is wrong; says which.
+    """
     accelerator.gradient_accumulation_steps = 1
+    mesh = {axis: size for axis, size in accelerator.backend.topology.mesh.sizes.items() if size > 1}
     accelerator.print(
-        f"{accelerator.num_processes} process(es), backend {accelerator.distributed_type}, device {accelerator.device}"
+        f"{accelerator.num_processes} process(es), backend {accelerator.distributed_type}, "
+        f"mesh {mesh or 'of one'}, device {accelerator.device}"
     )
     check_gather(accelerator)
     trained = check_gradients(accelerator)
     with shared_folder(accelerator) as folder:
         check_checkpoint(accelerator, *trained, folder)
-    accelerator.end_training()
 
 
 def check_gather(accelerator: Accelerator) -> None:
-    """Tensors and objects of all ranks arrive everywhere, in the order of ranks; sums add up. Collective."""
-    mine = torch.tensor([accelerator.process_index], device=accelerator.device)
-    ranks = list(range(accelerator.num_processes))
+    """What data-parallel ranks hold arrives everywhere, in their order; sums add up. Collective over all ranks.
+
+    Ranks that share a sample, along ``tp``, ``cp`` or ``pp``, are one data-parallel rank and count once.
+    """
+    topology = accelerator.backend.topology
+    mine = torch.tensor([topology.dp_rank], device=accelerator.device)
+    ranks = list(range(topology.dp_size))
     gathered = accelerator.gather(mine).tolist()
     expect(gathered == ranks, f"gather returned {gathered}, not {ranks}")
     total = accelerator.reduce(mine, reduction="sum").item()
     expect(total == sum(ranks), f"reduce returned {total}, not {sum(ranks)}")
-    objects = gather_object([f"rank {accelerator.process_index}"])
+    objects = gather_object([f"rank {topology.dp_rank}"])
     expect(objects == [f"rank {rank}" for rank in ranks], f"gather_object returned {objects}")
-    accelerator.print("gather, reduce, gather_object: every rank has every rank's part")
+    accelerator.print(f"gather, reduce, gather_object: every rank has the part of {len(ranks)} data-parallel rank(s)")
 
 
 def check_gradients(
@@ -68,10 +87,11 @@ def check_gradients(
     Returns:
         The prepared model, optimizer and loader.
     """
-    data = make_data(accelerator.num_processes)
+    dp_size = accelerator.backend.topology.dp_size
+    data = make_data(dp_size)
     plain, plain_optimizer = make_model()
-    for x, y in DataLoader(data, batch_size=BATCH * accelerator.num_processes):
-        mse_loss(plain(x), y).backward()  # type: ignore[no-untyped-call]
+    for x, y in DataLoader(data, batch_size=BATCH * dp_size):
+        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
         plain_optimizer.step()
         plain_optimizer.zero_grad()
 
@@ -115,16 +135,21 @@ def train_epoch(
 ) -> None:
     """Take one step a batch. Collective."""
     for x, y in loader:
-        accelerator.backward(mse_loss(model(x), y))
+        accelerator.backward(loss_of(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
 
 
-def make_data(num_processes: int) -> TensorDataset:
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """A small loss, whose gradients no clipping that a configuration asks for would reach."""
+    return mse_loss(output, target) * SCALE
+
+
+def make_data(dp_size: int) -> TensorDataset:
     """Return the same samples on every rank; as many as make :data:`STEPS` steps on each."""
     assert SAMPLES_PER_PROCESS == STEPS * BATCH
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES_PER_PROCESS * num_processes, 3, generator=generator)
+    x = torch.randn(SAMPLES_PER_PROCESS * dp_size, 3, generator=generator)
     return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
 
 
@@ -132,12 +157,15 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the same small model on every rank, with an optimizer that has state."""
     set_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1 / SCALE, momentum=0.9)
 
 
 def parameters_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the whole parameters. Collective where they are sharded."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    """Return copies of the whole parameters, on every rank. Collective over all ranks."""
+    state = accelerator.get_state_dict(model)
+    if not accelerator.backend.capabilities.replicated:
+        state = accelerator.backend.broadcast_object(state)  # only the main process was given it
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,7 +76,13 @@ def test_conformance(request: pytest.FixtureRequest, conformance_case: str, worl
 
 
 def _kit(request: pytest.FixtureRequest, world_size: int, folder: Path) -> Kit:
-    return Kit.of(request.module.Requirements, world_size, folder, outcomes.brought_model(request.config))
+    kit = Kit.of(request.module.Requirements, world_size, folder, outcomes.brought_model(request.config))
+    return replace(kit, timeout=_seconds(request))
+
+
+def _seconds(request: pytest.FixtureRequest) -> float:
+    """How long the ranks of one case may take."""
+    return float(request.config.getoption("drivetrain_timeout"))
 
 
 def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int) -> frozenset[str]:
@@ -118,7 +125,9 @@ def _first_part(
     key = (request.module.__name__, part.__name__, source)
     if key not in known:
         folder = request.getfixturevalue("tmp_path_factory").mktemp("first-part")
-        known[key] = spawn(run_in_rank, source[1], part, _kit_at(request, source, folder)), folder
+        known[key] = spawn(
+            run_in_rank, source[1], part, _kit_at(request, source, folder), timeout=_seconds(request)
+        ), folder
     return known[key]
 
 
@@ -127,7 +136,7 @@ def _second_part(
 ) -> list[T]:
     """What the target's ranks return, on a copy of what was saved: other targets find that as the source left it."""
     shutil.copytree(saved, folder, dirs_exist_ok=True)
-    return spawn(run_in_rank, target[1], part, _kit_at(request, target, folder))
+    return spawn(run_in_rank, target[1], part, _kit_at(request, target, folder), timeout=_seconds(request))
 
 
 def test_state_travels(request: pytest.FixtureRequest, journey: Any, tmp_path: Path) -> None:
@@ -166,9 +175,9 @@ def test_killed_save(request: pytest.FixtureRequest, moment: str, tmp_path: Path
     world_size = max(request.module.Requirements.world_sizes)
     kit = _kit(request, world_size, tmp_path)
     with pytest.raises(RankFailedError):
-        spawn(run_in_rank, world_size, state_cases.killed_parts[moment], kit)
+        spawn(run_in_rank, world_size, state_cases.killed_parts[moment], kit, timeout=_seconds(request))
     assert (tmp_path / "killed").exists(), "the save was over before anybody was killed"
-    for end in spawn(run_in_rank, world_size, state_cases.second_part, kit):
+    for end in spawn(run_in_rank, world_size, state_cases.second_part, kit, timeout=_seconds(request)):
         assert_same_state(end, reference(state_cases.RUN).state, max(kit.atol, 1e-5))
 
 
@@ -177,7 +186,7 @@ def test_plugin_is_light(request: pytest.FixtureRequest) -> None:
     requirements = request.module.Requirements
     if requirements.setup:
         pytest.skip(outcomes.NOT_INSTALLED)
-    subprocess.run([sys.executable, "-c", LIGHT_PLUGIN, requirements.backend], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", LIGHT_PLUGIN, requirements.backend], check=True, timeout=_seconds(request))
 
 
 def test_described_as_it_is(request: pytest.FixtureRequest) -> None:

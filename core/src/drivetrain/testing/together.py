@@ -24,7 +24,8 @@ def passed_together(kits: Mapping[str, Kit], world_size: int, folder: Path) -> f
         folder: an empty folder that all ranks see.
     """
     with contextlib.suppress(RankFailedError):  # Told by the same case on fresh ranks, whose word counts.
-        spawn(_in_turn, world_size, dict(kits), str(folder), timeout=30 + 3 * len(kits))
+        timeout = sum(kit.timeout for kit in kits.values()) / 20 + 30
+        spawn(_in_turn, world_size, dict(kits), str(folder), timeout=timeout)
     return frozenset.intersection(*(_passed(folder / f"passed-{rank}") for rank in range(world_size)))
 
 

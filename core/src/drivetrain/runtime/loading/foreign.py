@@ -10,7 +10,7 @@ from drivetrain.data.order import StreamedOrder
 from drivetrain.data.plan import Cut, plan_rounds, round_rows
 from drivetrain.data.position import Identity
 from drivetrain.errors import UsageError
-from drivetrain.runtime.loading.source import Item, Start
+from drivetrain.runtime.loading.source import Item, Start, num_rows
 
 
 @final
@@ -53,7 +53,7 @@ class ForeignSource:
         # Batches are passed over without being kept, except the first, which may be needed to fill the last round.
         order = StreamedOrder(iter(loader), cut.dp_size)
         for batch_list, real in plan_rounds(order, cut, wanted - read):
-            rows = round_rows([1] * len(batch_list), real, cut.dp_size)
+            rows = round_rows([num_rows(batch) for batch in batch_list], real, cut.dp_size)
             mark = loader.state_dict()
             if self._dp_rank is None:
                 yield Item(batch_list, rows, mark=mark)

@@ -15,14 +15,17 @@ from drivetrain.data.plan import Cut, plan_rounds, plan_samples, round_rows
 from drivetrain.data.position import Identity
 from drivetrain.runtime.loading.outliving import OutlivingInit
 from drivetrain.runtime.loading.randomness import PrivateRandom, reseed, seed_everything
-from drivetrain.runtime.loading.source import Item, Start, clone
+from drivetrain.runtime.loading.source import Item, Start, clone, num_rows
 
 _NO_BATCH = -1
 
 
 @final
 class StreamShard(IterableDataset[Any]):
-    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, batch)``.
+    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch)``.
+
+    ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
+    yields whole batches.
 
     It cuts and collates by itself, since only where the stream is read is it known which samples are repeated. With
     workers each reads a stream of its own, as torch has it, the same on every rank.
@@ -61,14 +64,14 @@ class StreamShard(IterableDataset[Any]):
         """Set where the next iteration begins: units to skip in each stream, and the stream that is next."""
         self._control.copy_(torch.tensor([seed, epoch, turn, even_batches, *skip]))
 
-    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
         info = get_worker_info()
         stream = 0 if info is None else info.id
         seed, epoch, turn, even, *skips = self._control.tolist()
         skip = skips[stream]
         if stream < turn:
             # Torch begins with worker 0; it is given something to pass over until the stream that was next comes.
-            yield stream, _NO_BATCH, None
+            yield stream, _NO_BATCH, [], None
         own = derive_seed("stream", seed, epoch, stream)
         guard: AbstractContextManager[None] | None = None
         if info is None:
@@ -82,13 +85,14 @@ class StreamShard(IterableDataset[Any]):
         order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
         if cut.batch_size:
             for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
-                yield stream, rows.units, self._collate(mine)
+                yield stream, rows.units, [], self._collate(mine)
             return
         for batches, real in plan_rounds(order, cut, skip):
+            sizes = [num_rows(batch) for batch in batches]
             if self.dp_rank is None:
-                yield stream, real, [self._collate(batch) for batch in batches]
+                yield stream, real, sizes, [self._collate(batch) for batch in batches]
             elif self.dp_rank < len(batches):
-                yield stream, real, self._collate(batches[self.dp_rank])
+                yield stream, real, sizes, self._collate(batches[self.dp_rank])
 
 
 def _deferred(dataset: Any) -> Iterator[Any]:
@@ -155,12 +159,9 @@ class IterableSource:
         cut = replace(self.cut, even_batches=start.even_batches)
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
         self._shard.arm(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
-        for stream, real, batch in self._loader:
+        for stream, real, sizes, batch in self._loader:
             if real == _NO_BATCH:
                 continue
-            if cut.batch_size:
-                rows = cut.rows(real)
-            else:
-                rows = round_rows([1] * (cut.dp_size if cut.even_batches else real), real, cut.dp_size)
+            rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
             yield Item(batch, rows, stream, hidden=discard > 0)
             discard -= 1

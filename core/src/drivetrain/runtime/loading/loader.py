@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.backend import Feeding
-from drivetrain.data.active import BatchInfo
+from drivetrain.data.active import BatchInfo, Pass
+from drivetrain.data.plan import Rows
 from drivetrain.data.position import Position, from_state, to_state
 from drivetrain.errors import UsageError
 from drivetrain.logging import get_logger
@@ -72,6 +74,7 @@ class PreparedDataLoader(DataLoader[Any]):
         context: the run.
         cursor: where it stands; views of one loader share it.
         put_on_device: move batches to the device.
+        number: of the loader in the order of ``prepare``, the same on every rank.
         skip: the first pass begins at this batch of the epoch.
     """
 
@@ -83,6 +86,7 @@ class PreparedDataLoader(DataLoader[Any]):
         cursor: Cursor,
         *,
         put_on_device: bool,
+        number: int = 0,
         skip: int | None = None,
     ) -> None:
         # DataLoader.__init__ is not called: it would build samplers that nobody iterates.
@@ -90,7 +94,9 @@ class PreparedDataLoader(DataLoader[Any]):
         self._source, self._context, self._cursor = source, context, cursor
         self._shares_out = not source.identity().shares
         self._share_rank = context.dp_rank if self._shares_out else 0
-        self._put_on_device, self._skip = put_on_device, skip
+        self._put_on_device, self._skip, self.number = put_on_device, skip, number
+        self.ends_loop: bool | None = getattr(loader, "ends_loop", None)
+        """Whether a loop that reads several loaders ends where this one ends; ``None`` where that can be told."""
         self.end_of_dataloader = False
         """The batch shown last was the last one of its pass."""
 
@@ -102,7 +108,13 @@ class PreparedDataLoader(DataLoader[Any]):
     # ---- iteration --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        token, active, cursor = object(), self._context.active, self._cursor
+        token = self._context.active.begin()
+        batches = self._batches(token)
+        token.iterator = ref(batches)
+        return batches
+
+    def _batches(self, token: Pass) -> Generator[Any, None, None]:
+        active, cursor = self._context.active, self._cursor
         resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
         start, skipped = self._begin(token)
         self.end_of_dataloader = False
@@ -119,7 +131,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._synchronise_randomness()
         place = self._placement()
         dp_rank = self._share_rank
-        nominal = self._source.cut.batch_size
+        nominal = self._nominal_rows()
         index = start.position.consumed // self._source.round_units if skipped is None else skipped
         items = self._source.open(start)
         feeder = self._feeder(place, nominal, dp_rank)
@@ -147,6 +159,7 @@ class PreparedDataLoader(DataLoader[Any]):
                     # At a change only: DataLoader looks at every attribute that is set.
                     self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
+                nominal = _larger(nominal, rows)
                 info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal)
                 active.show(token, info)
                 index += 1
@@ -162,6 +175,16 @@ class PreparedDataLoader(DataLoader[Any]):
             items.close()
             if feeder is not None:
                 feeder.close()
+
+    def _nominal_rows(self) -> int:
+        """Rows of one rank's full batch, 0 where nobody says."""
+        if self._source.cut.batch_size:
+            return self._source.cut.batch_size
+        for says in (self.base_dataloader, getattr(self.base_dataloader, "batch_sampler", None)):
+            size = getattr(says, "batch_size", None)
+            if isinstance(size, int) and not isinstance(size, bool):
+                return size // self._context.dp_size if self._source.round_units == 1 else size
+        return 0
 
     def _begin(self, token: object) -> tuple[Start, int | None]:
         """Settle where a new pass begins; ``(start, skip)``."""
@@ -229,6 +252,11 @@ class PreparedDataLoader(DataLoader[Any]):
         if device == "cpu":
             return _keep_on_cpu
         return lambda batch: trees.send_to_device(batch, device, non_blocking)
+
+    @property
+    def what(self) -> str:
+        """In words, for errors."""
+        return f"{type(self.base_dataloader).__name__} number {self.number}"
 
     @property
     def is_dispatched(self) -> bool:
@@ -322,6 +350,11 @@ class PreparedDataLoader(DataLoader[Any]):
         mark = state_dict.get("loader")
         cursor.mark = mark if mark is None or self._shares_out else mark[self._context.dp_rank]
 
+    def remember(self) -> Callable[[], None]:
+        """What takes this loader back to where it is now. Not collective."""
+        cursor, was = self._cursor, dict(vars(self._cursor))
+        return lambda: vars(cursor).update(was)
+
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """A view whose first pass begins at this batch of the current epoch. See ``skip_first_batches``."""
         if num_batches < 0:
@@ -332,8 +365,14 @@ class PreparedDataLoader(DataLoader[Any]):
             self._context,
             self._cursor,
             put_on_device=self._put_on_device,
+            number=self.number,
             skip=num_batches,
         )
+
+
+def _larger(nominal: int, rows: Rows | None) -> int:
+    """Rows of a full batch: where somebody else makes batches, those before a shorter one say it."""
+    return max(nominal, *rows.loaded) if rows is not None and rows.whole and rows.counted else nominal
 
 
 def _keep_on_cpu(batch: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend
-from drivetrain.data.active import BatchInfo
+from drivetrain.data.active import ActiveLoaders, BatchInfo
 from drivetrain.data.align import rows_to_keep
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.runtime import trees
@@ -21,7 +21,8 @@ from drivetrain.runtime.loading.context import LoadingContext
 # Below this, tensors travel together as bytes: a collective on 2 gloo ranks costs its latency, not its size.
 _TOGETHER_BYTES = 1 << 16
 # Sizes of so many tensors fit into the first exchange.
-_HEADER = 14
+_HEADER = 11
+_NOWHERE = (-1, -1, -1)
 
 
 def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bool = False) -> Any:
@@ -31,9 +32,9 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
     come in; 0-d becomes 1-d. Their sizes along dim 0 may differ from rank to rank. A list of other things becomes the
     list of all ranks' elements, inside a dict or tuple too; anything else becomes a list with one element per rank.
 
-    What is cut is what the current batch of the innermost loop repeats; outside of a loop nothing is. The sizes, and a
-    digest of the structure, are exchanged first, so that all ranks raise together and none is left waiting; on an
-    accelerator this waits for the device.
+    What is cut is what the current batch of the innermost loop repeats; outside of a loop nothing is. The sizes, a
+    digest of the structure and the batch that a rank is at are exchanged first, so that all ranks raise together and
+    none is left waiting; on an accelerator this waits for the device.
 
     Args:
         data: a tree of tensors, lists, objects.
@@ -42,10 +43,10 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
 
     Raises:
         UsageError: the batch holds repeated samples and a value cannot be aligned with its rows; or some ranks gave a
-            list and others did not.
-        CollectiveMismatchError: the ranks' structures, dtypes or shapes beyond dim 0 differ.
+            list and others did not; or a rank has no batch where this one is.
+        CollectiveMismatchError: the ranks' structures, dtypes or shapes beyond dim 0 differ, or their batches.
     """
-    info = context.active.current
+    info = current_batch(context.active, "gather_for_metrics")
     found: list[Tensor] = []
     objects: list[Any] = []
 
@@ -59,7 +60,9 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
         if found:
             results[True] = _gather_tensors(found, info, context.backend)
     if objects:
-        columns = zip(*context.backend.gather_object(objects), strict=True)
+        sent = context.backend.gather_object((None if info is None else info.identity, objects))
+        _check_batches([place for place, _ in sent])
+        columns = zip(*(values for _, values in sent), strict=True)
         results[False] = [_join_objects(list(column), info) for column in columns]
     following = {kind: iter(values) for kind, values in results.items()}
     return _walk(
@@ -68,6 +71,102 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
         use_gather_object,
         top=True,
     )
+
+
+def gather_shared(data: Any, backend: Backend, info: BatchInfo) -> Any:
+    """Concatenate each tensor of a tree along dim 0 over the data-parallel ranks, which hold batches of several sizes.
+
+    As :func:`drivetrain.runtime.nested.gather`, for a batch that the ranks do not share in full, equal parts: rows of
+    samples come first, in order, and what is beyond them after those, so that cutting the end leaves each sample once.
+    A tensor is told to have rows of samples by their number: one for each row of the batch on every rank, the same
+    after ``pad_across_processes``, or one number repeated for each row of a full batch (``loss.repeat(batch_size)``).
+    Any other tensor must be of one size on all ranks, and is concatenated as it is.
+
+    Args:
+        data: a tree of tensors.
+        backend: the run's.
+        info: the current batch.
+
+    Raises:
+        UsageError: a rank has no batch where this one is; a leaf that is no tensor.
+        CollectiveMismatchError: the ranks' structures, dtypes or shapes differ, or their batches.
+    """
+    leaves = trees.tensors(data)
+    flat = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+    sizes = _exchange_sizes(flat, backend, info)
+    if not leaves:
+        return data
+    before = list(zip(*_exchange([_rows_before_padding(leaf) for leaf in leaves], backend), strict=True))
+    parts = _gather_parts([_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)], backend)
+    gathered = [
+        _samples_first(part, size, padded, info) for part, size, padded in zip(parts, sizes, before, strict=True)
+    ]
+    return trees.with_tensors(data, gathered)
+
+
+def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], info: BatchInfo) -> Tensor:
+    rows = info.rows
+    assert rows is not None
+    whole = [each[:count] for each, count in zip(part, size, strict=True)]
+    if tuple(size) == rows.loaded or not rows.counted:
+        return torch.cat(whole)
+    if len(set(size)) > 1:
+        raise CollectiveMismatchError(
+            f"ranks gave {', '.join(map(str, size))} rows to gather, and their batches have "
+            f"{', '.join(map(str, rows.loaded))}",
+            cure="pad_across_processes evens out sizes; gather_for_metrics takes any.",
+        )
+    padded_rows = tuple(before or count for before, count in zip(padded, size, strict=True))
+    repeated = size[0] == info.nominal_rows and all(bool((each == each[:1]).all()) for each in whole)
+    if padded_rows != rows.loaded and not repeated:
+        return torch.cat(whole)
+    samples = [each[:count] for each, count in zip(whole, rows.real, strict=True)]
+    return torch.cat([*samples, *(each[count:] for each, count in zip(whole, rows.real, strict=True))])
+
+
+def _rows_before_padding(leaf: Tensor) -> int:
+    # What `pad_across_processes` leaves on a tensor to which it has added rows at the end.
+    return int(getattr(leaf, "_drivetrain_rows", 0))
+
+
+def current_batch(active: ActiveLoaders, call: str) -> BatchInfo | None:
+    """The batch that a collective of the data-parallel ranks is about; ``None`` outside of every loop.
+
+    Raises:
+        UsageError: a rank has no such batch, and cannot take part; or several loaders of one loop repeat samples on
+            different ranks.
+    """
+    info = active.current
+    if info is None or info.rows is None:
+        return info
+    if info.rows.missing:
+        raise UsageError(
+            f"{call} was called in a loop over a loader whose batches have come to an end on rank "
+            f"{', '.join(map(str, info.rows.missing))} (by data-parallel coordinate): even_batches=False gives ranks "
+            "different numbers of batches",
+            cure=f"Set even_batches=True, or call {call} after the loop.",
+        )
+    if len({each.rows.real if each.rows.padded else None for each in active.in_one_loop() if each.rows}) > 1:
+        raise UsageError(
+            f"{call} was called in a loop over several loaders whose batches repeat samples on different ranks",
+            cure="Give the DataLoaders drop_last=True, or evaluate them one after the other.",
+        )
+    return info
+
+
+def _check_batches(places: Sequence[tuple[int, ...] | None]) -> None:
+    """Raise the same on every rank where ranks are at different batches."""
+    if len(set(places)) > 1:
+        told = "\n".join(
+            f"  rank {rank}: outside of a loop"
+            if place is None
+            else f"  rank {rank}: batch {place[2]} of epoch {place[1]}, loader number {place[0]}"
+            for rank, place in enumerate(places)
+        )
+        raise CollectiveMismatchError(
+            f"ranks are at different batches:\n{told}",
+            cure="Give every rank the same number of batches (even_batches=True), and call it in every one of them.",
+        )
 
 
 def _walk(node: Any, visit: Callable[[Any], Any], as_objects: bool, *, top: bool = False) -> Any:
@@ -128,16 +227,17 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
     backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
     flat = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
-    sizes = _exchange_sizes(flat, backend)
+    sizes = _exchange_sizes(flat, backend, info)
     keeps = [
         rows_to_keep(size, info, trees.describe(leaf), scalar=is_scalar)
         for leaf, size, is_scalar in zip(leaves, sizes, scalar, strict=True)
     ]
     rows = None if info is None else info.rows
-    if any(scalar) and rows is not None and rows.padded and not rows.whole and not rows.filled:
+    if any(scalar) and rows is not None and rows.counted and len(set(filter(None, rows.real))) > 1:
         warnings.warn(
-            "gather_for_metrics was given one number for each rank while the current batch repeats samples; they weigh "
-            "in it. Pass one value for each sample to leave them out.",
+            "gather_for_metrics was given one number for each rank while the ranks have "
+            f"{', '.join(map(str, rows.real))} samples: their mean is not the mean over samples. Pass one value for "
+            "each sample, or loss.repeat(batch_size).",
             UserWarning,
             stacklevel=4,
         )
@@ -148,16 +248,19 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
     return [_cut(part, keep) for part, keep in zip(parts, keeps, strict=True)]
 
 
-def _exchange_sizes(leaves: list[Tensor], backend: Backend) -> list[list[int]]:
-    """Size of dim 0 of each tensor on each rank, after making sure that everything else agrees."""
+def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: BatchInfo | None) -> list[list[int]]:
+    """Size of dim 0 of each tensor on each rank, after making sure that everything else and the batch agree."""
     if backend.topology.dp_size == 1:
         return [[leaf.shape[0]] for leaf in leaves]
     text = trees.describe(leaves, lambda tensor: ["*", *tensor.shape[1:]])
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     mine = [leaf.shape[0] for leaf in leaves]
     # Of fixed size, so that ranks with other numbers of tensors still understand each other.
-    header = [digest, len(leaves), *mine[:_HEADER]]
-    table = _exchange(header + [0] * (_HEADER + 2 - len(header)), backend)
+    place = _NOWHERE if info is None else info.identity
+    header = [*place, digest, len(leaves), *mine[:_HEADER]]
+    table = _exchange(header + [0] * (_HEADER + 5 - len(header)), backend)
+    _check_batches([None if (read := tuple(row[:3])) == _NOWHERE else read for row in table])
+    table = [row[3:] for row in table]
     if len({(row[0], row[1]) for row in table}) > 1:
         seen = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(backend.gather_object(text)))
         raise CollectiveMismatchError(

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.data.order import derive_seed
 from drivetrain.data.plan import Cut, split_total
 from drivetrain.errors import UsageError
+from drivetrain.runtime.current import set_loaders
 from drivetrain.runtime.loading.context import LoadingContext, is_sharded
 from drivetrain.runtime.loading.dispatch import DispatchSource, SliceFunction
 from drivetrain.runtime.loading.foreign import ForeignSource
@@ -19,14 +20,16 @@ from drivetrain.runtime.loading.outliving import outliving
 from drivetrain.runtime.loading.randomness import generators
 from drivetrain.runtime.loading.reading import read_map_loader
 from drivetrain.runtime.loading.source import MapSource, Source
+from drivetrain.runtime.trees import attribute
 
 
 def is_loader(value: Any) -> bool:
     """Whether :func:`prepare_data_loader` takes this: a torch ``DataLoader``, or an iterable that has its own state."""
     if isinstance(value, DataLoader):
         return True
-    stateful = all(callable(getattr(value, name, None)) for name in ("__iter__", "state_dict", "load_state_dict"))
-    return stateful and not isinstance(value, (type, torch.nn.Module))
+    if isinstance(value, (type, torch.nn.Module)):
+        return False
+    return all(callable(attribute(value, name)) for name in ("__iter__", "state_dict", "load_state_dict"))
 
 
 def prepare_data_loader(
@@ -60,10 +63,12 @@ def prepare_data_loader(
             cure="Pass a torch DataLoader, or an object with __iter__, state_dict and load_state_dict.",
         )
     number = context.active.register()
+    set_loaders(context.backend, context.active)
     data = loader.dataset if isinstance(loader, DataLoader) else loader
     shares = context.dp_size if is_sharded(data) or is_sharded(loader) else 0
     dp_size = 1 if shares else context.dp_size
-    dispatched = bool(context.config.dispatch_batches) and dp_size > 1
+    # Also for ranks that compute one batch together: each would read it for itself.
+    dispatched = bool(context.config.dispatch_batches) and not shares and context.backend.topology.world_size > 1
     if slice_fn_for_dispatch is not None and not context.config.dispatch_batches:
         raise UsageError(
             "slice_fn_for_dispatch is used with dispatch only",
@@ -84,6 +89,7 @@ def prepare_data_loader(
         context,
         Cursor(_seed(context, generator, number), even_batches=context.config.even_batches),
         put_on_device=context.put_on_device if put_on_device is None else put_on_device,
+        number=number,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Reading:
         drop_last: leave out an incomplete batch.
         open: the order of an epoch.
         length: units in an epoch, ``None`` when they are not known beforehand.
-        rows: rows in one unit where the unit is a batch.
+        rows: rows in one unit where the unit is a batch, ``None`` where the unit does not say.
         generator: the user's generator that decided the order, if there is one.
     """
 
@@ -40,7 +40,7 @@ class Reading:
     drop_last: bool
     open: OpenOrder
     length: Callable[[], int | None]
-    rows: Callable[[Any], int]
+    rows: Callable[[Any], int | None]
     generator: torch.Generator | None
 
 
@@ -66,8 +66,10 @@ def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | No
     return mine[0] if mine else loader.generator
 
 
-def _unit_rows(unit: Any) -> int:
-    return len(unit) if isinstance(unit, (list, tuple)) else 1
+def _unit_rows(unit: Any) -> int | None:
+    # The indices of a batch; one index may stand for a batch that the dataset makes.
+    is_batch = getattr(unit, "ndim", 0) == 1 or (isinstance(unit, Sequence) and not isinstance(unit, (str, bytes)))
+    return len(unit) if is_batch else None
 
 
 def _is_plain(sampler: Any, kind: type) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, final
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.data.order import Order
 from drivetrain.data.plan import Cut, Rows, plan_rounds, plan_samples, plan_split, round_rows
 from drivetrain.data.position import Identity, Position
+from drivetrain.runtime import trees
 from drivetrain.runtime.loading.reading import Reading
 
 
@@ -73,6 +75,24 @@ class Source(Protocol):
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         """The rest of an epoch."""
+
+
+def num_rows(batch: Any) -> int | None:
+    """Rows of a batch that somebody else made: the size along dim 0 that its tensors agree on, else its length."""
+    found = {leaf.shape[0] if leaf.dim() else 0 for leaf in _tensors(batch)}
+    if len(found) == 1:
+        return found.pop() or None
+    if not found and isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return len(batch) or None
+    return None
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    else:
+        for _, child in trees.children(node) or ():
+            yield from _tensors(child)
 
 
 def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[Any]:

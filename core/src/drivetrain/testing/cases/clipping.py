@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from drivetrain.testing import models
+from drivetrain.testing import diagnosis, models
 from drivetrain.testing.cases.gradients import compare
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import Scenario, assert_same_state, backward, full_state, share
@@ -44,7 +44,7 @@ def same_norm_everywhere(kit: Kit) -> None:
     assert norm.is_floating_point()
     values = accelerator.gather(norm).tolist()
     assert len(set(values)) == 1, f"ranks see different norms: {values}"
-    assert values[0] > 0.01, "the norm is that of before clipping"
+    assert values[0] > 0.01, f"clip_grad_norm_ returned the norm after clipping, {values[0]:.3g}, not the one before"
 
 
 @case()
@@ -74,7 +74,8 @@ def not_finite_is_skipped(kit: Kit) -> None:
         assert accelerator.optimizer_step_was_skipped is poison, f"skipped is not {poison} on rank {topology.rank}"
         after = full_state(accelerator, model)
         if poison:
-            assert_same_state(after, before, 0.0)
+            with diagnosis.meaning("a step whose gradients are not finite was applied"):
+                assert_same_state(after, before, 0.0)
         else:
             assert any(not torch.equal(after[name], before[name]) for name in after), "the good step was not applied"
             assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values()), "not finite"
@@ -121,5 +122,9 @@ def clips_by_value(kit: Kit) -> None:
     mine, labels = share(accelerator, x, y)
     accelerator.backward(F.cross_entropy(model(mine), labels))
     accelerator.clip_grad_value_(model.parameters(), 0.005)
+    before = full_state(accelerator, model)
     optimizer.step()
-    assert_same_state(full_state(accelerator, model), dict(plain.state_dict()), kit.atol)
+    after = full_state(accelerator, model)
+    largest = max(float((after[name] - before[name]).abs().max()) / 0.5 for name in after)
+    assert largest <= 0.005 + 1e-5, f"clip_grad_value_ had no effect: a step by a gradient of {largest:.3g}, not 0.005"
+    assert_same_state(after, dict(plain.state_dict()), kit.atol)

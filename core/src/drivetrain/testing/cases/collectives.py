@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drivetrain.errors import UsageError
+from drivetrain.testing import diagnosis
 from drivetrain.testing.kit import Kit, case
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the plain kind, as scripts have it
@@ -27,6 +28,8 @@ def gather_nested(kit: Kit) -> None:
     mine = torch.tensor([float(rank)], device=accelerator.device)
     found = accelerator.gather({"a": [mine, (mine + 10,)], "pair": Pair(mine + 20, mine + 30)})
     expected = torch.arange(size, dtype=torch.float32, device=accelerator.device)
+    order = diagnosis.order_of(found["a"][0].tolist(), expected.tolist())
+    assert not order, f"gather: {order}"
     assert torch.equal(found["a"][0], expected)
     assert isinstance(found["a"][1], tuple)
     assert torch.equal(found["a"][1][0], expected + 10)
@@ -40,7 +43,8 @@ def gather_shapes_and_dtypes(kit: Kit) -> None:
     accelerator = kit.accelerator()
     rank, size = _ranks(accelerator)
     scalar = torch.tensor(rank, device=accelerator.device)
-    assert accelerator.gather(scalar).tolist() == list(range(size))
+    gathered = accelerator.gather(scalar).tolist()
+    assert gathered == list(range(size)), f"gather: {diagnosis.order_of(gathered, list(range(size))) or gathered}"
     assert scalar.shape == ()
     for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64):
         rows = torch.full((2, 3), rank, device=accelerator.device).to(dtype)
@@ -75,7 +79,9 @@ def reductions(kit: Kit) -> None:
     mine = torch.tensor([rank + 1.0, 2.0], device=accelerator.device)
     total = sum(range(1, size + 1))
     found = accelerator.reduce({"x": [mine]})["x"][0]
-    assert found.tolist() == [total, 2.0 * size], f"sum is {found.tolist()}"
+    averaged = found.tolist() == [total / size, 2.0]
+    means = ": the mean, 1 / data-parallel size of the sum" if averaged else ""
+    assert found.tolist() == [total, 2.0 * size], f"the sum is {found.tolist()}{means}"
     assert accelerator.reduce(mine, reduction="mean").tolist() == [total / size, 2.0]
     assert mine.tolist() == [rank + 1.0, 2.0], "reduce changed its input"
     assert accelerator.reduce(torch.tensor(rank, device=accelerator.device)).item() == total - size

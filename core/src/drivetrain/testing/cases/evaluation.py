@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain.errors import UnsupportedError
 from drivetrain.testing import models
 from drivetrain.testing.kit import Kit, case
-from drivetrain.testing.scenario import assert_same_state, full_state
+from drivetrain.testing.scenario import assert_same_state, full_state, share
 
 
 def _numbers(num_samples: int, batch_size: int) -> DataLoader[Any]:
@@ -63,7 +65,9 @@ def each_sample_once_in_order(kit: Kit) -> None:
         for _ in range(2):
             found = [accelerator.gather_for_metrics(batch[0]) for batch in loader]
             numbers = torch.cat(found).tolist()
-            assert numbers == list(range(num_samples)), f"{num_samples} in batches of {batch_size}: {numbers}"
+            permuted = ", each once but in another order" if sorted(numbers) == list(range(num_samples)) else ""
+            wrong = f"{num_samples} samples in batches of {batch_size} came back as {numbers}{permuted}"
+            assert numbers == list(range(num_samples)), wrong
 
 
 @case(guards="accelerate#2007")
@@ -97,6 +101,34 @@ def metrics_after_skip_and_break(kit: Kit) -> None:
             break
     rows = torch.zeros(10, device=accelerator.device)
     assert len(accelerator.gather_for_metrics(rows)) == 10 * size, "a gather outside of the loop was cut"
+
+
+@case()
+def statistics_are_alike(kit: Kit) -> None:
+    """Running statistics follow each rank's own batches while training; evaluation uses the same ones on every rank.
+
+    A backend may refuse batch norms, before anything is trained.
+    """
+    accelerator = kit.accelerator()
+    with models.seeded(5):
+        built: Any = nn.Sequential(nn.Linear(models.FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, models.CLASSES))
+    optimizer: Any = SGD(built.parameters(), lr=0.1)
+    x, y = models.dense_data(24)
+    try:
+        model, optimizer = accelerator.prepare(built, optimizer)
+        for _ in range(2):
+            mine, labels = share(accelerator, x, y)
+            accelerator.backward(F.cross_entropy(model(mine), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError:
+        return
+    model.eval()
+    with torch.no_grad():
+        output = model(x.to(accelerator.device)).cpu()
+    for rank, other in enumerate(accelerator.backend.gather_object(output)):
+        apart = float((other - output).abs().max())
+        assert apart <= 1e-6, f"rank {rank} evaluates with other statistics than this one: {apart:.1e} apart"
 
 
 @case()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from drivetrain.testing import models
+from drivetrain.testing import diagnosis, models
 from drivetrain.testing.hygiene import own_environment
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import (
@@ -34,8 +34,17 @@ from drivetrain.testing.scenario import (
 def compare(kit: Kit, scenario: Scenario, **kwargs: Any) -> None:
     """The scenario through ``Accelerator`` ends where plain torch ends."""
     accelerator = kit.accelerator(gradient_accumulation_steps=scenario.window, **kwargs)
-    actual = accelerated(scenario, accelerator, accelerator.backend.topology.dp_size)
-    assert_same(actual, reference(scenario), kit.atol)
+    topology = accelerator.backend.topology
+    actual, expected = accelerated(scenario, accelerator, topology.dp_size), reference(scenario)
+    try:
+        assert_same(actual, expected, kit.atol)
+    except AssertionError as error:
+        said = diagnosis.norms(actual.norms, expected.norms, scenario.max_norm, topology.dp_size)
+        named = set(actual.state) == set(expected.state)
+        if named and diagnosis.all_failed(kit.shared, topology.world_size, f"{len(kit.made)}"):
+            again = kit.accelerator(gradient_accumulation_steps=scenario.window, **kwargs)
+            said = "; ".join(filter(None, (diagnosis.explain(scenario, again), said)))
+        raise AssertionError(f"{said}\n{error}" if said else str(error)) from error
 
 
 @case()
@@ -107,7 +116,8 @@ def rank_zero_starts(kit: Kit) -> None:
     model = models.build("dense", seed=100 + accelerator.process_index)
     optimizer = SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, optimizer)
-    assert_same_state(full_state(accelerator, model), dict(models.build("dense", seed=100).state_dict()), 0.0)
+    with diagnosis.meaning("after prepare the parameters are not those that rank 0 built"):
+        assert_same_state(full_state(accelerator, model), dict(models.build("dense", seed=100).state_dict()), 0.0)
 
 
 @case()
@@ -170,8 +180,9 @@ def several_models(kit: Kit) -> None:
         accelerator.backward(F.cross_entropy(prepared[which](mine), labels))
         optimizers[which].step()
         optimizers[which].zero_grad()
-    for model, expected in zip(prepared, plain, strict=True):
-        assert_same_state(full_state(accelerator, model), dict(expected.state_dict()), kit.atol)
+    for number, (model, expected) in enumerate(zip(prepared, plain, strict=True), start=1):
+        with diagnosis.meaning(f"model {number} of two, each with an optimizer of its own"):
+            assert_same_state(full_state(accelerator, model), dict(expected.state_dict()), kit.atol)
 
 
 @case(applies=lambda capabilities: capabilities.multiple_models and capabilities.optimizer_spans_models)
@@ -194,8 +205,9 @@ def one_loss_through_two_models(kit: Kit) -> None:
     mine, labels = share(accelerator, x, y)
     accelerator.backward(F.cross_entropy(second(torch.tanh(first(mine))), labels))
     both.step()
-    assert_same_state(full_state(accelerator, first), dict(body.state_dict()), kit.atol)
-    assert_same_state(full_state(accelerator, second), dict(head.state_dict()), kit.atol)
+    for words, model, expected in (("first", first, body), ("second", second, head)):
+        with diagnosis.meaning(f"the {words} of two models that one loss went through"):
+            assert_same_state(full_state(accelerator, model), dict(expected.state_dict()), kit.atol)
 
 
 @case()

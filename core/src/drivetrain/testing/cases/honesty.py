@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from drivetrain.checkpoint.ranks import Ranks
 from drivetrain.errors import BackendBlockedError, DrivetrainError, UnsupportedError
-from drivetrain.testing import models
+from drivetrain.testing import diagnosis, models, self_test
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.proofs import PER_RUN
 from drivetrain.testing.scenario import assert_same_state, backward, full_state
@@ -50,6 +50,12 @@ def _backward(accelerator: Any, model: Any, seed: int = 2) -> None:
 def one_process_only(kit: Kit) -> None:
     """Not ``multi_process``: a world of 2 is refused, not trained twice."""
     _refuses(kit.accelerator)
+
+
+@case()
+def drivetrain_test(kit: Kit) -> None:
+    """What ``drivetrain test`` runs on every process passes here: gather, gradients, saving and loading."""
+    self_test.check(kit.accelerator())
 
 
 @case()
@@ -235,12 +241,13 @@ def optimizer_is_the_users(kit: Kit) -> None:
     model: Any = models.build("dense")
     own = SGD(model.parameters(), lr=0.5)
     model, optimizer = accelerator.prepare(model, own)
-    assert optimizer.optimizer is own
+    assert optimizer.optimizer is own, "prepare returned another optimizer than the user's"
     before = full_state(accelerator, model)
     own.param_groups[0]["lr"] = 0.0
     _backward(accelerator, model)
     optimizer.step()
-    assert_same_state(full_state(accelerator, model), before, 0.0)
+    with diagnosis.meaning("parameters moved though the learning rate of the user's optimizer is 0: another one steps"):
+        assert_same_state(full_state(accelerator, model), before, 0.0)
 
 
 @case(applies=lambda capabilities: capabilities.sharded_save)
@@ -255,7 +262,7 @@ def every_rank_saves_its_part(kit: Kit) -> None:
     mesh, copies = accelerator.backend.topology.mesh, kit.config.get("mesh", {}).get("dp_replicate", 1)
     boxes = {
         (name, *box)
-        for name, tensor in model.trainable.portable_state().tensors.items()
+        for name, tensor in model._drivetrain.trainable.portable_state().tensors.items()  # noqa: SLF001
         if tensor.dim()
         for box in _boxes(tensor)
     }
@@ -284,7 +291,7 @@ def _assert_held_by_all(accelerator: Any, model: Any) -> None:
     shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in models.build("dense").state_dict().items()}
     held = {
         name: [sizes for _, sizes in _boxes(tensor)]
-        for name, tensor in model.trainable.portable_state().tensors.items()
+        for name, tensor in model._drivetrain.trainable.portable_state().tensors.items()  # noqa: SLF001
         if name in shapes
     }
     for everyones in Ranks(accelerator.backend).gather(held):
@@ -358,7 +365,8 @@ def parameter_names_are_the_users(kit: Kit) -> None:
     """No ``module.`` prefix in a state dict, whatever wraps the model; ``load_state_dict`` takes it back."""
     accelerator, model, _ = _ready(kit)
     names = list(models.build("dense").state_dict())
-    assert list(full_state(accelerator, model)) == names
+    found = list(full_state(accelerator, model))
+    assert found == names, f"the state dict names {', '.join(found)}, not {', '.join(names)}"
     other = models.build("dense", seed=9)
     plain = accelerator.unwrap_model(model)
     assert type(plain).__name__ == type(other).__name__

@@ -1,0 +1,254 @@
+"""Whether an optimizer is element-wise, found by a trial: engines that cut parameters into parts need one that is.
+
+An optimizer is element-wise when the update of each element of a parameter depends on that element and its own
+gradients only (AdamW, SGD, Lion). Then any part of a parameter can be stepped alone, with the same result. Muon,
+Adafactor, LAMB, Prodigy, or one that normalises gradients couple elements: stepped in parts, they are other optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import UnsupportedError
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.ASGD,
+    }
+)
+"""Known without a trial. Exact classes: a subclass may do anything."""
+
+_STEPS = 12
+"""Optimizers that refresh a preconditioner do so every ten steps by default."""
+
+_LARGEST_DIM = 160
+"""Adafactor of several libraries factors dims from 128 on only; more costs time."""
+
+_RELATIVE = 1e-5
+"""Of the largest update. The same arithmetic on the same numbers differs by nothing, or by the rounding of float32."""
+
+_PER_RUN = frozenset({"state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+"""Attributes that the copy for the trial gets anew. A scheduler or a compiler puts a ``step`` on the instance."""
+
+
+def check_elementwise(optimizer: Optimizer, engine: str) -> None:
+    """Refuse an optimizer that is not element-wise. Not collective.
+
+    Args:
+        optimizer: over the parameters that it will step.
+        engine: what cuts parameters into parts, as users know it: ``"fsdp"``, ``"deepspeed stage 2"``.
+
+    Raises:
+        UnsupportedError: with what was found and what to use instead.
+    """
+    why = why_not_elementwise(optimizer)
+    if why is not None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not element-wise: {why}. {engine} steps parts of parameters, where it "
+            "would be another optimizer",
+            cure="Use an element-wise optimizer, such as torch.optim.AdamW, or distributed_type: ddp.",
+        )
+
+
+def why_not_elementwise(optimizer: Optimizer) -> str | None:
+    """Why an optimizer is not element-wise, as part of a sentence; ``None`` when it is. Not collective.
+
+    Classes of torch are known. Any other is tried: a copy of it steps small parameters with the number of dims that
+    its own have, once whole and once in two parts, each by a copy that sees nothing of the other. The optimizer itself,
+    its parameters and the random state stay untouched. What an optimizer changes only after a dozen steps is not
+    noticed, unless it keeps state for it from the beginning.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    last: Exception | None = None
+    # In float64 nothing hides behind rounding; kernels that do not take it are tried as they are used.
+    for dtype in (torch.float64, torch.float32):
+        try:
+            return _differs(optimizer, dtype)
+        except Exception as problem:  # noqa: BLE001 (somebody else's step may raise anything; the error says what)
+            last = problem
+    return f"a trial of its step() fails with {type(last).__name__}: {str(last).strip().partition(chr(10))[0]}"
+
+
+def _differs(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
+    """Step copies of the optimizer on whole small parameters and on their halves, and compare."""
+    devices = {one.device for group in optimizer.param_groups for one in group["params"]}
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    with torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else "cpu"):
+        cuts: tuple[Callable[[Tensor], Tensor], ...] = (_whole, *_PARTS)
+        whole, *runs = [_Run(optimizer, dtype, part) for part in cuts]
+        for step in range(_STEPS):
+            for run in (whole, *runs):
+                # Noise that an optimizer adds is another in each part.
+                torch.manual_seed(step)
+                run.step(step)
+    numbers = whole.numbers()
+    if not all(_close_numbers(numbers, run.numbers()) for run in runs):
+        return "numbers that it keeps depend on whole parameters"
+    for index, one in enumerate(whole.parameters):
+        for name, value in whole.state(one).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != one.shape:
+                return f"its state {name!r} has another shape than the parameter"
+        tolerance = _RELATIVE * float((one.detach() - whole.start[index]).abs().max())
+        for part, run in zip(_PARTS, runs, strict=True):
+            other = run.parameters[index]
+            if not torch.allclose(part(one.detach()), other.detach(), rtol=1e-12, atol=tolerance, equal_nan=True):
+                return "stepping a whole parameter and stepping it in two parts give different results"
+            for name, value in whole.state(one).items():
+                if isinstance(value, Tensor) and value.shape == one.shape and value.is_floating_point():
+                    kept, least = run.state(other).get(name), _RELATIVE * float(value.abs().max())
+                    if not isinstance(kept, Tensor) or not torch.allclose(part(value), kept, rtol=0, atol=least):
+                        return f"its state {name!r} is different when a parameter is stepped in two parts"
+    return None
+
+
+class _Run:
+    """A copy of an optimizer over small parameters.
+
+    Args:
+        optimizer: the original; never changed.
+        dtype: of the small parameters.
+        part: cuts a whole small tensor to what this copy gets.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> None:
+        self._part = part
+        self.parameters: list[nn.Parameter] = []
+        self.start: list[Tensor] = []
+        self._shapes: list[tuple[int, ...]] = []
+        kind: Any = type(optimizer)
+        # An optimizer whose __del__ frees what it has made elsewhere would free the original's.
+        without: Any = type(kind.__name__, (kind,), {"__del__": lambda _: None})
+        self._copy: Any = object.__new__(without)
+        # Whatever else refers to the optimizer or its parameters shall refer to the copies.
+        memo: dict[int, Any] = {id(optimizer): self._copy}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        groups = []
+        for group in optimizer.param_groups:
+            small: dict[tuple[int, ...], nn.Parameter] = {}
+            kept = []
+            for index, one in enumerate(group["params"]):
+                shape = tuple(min(size, _LARGEST_DIM if at < 2 else 4) for at, size in enumerate(one.shape))
+                if shape not in small:
+                    small[shape] = self._parameter(one, shape, dtype)
+                    kept.append(index)
+                    if one in optimizer.state:
+                        state[small[shape]] = self._state(optimizer.state[one], one, small[shape], memo)
+                memo[id(one)] = small[shape]
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            names = {"param_names": [group["param_names"][index] for index in kept]} if "param_names" in group else {}
+            groups.append({**copy.deepcopy(options, memo), **names, "params": list(small.values())})
+        others = {key: value for key, value in vars(optimizer).items() if key not in _PER_RUN}
+        vars(self._copy).update(copy.deepcopy(others, memo))
+        # What the base class gives each new one; its own __init__ would ask for arguments that nobody knows any more.
+        fresh = Optimizer.__new__(Optimizer)
+        fresh.__setstate__({"defaults": {}, "state": state, "param_groups": groups})
+        vars(self._copy).update({key: value for key, value in vars(fresh).items() if key != "defaults"})
+        train = getattr(self._copy, "train", None)
+        if callable(train):
+            train()  # Optimizers with modes step in this one only.
+
+    def step(self, number: int) -> None:
+        """One step, with the gradients of that number."""
+        for index, one in enumerate(self.parameters):
+            values = _values(self._shapes[index], 1000 * (number + 1) + index)
+            one.grad = self._part(values).to(one)
+        type(self._copy).step(self._copy)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the copy keeps for a parameter."""
+        return dict(self._copy.state.get(parameter, {}))
+
+    def numbers(self) -> dict[str, list[float]]:
+        """Numbers in parameter groups and, beside parameters, in the state; by where they are."""
+        found: dict[str, list[float]] = {}
+        for at, group in enumerate(self._copy.param_groups):
+            found |= {f"group {at} {key}": list(_numbers([value])) for key, value in group.items() if key != "params"}
+        for at, one in enumerate(self.parameters):
+            found |= {f"state {at} {name}": list(_numbers([value])) for name, value in self.state(one).items()}
+        return {place: numbers for place, numbers in found.items() if numbers}
+
+    def _parameter(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+        device = torch.device("cpu") if like.is_meta else like.device
+        whole = _values(shape, len(self.parameters)).to(device=device, dtype=dtype)
+        parameter = nn.Parameter(self._part(whole).clone(), requires_grad=True)
+        self.parameters.append(parameter)
+        self.start.append(parameter.detach().clone())
+        self._shapes.append(shape)
+        return parameter
+
+    def _state(self, state: Any, one: Tensor, small: nn.Parameter, memo: dict[int, Any]) -> dict[str, Any]:
+        """State that there is before the first step, such as Adagrad's: small, positive, and alike for every part."""
+        return {
+            name: torch.full_like(small, 0.1, dtype=value.dtype if not value.is_floating_point() else small.dtype)
+            if isinstance(value, Tensor) and value.dim() and value.shape == one.shape
+            else copy.deepcopy(value, memo)
+            for name, value in state.items()
+        }
+
+
+def _values(shape: Sequence[int], seed: int) -> Tensor:
+    """Random numbers, those of one half several times as large as those of the other, in either dim."""
+    values = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for last in (False, True):
+        _half(values, last=last, second=True).mul_(3.0)
+    return values
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _half(tensor: Tensor, *, last: bool, second: bool) -> Tensor:
+    """A view of one half along the first or the last dim that can be cut; all of a tensor with one element."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    if not dims:
+        return tensor
+    dim = dims[-1 if last else 0]
+    half = tensor.shape[dim] // 2
+    return tensor.narrow(dim, half, tensor.shape[dim] - half) if second else tensor.narrow(dim, 0, half)
+
+
+_PARTS = tuple(partial(_half, last=last, second=second) for last in (False, True) for second in (False, True))
+"""Two halves along the first dim, then two along the last: an optimizer may couple the elements of a row only."""
+
+
+def _numbers(values: Sequence[Any]) -> Iterator[float]:
+    for value in values:
+        if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            yield float(value)
+        elif isinstance(value, (tuple, list)):
+            yield from _numbers(value)
+
+
+def _close_numbers(whole: dict[str, list[float]], part: dict[str, list[float]]) -> bool:
+    # A part may have one element, whose state is a number there alone.
+    for place, numbers in whole.items():
+        others = part.get(place, [])
+        if len(numbers) != len(others):
+            return False
+        pair = torch.tensor([numbers, others], dtype=torch.float64)
+        if not torch.allclose(pair[0], pair[1], rtol=_RELATIVE, atol=0, equal_nan=True):
+            return False
+    return True
+
+
+__all__ = ["ELEMENTWISE", "check_elementwise", "why_not_elementwise"]

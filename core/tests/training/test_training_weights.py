@@ -1,0 +1,218 @@
+"""A window is one big batch: batches that do not divide, several loaders in one loop, ragged labels."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain.runtime.items import count_items, is_mean_of_labels
+from drivetrain.testing import spawn
+
+_spec = importlib.util.spec_from_file_location("window_jobs", Path(__file__).with_name("window_jobs.py"))
+jobs = importlib.util.module_from_spec(_spec)
+sys.modules["window_jobs"] = jobs
+_spec.loader.exec_module(jobs)
+
+# float32 sums in another order differ in the last bits; a wrong weight differs by parts of a percent.
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
+
+
+def one_batch_a_step(rows: int, batch: int) -> tuple[int, list[torch.Tensor]]:
+    """Plain torch, one process, no accumulation."""
+    model = jobs.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, y = jobs.make_data(rows)
+    steps = 0
+    for _ in range(2):
+        for part in zip(x.split(batch), y.split(batch), strict=True):
+            F.cross_entropy(model(part[0]), part[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps, jobs.values(model)
+
+
+def check(results, expected) -> None:
+    for steps, weights in results:
+        assert steps == expected[0]
+        torch.testing.assert_close(weights, expected[1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_sample_weighs_twice_in_a_window(world, steps):
+    results = spawn(jobs.mean_loss, world, 65, 12, steps, "accumulate", "map")
+    check(results, one_batch_a_step(65, 12 * world * steps))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("form", ["plain", "sum", "train_step"])
+def test_no_sample_weighs_twice_without_accumulate(world, form):
+    check(spawn(jobs.mean_loss, world, 65, 12, 1, form, "map"), one_batch_a_step(65, 12 * world))
+
+
+@pytest.mark.parametrize("rows", [2, 25, 26])
+@pytest.mark.parametrize("form", ["accumulate", "sum", "train_step"])
+def test_ranks_without_a_sample_of_the_last_batch_weigh_nothing(rows, form):
+    check(spawn(jobs.mean_loss, 4, rows, 6, 1, form, "map"), one_batch_a_step(rows, 24))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_batches_of_a_sampler_weigh_by_their_rows(world, steps):
+    # The last round has batches of 12 and of 5, and repeats whole ones.
+    results = spawn(jobs.mean_loss, world, 65, 12, steps, "accumulate", "sampler")
+    check(results, one_batch_a_step(65, 12 * world * steps))
+
+
+def test_parts_of_a_batch_that_ranks_share_unevenly_are_refused():
+    for text in spawn(jobs.parts_of_an_uneven_batch, 2):
+        assert "a second micro-step on one batch, which the ranks share unevenly (4, 3 samples)" in text
+
+
+# ---- several loaders ------------------------------------------------------------------------------------------------
+
+
+def by_hand(num_rounds: int, sizes: tuple[int, int], steps: int, batch: int) -> tuple[int, list[torch.Tensor]]:
+    """Plain torch: a step after so many rounds and after the last."""
+    model = jobs.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = [jobs.make_data(batch * size, seed) for seed, size in enumerate(sizes)]
+    done = 0
+    for _ in range(2):
+        window = []
+        for number in range(num_rounds):
+            (x, y), (other, _) = (
+                [each[(batch * (number % size)) :][:batch] for each in one]
+                for one, size in zip(data, sizes, strict=True)
+            )
+            window.append(F.cross_entropy(model(x), y) + model(other).pow(2).mean())
+            if len(window) == steps or number + 1 == num_rounds:
+                (sum(window) / len(window)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                window, done = [], done + 1
+    return done, jobs.values(model)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("form", "sizes", "rounds"),
+    [("zip", (5, 5), 5), ("zip", (5, 7), 5), ("zip", (7, 5), 5), ("cycle", (7, 3), 7), ("cycle", (5, 8), 5)],
+)
+def test_a_loop_over_several_loaders_ends_its_last_window(world, form, sizes, rounds):
+    check(spawn(jobs.two_loaders, world, form, sizes, 2), by_hand(rounds, sizes, 2, 2 * world))
+
+
+@pytest.mark.parametrize("form", ["kept", "endless"])
+@pytest.mark.parametrize("sizes", [(5, 5), (6, 6)])
+def test_an_iterator_that_the_script_keeps_ends_no_window(form, sizes):
+    check(spawn(jobs.two_loaders, 2, form, sizes, 4), by_hand(sizes[0], sizes, 4, 4))
+
+
+@pytest.mark.parametrize(("form", "sizes"), [("kept", (7, 3)), ("kept", (5, 9))])
+def test_a_kept_iterator_may_end_within_the_loop(form, sizes):
+    [(steps, _), *_] = spawn(jobs.two_loaders, 2, form, sizes, 2)
+    assert steps == 2 * -(-sizes[0] // 2)
+
+
+def test_an_inner_loop_ends_its_own_windows():
+    results = spawn(jobs.nested_loops, 2, 2)
+    assert [steps for steps, _ in results] == [6, 6]
+
+
+def test_one_loss_over_batches_that_are_shared_differently_is_refused():
+    for text in spawn(jobs.uneven_pair, 2):
+        assert "different numbers of samples in the batches of the loaders of this loop (4, 3; 4, 4)" in text or (
+            "(2, 1; 4, 4)" in text
+        )
+
+
+# ---- ragged labels --------------------------------------------------------------------------------------------------
+
+
+def one_batch_of_labels(batch: int) -> list[torch.Tensor]:
+    model = jobs.Speaker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = jobs.sentences()
+    for _ in range(2):
+        for first in range(0, len(data), batch):
+            part = data[first : first + batch]
+            model(**{name: torch.stack([each[name] for each in part]) for name in part[0]})["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return jobs.values(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_counted_labels_weigh_the_same_in_every_batch(world):
+    for weights in spawn(jobs.count_items, world, 2):
+        torch.testing.assert_close(weights, one_batch_of_labels(4 * world), **TOLERANCE)
+
+
+def logits_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 7, (4, 5), generator=generator)
+    labels[1, 2:] = -100
+    return torch.randn(4, 5, 7, generator=generator, requires_grad=True), labels
+
+
+def test_what_a_loss_is_a_mean_over_is_read_from_its_graph():
+    logits, labels = logits_and_labels()
+    flat = logits.flatten(0, 1)
+    by_labels = F.cross_entropy(flat, labels.flatten())
+    assert count_items(by_labels) == 17
+    assert count_items(by_labels.to(torch.float64).clone() / 3) == 17
+    assert count_items(F.cross_entropy(logits.transpose(1, 2), labels)) == 17
+    positive = labels.clamp(min=0)
+    assert count_items(F.cross_entropy(flat, positive.flatten(), ignore_index=3)) == (positive != 3).sum()
+    assert count_items(F.mse_loss(logits, torch.zeros_like(logits))) == 140
+    assert count_items(flat.pow(2).mean()) == 140
+    assert count_items(F.cross_entropy(flat.bfloat16().repeat(99, 1), labels.flatten().repeat(99))) == 17 * 99
+    two = F.cross_entropy(logits[:, :2].flatten(0, 1), labels[:, :2].flatten())
+    assert count_items(two + F.cross_entropy(logits[:, 1:3, :].flatten(0, 1)[:8], labels[:, :2].flatten())) == 8
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum"), "NllLossBackward0"),
+        (lambda x, y: F.cross_entropy(x, y).exp(), "ExpBackward0"),
+        (lambda x, y: 1 / F.cross_entropy(x, y), "ReciprocalBackward0"),
+        (lambda x, y: F.cross_entropy(x, y) + x.pow(2).mean(), "adds means over 17.0, 140.0 items"),
+        (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), "cannot tell what this loss is a mean over"),
+    ],
+)
+def test_a_loss_that_is_no_mean_is_not_counted(loss, said):
+    logits, labels = logits_and_labels()
+    with pytest.raises(UsageError) as caught:
+        count_items(loss(logits.flatten(0, 1), labels.flatten()))
+    assert said in str(caught.value) or "cannot tell what this loss is a mean over" in str(caught.value)
+
+
+def test_means_over_labels_are_told_from_means_over_samples():
+    logits, labels = logits_and_labels()
+    assert is_mean_of_labels(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), None)
+    assert is_mean_of_labels(F.cross_entropy(logits.transpose(1, 2), labels), 4)
+    assert not is_mean_of_labels(F.cross_entropy(logits[:, 0], labels[:, 0]), 4)
+    assert not is_mean_of_labels(F.mse_loss(logits, torch.zeros_like(logits)), 4)
+
+
+def test_a_mean_over_labels_is_said_once(caplog):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(jobs.Speaker())
+    batch = {name: value[None] for name, value in jobs.sentences()[0].items()}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+    assert sum("count_items" in record.getMessage() for record in caplog.records) == 1
+    accelerator.end_training()
