@@ -162,7 +162,7 @@ def build_wide(folder: str) -> tuple[int, float, float]:
     watcher.join()
     after = float(torch.rand(()))
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    first = next(iter(prepared.trainable.full_state_dict()))[1]
+    first = next(iter(prepared._drivetrain.trainable.full_state_dict()))[1]
     return peak - start, float(first[5, 7]), after
 
 

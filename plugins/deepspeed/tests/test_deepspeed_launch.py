@@ -39,7 +39,7 @@ SCRIPT = """
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    engine = model.trainable.driver.engine
+    engine = model._drivetrain.trainable.driver.engine
     found = {
         "losses": losses,
         "world": accelerator.num_processes,

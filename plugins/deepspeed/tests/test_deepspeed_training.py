@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.api import DrivetrainError, UnsupportedError
+from drivetrain.api import DrivetrainError, UnsupportedError, UsageError
 from drivetrain.testing import models, spawn
 from drivetrain.testing.scenario import full_state, share
 from drivetrain_deepspeed.loss_scale import LossScale
@@ -77,13 +77,11 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 
 
 
 def plain_windows() -> tuple[dict[str, Tensor], list[float]]:
-    """A parameter without a gradient counts as zero, as everywhere under ZeRO."""
     model = branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     norms, batch = [], 0
     for window in WINDOWS:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        optimizer.zero_grad()
         for which in window:
             x, y = models.dense_data(8, seed=100 + batch)
             batch += 1
@@ -241,7 +239,8 @@ def steps(section: dict[str, Any], folder: str) -> None:
         accelerator.backward(F.cross_entropy(model(x), y) * factor)
 
     before = full_state(accelerator, model)
-    optimizer.step()  # without gradients nothing is done
+    with pytest.raises(UsageError, match="found no gradients"):
+        optimizer.step()
     close(full_state(accelerator, model), before, 0.0)
     own.param_groups[0]["lr"] = 0.0
     backward()
@@ -251,7 +250,6 @@ def steps(section: dict[str, Any], folder: str) -> None:
     backward()
     loss_of_parameters = sum((parameter**2).sum() for parameter in model.parameters() if parameter.numel())
     if section["zero_stage"] in (1, 2):
-        assert all(parameter.grad is None for parameter in model.parameters())
         accelerator.backward(loss_of_parameters)
     if section["zero_stage"] == 0:
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -285,7 +283,7 @@ def groups_and_owners(folder: str) -> None:
     stepped = torch.optim.AdamW(model.parameters(), lr=0.1)
     F.cross_entropy(model(models.dense_data(4)[0]), models.dense_data(4)[1]).backward()
     stepped.step()
-    with pytest.raises(UnsupportedError, match="has stepped already"):
+    with pytest.raises(UnsupportedError, match="has state of its parameters already"):
         accelerator.prepare(model, stepped)
     accelerator = accelerator_with({"zero_stage": 2}, folder)
     some: Any = models.build("dense")

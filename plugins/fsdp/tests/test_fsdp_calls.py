@@ -64,7 +64,7 @@ def by_method(section: dict[str, Any]) -> list[dict[str, Tensor]]:
         for each in (optimizer, plain_optimizer):
             each.step()
             each.zero_grad()
-    state = {name: tensor.clone() for name, tensor in model.trainable.full_state_dict()}
+    state = {name: tensor.clone() for name, tensor in model._drivetrain.trainable.full_state_dict()}
     accelerator.end_training()
     return [reference.state_dict(), state]
 
@@ -123,7 +123,7 @@ def compiled() -> tuple[list[dict[str, Tensor]], int, list[str]]:
         for each in (optimizer, plain_optimizer):
             each.step()
             each.zero_grad()
-    state = {name: tensor.clone() for name, tensor in model.trainable.full_state_dict()}
+    state = {name: tensor.clone() for name, tensor in model._drivetrain.trainable.full_state_dict()}
     accelerator.end_training()
     return [reference.state_dict(), state], counters["stats"]["unique_graphs"], list(state)
 

@@ -119,7 +119,7 @@ def low_precision(tmp: str) -> None:
     model = accelerator.prepare(model)
     torch.manual_seed(21)
     expected = Net().bfloat16().state_dict()
-    for name, tensor in model.trainable.full_state_dict():
+    for name, tensor in model._drivetrain.trainable.full_state_dict():
         assert tensor.dtype == (torch.bfloat16 if name == "mask" else torch.float32)
         assert torch.equal(tensor.float(), expected[name].float()), name
     accelerator.end_training()

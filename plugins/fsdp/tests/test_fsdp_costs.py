@@ -61,7 +61,7 @@ def calls(section: dict[str, Any]) -> int:
 def ahead(section: dict[str, Any]) -> tuple[list[int], list[int]]:
     """How many units each of root and blocks gathers before its own turn, in forward and in backward."""
     accelerator, model, _ = prepared(section)
-    states = [part._get_fsdp_state() for part in (model.trainable.module, *model.blocks)]
+    states = [part._get_fsdp_state() for part in (model._drivetrain.trainable.module, *model.blocks)]
     depth = ([len(each._states_to_forward_prefetch) for each in states],
              [len(each._states_to_backward_prefetch) for each in states])  # fmt: skip
     accelerator.end_training()
@@ -106,7 +106,7 @@ def window(section: dict[str, Any], mesh: dict[str, int]) -> tuple[list[tuple[in
 def unreduced(model: Any) -> int:
     """Bytes of whole gradients that this rank keeps."""
     total = 0
-    for part in (model.trainable.module, *model.blocks):
+    for part in (model._drivetrain.trainable.module, *model.blocks):
         state = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (one for group in groups for one in group.fsdp_params):

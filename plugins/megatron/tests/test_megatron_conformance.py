@@ -14,6 +14,5 @@ class Requirements(BaseRequirements):  # noqa: F405
     section: ClassVar = {"pipeline_parallel_size": 2, "num_micro_batches": 2}
     axis_sections: ClassVar = {"dp_shard": {"data_parallel": "fsdp"}}
     gaps: ClassVar = {
-        "gradients.buffers": "forward runs once for each micro-batch, so a buffer that counts forwards counts those",
         "gradients.unused_parameters": "a model of two modules, one of them never called, has no place to be cut",
     }

@@ -287,7 +287,7 @@ def test_an_engine_that_is_absent_or_another_release_is_told_with_the_pip_comman
 
 
 def with_other_loss(model: Any, ids: torch.Tensor) -> None:
-    model.module.loss_function = F.cross_entropy
+    model.loss_function = F.cross_entropy
     model(ids, labels=ids)
 
 
@@ -319,7 +319,7 @@ def test_calls_that_it_cannot_honour_are_refused_with_a_cure(ranks) -> None:
         "do not count from 0",
         "[4, 1, 6, 6]",
         "closure",
-        "on others",
+        "would be this rank's part",
         "loss_function",
     ]
     for told in (rank["refused"] for rank in ranks):

@@ -80,8 +80,8 @@ class Slow(nn.Linear):
 def cut_by(section: dict[str, Any]) -> tuple[str, ...]:
     made = accelerator(section)
     model = follows(made, Stack)
-    assert model.calls == 6, "three batches in two parts each; measuring counts nothing"
-    points: tuple[str, ...] = model.trainable.pipeline.planner.cut.points
+    assert model.calls == 3, "three batches, whose parts count once; measuring counts nothing"
+    points: tuple[str, ...] = model._drivetrain.trainable.pipeline.planner.cut.points
     made.end_training()
     return points
 
@@ -96,7 +96,7 @@ class Knowing:
 
     @hookimpl
     def drivetrain_pipeline_split(self, model: nn.Module, num_stages: int) -> list[str] | None:
-        return ["blocks.4"] if type(model) is Stack and num_stages == 2 else None
+        return ["blocks.4"] if isinstance(model, Stack) and num_stages == 2 else None
 
 
 def cut_by_plugin(section: dict[str, Any]) -> tuple[str, ...]:
@@ -130,8 +130,8 @@ def table_goes_whole(section: dict[str, Any]) -> None:
 
 def test_an_input_as_long_as_the_batch_can_go_whole_to_every_part() -> None:
     spawn(table_goes_whole, 2, {"whole_inputs": ["scales"], "num_micro_batches": 4})
-    with pytest.raises(AssertionError):
-        spawn(table_goes_whole, 2, {"num_micro_batches": 4})
+    # Nobody needs to say it: the trial of the model finds that cutting the table changes the output.
+    spawn(table_goes_whole, 2, {"num_micro_batches": 4})
 
 
 class Double(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import nn
 from drivetrain.api import UsageError
 from drivetrain.testing import spawn
 from drivetrain_megatron.commands import plan
+from drivetrain_megatron.pipeline.skeleton import is_absent
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,12 +115,12 @@ def held_in_training(section: dict[str, Any]) -> dict[str, Any]:
     accelerator.backward(loss)
     optimizer.step()
     if core:
-        parameters = list(model.trainable._wrapped.module.parameters())
+        parameters = list(model._drivetrain.trainable._wrapped.module.parameters())
         shapes = {str(place): tuple(one.shape) for place, one in enumerate(parameters)}
     else:
         named = dict(accelerator.unwrap_model(model).named_parameters())
         # What other stages hold has shapes, but no memory.
-        named = {name: one for name, one in named.items() if not type(one.data).__name__.startswith("Fake")}
+        named = {name: one for name, one in named.items() if not is_absent(one)}
         shapes = {name: tuple(local(one).shape) for name, one in named.items()}
         parameters = [local(one) for one in named.values()]
     size = sum(one.numel() * one.element_size() for one in parameters)

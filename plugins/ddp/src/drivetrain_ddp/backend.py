@@ -1,9 +1,11 @@
-"""``ddp``: a replica in every process, gradients averaged by torch's DistributedDataParallel while backward runs."""
+"""``ddp``: a replica in every process; torch's DistributedDataParallel averages gradients while backward runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +24,6 @@ from drivetrain.api import (
     TorchEngine,
     Trainable,
     clipping,
-    collectives,
     ensure_process_group,
     pick_device,
     place_model,
@@ -30,40 +31,63 @@ from drivetrain.api import (
 from drivetrain_ddp import hooks, state
 from drivetrain_ddp.config import DDPConfig
 from drivetrain_ddp.plugin import DDP
+from drivetrain_ddp.reducer import GradientReducer
+
+# Its own forward is not where buffers have to agree: the reducer sees to that. Up to torch 2.12 the old name alone.
+_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 @final
 class DDPTrainable(Trainable):
-    """A module behind DistributedDataParallel.
+    """A module whose gradients are averaged over ranks at the end of each accumulation window.
 
-    DDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. A forward without gradients runs the module
-    itself: it needs no communication, and ranks may evaluate different numbers of batches.
+    DDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Forward runs the module itself: it needs no
+    communication, and ranks may evaluate different numbers of batches.
     """
 
     def __init__(
         self,
-        wrapper: DistributedDataParallel | None,
+        backend: DDPBackend,
+        reducer: GradientReducer | None,
         model: nn.Module,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        engine: TorchEngine,
-        dp_size: int,
     ) -> None:
-        self.wrapper, self._model, self.module = wrapper, model, module
-        self.optimizers, self._engine, self._dp_size = list(optimizers), engine, dp_size
+        self._backend, self.reducer, self._model, self.module = backend, reducer, model, module
+        self.optimizers, self._engine = list(optimizers), backend.engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        replica = self.wrapper
-        if replica is None or not torch.is_grad_enabled():
+        reducer = self.reducer
+        if reducer is None or not torch.is_grad_enabled():
             return self._engine.forward(self._model, args, kwargs)
-        return self._engine.forward(replica, args, kwargs)
+        reducer.refresh_if_changed()
+        if self._model is self.module and self.module._compiled_call_impl is None:  # noqa: SLF001
+            return self._engine.forward(self._model, args, kwargs)
+        with reducer.compiling():
+            return self._engine.forward(self._model, args, kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        self._engine.backward(loss, scale * self._dp_size)
+        self._backend.backward(loss, scale)
 
     def synchronise_gradients(self, enabled: bool) -> None:
-        if self.wrapper is not None:
-            self.wrapper.require_backward_grad_sync = enabled
+        if self.reducer is not None:
+            self.reducer.enabled = enabled
+
+    def has_unreduced_gradients(self) -> bool:
+        return self.reducer is not None and self.reducer.has_unreduced()
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        # A forward that counts in a buffer registers it anew each time; the reducer has nothing to do with buffers.
+        if self.reducer is not None and isinstance(value, nn.Module | nn.Parameter):
+            self.reducer.model_changed()
+
+    def before_conversion(self) -> None:
+        if self.reducer is not None:
+            self.reducer.model_changed()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         clipping.multiply(clipping.gradients(self.module.parameters()), factor)
@@ -78,7 +102,9 @@ class DDPTrainable(Trainable):
         self._engine.unscale(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        return self._engine.step(optimizer, closure)
+        result = self._engine.step(optimizer, closure)
+        self._backend.updated()
+        return result
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)
@@ -93,8 +119,10 @@ class DDPTrainable(Trainable):
         state.load_portable_state(self.module, self.optimizers, self._engine, portable)
 
     def release(self) -> None:
-        """Drop the wrapper, whose reducer must be gone before the process group is destroyed."""
-        self.wrapper = None
+        if self.reducer is not None:
+            self._backend.forget(self.reducer)
+            self.reducer.release()
+        self.reducer = None
 
 
 @final
@@ -109,28 +137,47 @@ class DDPBackend(Backend):
         self._group = ensure_process_group(settings.place, device.partition(":")[0], settings.process_group)
         mesh = Mesh(settings.mesh or {"dp_replicate": settings.place.world_size})
         self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
-        self._engine = TorchEngine(settings.precision, device)
-        self.scaler = self._engine.scaler
+        self.engine = TorchEngine(settings.precision, device)
+        self.scaler = self.engine.scaler
+        self._reducers: list[GradientReducer] = []
         return self.topology
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module = place_model(model, optimizers, self.settings, self.topology)
-        wrapper = None
-        trained = any(parameter.requires_grad for parameter in module.parameters())
-        if self.topology.world_size > 1 and training and trained:
-            wrapper = self._wrap(model)
-        elif self.topology.world_size > 1:
-            # DDP refuses a module without trained parameters; all ranks start from rank 0's values all the same.
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
-        return DDPTrainable(wrapper, model, module, optimizers, self._engine, self.topology.dp_size)
+        reducer, keep_buffers_apart = None, False
+        if self.topology.world_size > 1:
+            options = self._options()
+            # Parameters that a backward does not reach are found in any case.
+            options.pop("find_unused_parameters", None)
+            keep_buffers_apart = not options.pop("broadcast_buffers", True)
+            reducer = GradientReducer(
+                module,
+                self.topology,
+                partial(self._wrap, options),
+                static_graph=options.pop("static_graph", False),
+            )
+            if not training:
+                # Rank 0's values have reached all, which is what a model that is not trained needs.
+                reducer.release()
+                reducer = None
+        if reducer is not None:
+            self._reducers.append(reducer)
+            if len(self._reducers) > 1:
+                for each in self._reducers:
+                    each.arm_when_reached()
+        trainable = DDPTrainable(self, reducer, model, module, optimizers)
+        trainable.settles_buffers = keep_buffers_apart
+        return trainable
 
-    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        options = self._options()
-        hook = {name: options.pop(name) for name in hooks.OPTIONS if name in options}
+    def _wrap(
+        self, options: Mapping[str, Any], module: nn.Module, static_graph: bool, starts: bool
+    ) -> DistributedDataParallel:
+        arguments = {name: value for name, value in options.items() if name not in hooks.OPTIONS}
+        # On a device of its own, as torch wants it said; a model spread over several says nothing.
         index = None if self.topology.device == "cpu" else [int(self.topology.device.partition(":")[2] or 0)]
-        wrapper = DistributedDataParallel(model, device_ids=index, **options)
-        hooks.register(wrapper, **hook)
+        arguments |= {"static_graph": static_graph, "init_sync": starts, _BUFFERS: False}
+        wrapper = DistributedDataParallel(module, device_ids=index, **arguments)
+        hooks.register(wrapper, **{name: options[name] for name in hooks.OPTIONS if name in options})
         return wrapper
 
     def _options(self) -> dict[str, Any]:
@@ -140,14 +187,41 @@ class DDPBackend(Backend):
         handler = self.settings.handlers.get("DistributedDataParallelKwargs")
         return options if handler is None else options | handler.to_kwargs()
 
-    def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        """Back-propagate, and reduce the gradients of every model that the loss depends on."""
+        reducers = self._reducers
+        for reducer in reducers:
+            loss = reducer.before_backward(loss)
+        self.engine.backward(loss, scale * self.topology.dp_size)
+        for reducer in reducers:
+            reducer.after_backward()
+
+    def updated(self) -> None:
+        """An optimizer has stepped; it may hold parameters of several models."""
+        for reducer in self._reducers:
+            reducer.updated()
+
+    def forget(self, reducer: GradientReducer) -> None:
+        """A model was released."""
+        self._reducers = [each for each in self._reducers if each is not reducer]
+
+    @contextmanager
+    def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
         """Shadow the collectives of ranks that still have batches; gradients are divided by the full world size."""
-        wrappers = [
-            trainable.wrapper
+        reducers = [
+            trainable.reducer
             for trainable in trainables
-            if isinstance(trainable, DDPTrainable) and trainable.wrapper is not None
+            if isinstance(trainable, DDPTrainable) and trainable.reducer is not None
         ]
-        return Join(wrappers) if wrappers else nullcontext()  # type: ignore[arg-type]
+        wrappers = [reducer.wrapper for reducer in reducers if reducer.wrapper is not None]
+        for reducer in reducers:
+            reducer.joined = True
+        try:
+            with Join(wrappers) if wrappers else nullcontext():  # type: ignore[arg-type]
+                yield
+        finally:
+            for reducer in reducers:
+                reducer.joined = False
 
     def stop(self) -> None:
         self._group.release()

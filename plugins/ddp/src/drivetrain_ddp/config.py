@@ -14,12 +14,14 @@ class DDPConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    broadcast_buffers: bool = Field(True, description="Before a training forward, give every rank rank 0's buffers.")
+    broadcast_buffers: bool = Field(
+        True, description="After each reduction of gradients, give every rank rank 0's buffers."
+    )
     bucket_cap_mb: float | None = Field(
         None, gt=0, description="Size in MiB of the buckets in which gradients are reduced; null = torch's default, 25."
     )
     find_unused_parameters: bool = Field(
-        False, description="Walk the graph in each forward for parameters that get no gradient; costs time."
+        False, description="Accepted either way: parameters that get no gradient are always found."
     )
     gradient_as_bucket_view: bool = Field(
         False, description="Let .grad point into the reduction buckets: saves one copy of the gradients in memory."

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drivetrain.api import Rule, UsageError, flag
+from drivetrain.api import Rule, UsageError, flag, number, whole
 from drivetrain_deepspeed.config import DeepSpeedConfig
 
 _LAUNCH = "start every machine with `drivetrain launch`"
@@ -23,15 +23,15 @@ def _device(value: Any) -> str:
 
 
 def _clipping(value: Any) -> Mapping[str, Any]:
-    return {} if value == _AUTO else {"deepspeed.gradient_clipping": float(value)}
+    return {} if value == _AUTO else {"deepspeed.gradient_clipping": number(value)}
 
 
 def _accumulation(value: Any) -> Mapping[str, Any]:
-    return {} if value == _AUTO else {"deepspeed.gradient_accumulation_steps": int(value)}
+    return {} if value == _AUTO else {"deepspeed.gradient_accumulation_steps": whole(value)}
 
 
 RULES: Mapping[str, Rule] = {
-    "zero_stage": Rule(to="deepspeed.zero_stage", convert=int),
+    "zero_stage": Rule(to="deepspeed.zero_stage", convert=whole),
     "deepspeed_config_file": Rule(to="deepspeed.config_file", nothing=("none",)),
     "gradient_accumulation_steps": Rule(into=_accumulation),
     "gradient_clipping": Rule(into=_clipping, nothing=("none",)),

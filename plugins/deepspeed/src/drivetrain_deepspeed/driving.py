@@ -7,19 +7,23 @@ clips nothing and never steps by itself. What its public methods do not reach is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import StepResult, Topology, clipping, collectives
+from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, clipping, collectives
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
+from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.loss_scale import LossScale
 from drivetrain_deepspeed.parts import PartitionedGradients
 from drivetrain_deepspeed.slices import SlicedGradients
+from drivetrain_deepspeed.unused import Unused
+from drivetrain_deepspeed.writes import Writes
 
 _APPLIED = StepResult()
 
@@ -32,7 +36,8 @@ class Driver:
         engine: what ``deepspeed.initialize`` returned.
         topology: the job.
         loss_scale: the run's, shared by all engines since one loss may reach several; ``None`` without loss scaling.
-        parameters: for each of the script's optimizers, by identity, the identities of its parameters.
+        optimizers: each of the script's with its parameters.
+        guard: of the module's parameters.
         max_norm: clip to this norm in a window in which the script does not clip; 0: do not.
     """
 
@@ -41,11 +46,13 @@ class Driver:
         engine: Any,
         topology: Topology,
         loss_scale: LossScale | None,
-        parameters: Mapping[int, frozenset[int]],
+        optimizers: Sequence[tuple[Optimizer, Sequence[nn.Parameter]]],
+        guard: Guard,
         max_norm: float = 0.0,
     ) -> None:
         self.engine, self._topology, self._loss_scale = engine, topology, loss_scale
-        self._parameters, self._max_norm = parameters, max_norm
+        self._guard, self._max_norm = guard, max_norm
+        self._parameters = {id(optimizer): frozenset(map(id, held)) for optimizer, held in optimizers}
         self.stage = int(engine.zero_optimization_stage())
         self.zero: Any = engine.optimizer if self.stage else None
         # DeepSpeed's own scalers for autocast in float16 let each rank decide alone, parameter group by group.
@@ -55,19 +62,30 @@ class Driver:
         self.gradients = self._gradients()
         efficient = self.stage == 3 and engine._config.zero_config.memory_efficient_linear  # noqa: SLF001
         self._linear = quiet.linear_of_stage_3 if efficient else nullcontext
+        self._hooked = self.stage == 3
+        """Stage 3 needs DeepSpeed's hooks in every forward. Else they would be in copies of the model."""
+        if not self._hooked:
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+            engine.module_forward_pre_hook = engine.module_forward_post_hook = None
+        self._running = False
+        """A backward of the core runs."""
         self._reached = False
-        """The backward that runs has come to what this engine's forward returned."""
-        prologue = engine._backward_prologue  # noqa: SLF001
-
-        def reached() -> None:
-            if not self._reached:
-                self._reached = True
-                self.before_backward()
-            prologue()
-
-        engine._backward_prologue = reached  # noqa: SLF001
+        """It has come to this engine."""
+        self._prologue = engine._backward_prologue  # noqa: SLF001
+        engine._backward_prologue = self._at_output  # noqa: SLF001
         # It would divide by the engine's accumulation steps, of which there are none.
         engine._backward_prologue_per_tensor = _unchanged  # noqa: SLF001
+        held = {id(each): each for _, parameters in optimizers for each in parameters}
+        self.writes = None if self.zero is None else Writes(engine.module, self.zero, self.stage, held.values())
+        self._unused = None if self.zero is None else Unused(self.zero, guard.named)
+        self._used: set[int] = set()
+        """Parameters that backwards have reached since the last step."""
+        self._their_hooks = {handle.id for handle in getattr(self.zero, "_grad_acc_hooks", ())}
+        self._hooks = self._watch(engine.module)
+        self._kind = self._hooks[0][0], self._hooks[0][0].dtype
+        self.extra_hooks: Sequence[Any] = ()
+        """Further handles of hooks that go with the engine."""
         self._waiting: set[int] = set()
         """Optimizers that have not stepped yet with the gradients that there are."""
         self._scale = 1.0
@@ -79,6 +97,7 @@ class Driver:
         self._clipped = False
         self._closed = True
         """The last backward reduced what its window has gathered."""
+        guard.pending = lambda: bool(self._waiting)
 
     def _gradients(self) -> Gradients:
         if self.stage == 0:
@@ -87,12 +106,82 @@ class Driver:
             return PartitionedGradients(self.zero, self._topology.device)
         return SlicedGradients(self.zero)
 
+    # ---- what a backward comes to ----------------------------------------------------------------------------------
+
+    def _watch(self, module: nn.Module) -> list[tuple[Any, Any]]:
+        """A hook on each trained parameter, before DeepSpeed's own, which tells whether a backward comes here.
+
+        DeepSpeed's hooks on the tensors that a forward returns see those in lists, tuples and dictionaries alone, and
+        none where a script calls a part of the model.
+        """
+        hooks = []
+        each: Any
+        for each in module.parameters():
+            if each.requires_grad:
+                handle = each.register_post_accumulate_grad_hook(self._at_parameter)
+                each._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # noqa: SLF001
+                hooks.append((each, handle))
+        return hooks
+
+    def _check_hooks(self) -> None:
+        """Raise where the script has set hooks that find no gradient, or one rank's of one micro-batch."""
+        for each, handle in self._hooks:
+            if len(each._post_accumulate_grad_hooks) > 1:  # noqa: SLF001
+                others = each._post_accumulate_grad_hooks.keys() - self._their_hooks - {handle.id}  # noqa: SLF001
+                if others:
+                    raise UnsupportedError(
+                        f"{self._guard.named(id(each))} has a hook by register_post_accumulate_grad_hook, and ZeRO "
+                        f"stage {self.stage} takes gradients out of the parameters while backward runs",
+                        cure="Use register_hook, which is given the gradient itself, or zero_stage: 0.",
+                    )
+
+    def _at_output(self) -> None:
+        """A gradient has come to what this engine's forward returned."""
+        if self._running:
+            self._arrive()
+        elif self.stage == 3 and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "torch.autograd.grad(..., create_graph=True) through a model under ZeRO stage 3 goes through its "
+                "layers twice, and the second time their parameters are in parts",
+                cure="Use zero_stage 0, 1 or 2 for gradient penalties and other second derivatives.",
+            )
+
+    def _at_parameter(self, parameter: Tensor) -> None:
+        """A gradient has been added to one of the parameters; DeepSpeed has not seen it yet."""
+        self._used.add(id(parameter))
+        if self._reached:
+            return
+        if self._running:
+            self._arrive()
+        elif not self._guard.engine_at_work:
+            raise UsageError(
+                "loss.backward() has come to a model under DeepSpeed, which reduces gradients in a backward that it "
+                "knows of",
+                cure="Write accelerator.backward(loss).",
+            )
+
+    def _arrive(self) -> None:
+        if not self._reached:
+            self._reached = True
+            self.before_backward()
+            self._prologue()
+
+    def release(self) -> None:
+        """Take the hooks away."""
+        for handle in (*self.extra_hooks, *(handle for _, handle in self._hooks)):
+            handle.remove()
+
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's forward, with gradients."""
-        with self._linear():
-            return self.engine(*args, **kwargs)
+        if self._hooked:
+            with self._linear():
+                return self.engine(*args, **kwargs)
+        args, kwargs = self.engine._forward_prologue(args, kwargs) or (args, kwargs)  # noqa: SLF001
+        output = self.engine(*args, **kwargs)
+        self.engine._forward_epilogue()  # noqa: SLF001
+        return output
 
     def synchronise(self, enabled: bool) -> None:
         """Whether the next backward closes a window."""
@@ -101,19 +190,30 @@ class Driver:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the engine know that a backward of ours runs: it must not end it by itself."""
+        parameter, dtype = self._kind
+        if parameter.dtype != dtype:  # model.double(): of all, one is enough.
+            raise UnsupportedError(
+                f"{self._guard.named(id(parameter))} was {dtype} when it was prepared and is {parameter.dtype} now: "
+                "DeepSpeed reduces and steps the former",
+                cure="Change dtypes before prepare; mixed_precision computes in a lower one.",
+            )
+        if self.writes is not None:
+            self.writes.check_places()
+            self._check_hooks()
         engine = self.engine
         engine._running_engine_backward_count += 1  # noqa: SLF001
         engine._running_engine_backward = True  # noqa: SLF001
+        self._running = True
         try:
-            with self._linear():
+            with self._guard, self._linear():
                 yield
         finally:
-            self._reached = False
+            self._reached = self._running = False
             engine._running_engine_backward_count -= 1  # noqa: SLF001
             engine._running_engine_backward = engine._running_engine_backward_count > 0  # noqa: SLF001
 
     def before_backward(self) -> None:
-        """A backward has come to this engine's outputs, and to none of its parameters yet."""
+        """A backward has come to this engine, and DeepSpeed has seen none of its gradients yet."""
         self._norm = None
         if self._loss_scale is not None:
             if self._waiting and self._scale != self._loss_scale.scale:
@@ -123,19 +223,27 @@ class Driver:
 
     def after_backward(self) -> None:
         """A backward is over; where it came to this engine, reduce what it left. Collective then."""
-        if not self._reached and not self._touched():
+        if not self._reached:
             return
-        self._reached = False
         self.engine._backward_epilogue()  # noqa: SLF001
         self._closed = bool(self.engine.is_gradient_accumulation_boundary())
         self.gradients.after_backward(self._closed)
+        if self.zero is None and self._closed:
+            self._drop_unused()
         self._waiting.update(self._parameters)
 
-    def _touched(self) -> bool:
-        """A loss of parameters alone, without a forward, leaves gradients too."""
-        if isinstance(self.gradients, SlicedGradients):
-            return bool(self.zero.ready_for_gradients)
-        return False
+    def _drop_unused(self) -> None:
+        """Stage 0: DeepSpeed has given zeros to parameters that no rank has used, by which optimizers would move them.
+
+        Collective over the data-parallel ranks, which may have used different ones.
+        """
+        parameters = [each for each, _ in self._hooks]
+        used = torch.tensor([id(each) in self._used for each in parameters], dtype=torch.int32)
+        if self._topology.dp_size > 1:
+            used = collectives.all_reduce(used.to(self._topology.device), "max", self._topology).cpu()
+        for each, by_some in zip(parameters, used.tolist(), strict=True):
+            if not by_some:
+                each.grad = None
 
     # ---- between backward and step ---------------------------------------------------------------------------------
 
@@ -201,8 +309,7 @@ class Driver:
     def step(self, optimizer: Optimizer) -> StepResult:
         """One update by one of the optimizers, or none where gradients are not finite. Collective."""
         number = id(optimizer)
-        if number not in self._waiting:
-            return _APPLIED
+        self._before_step(optimizer)
         alone = len(self._parameters) == 1
         mine = None if alone else self._parameters[number]
         self.unscale()
@@ -228,11 +335,30 @@ class Driver:
         skipped = self.zero is not None and bool(self.zero.overflow)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=skipped)
+        if self.writes is not None:
+            self.writes.settle()
+        if self._unused is not None:
+            self._unused.end(applied=not skipped)
         self._waiting.discard(number)
         if not self._waiting:
             self.gradients.end_window()
             self._end_window()
         return StepResult(skipped=skipped, grad_norm=known) if skipped or known is not None else _APPLIED
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step that would not do what the script means, and take in what it wrote to parameters."""
+        if id(optimizer) not in self._waiting:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() found no gradients: no backward has reached its model since they "
+                "were last used or dropped",
+                cure="First call accelerator.backward(loss) with a loss that depends on the model; call zero_grad() "
+                "after step().",
+            )
+        if self.writes is not None:
+            self.writes.check()
+            self.writes.take_in()
+        if self._unused is not None:
+            self._unused.begin(optimizer, self._parameters[id(optimizer)], self._used)
 
     def _step(self) -> None:
         """The engine's step, which applies our factor in the pass in which it divides by the loss scale.
@@ -273,6 +399,7 @@ class Driver:
         if self._waiting:
             for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
                 piece.zero_()
+            self._used -= self._parameters[id(optimizer)]
         else:
             self.gradients.drop()
             self._end_window()
@@ -280,6 +407,7 @@ class Driver:
     def _end_window(self) -> None:
         self._scale, self._norm, self._clipped = 1.0, None, False
         self._refused.clear()
+        self._used.clear()
 
 
 def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | None) -> None:

@@ -206,7 +206,8 @@ class EngineConfig:
                 "gradient_clipping": 0.0,
             }
         )
-        # Any torch optimizer steps here, unless the section says that it must not.
+        # DeepSpeed asks for the class, of which it knows nine; `elementwise.check` has looked at what the optimizer
+        # does, and has refused what ZeRO would make another of. The section may say that DeepSpeed must ask too.
         values.setdefault("zero_allow_untested_optimizer", True)
         # It would forbid the script's own; `effects` says so.
         values["zero_force_ds_cpu_optimizer"] = False

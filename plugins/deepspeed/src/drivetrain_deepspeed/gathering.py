@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm
 from torch import Tensor, nn
 
+from drivetrain.api import plain_state_dict
 from drivetrain_deepspeed.layout import FlatGroup, Piece, flat_groups, partition_of, partitioned
 
 _ELEMENTS = 1 << 18
@@ -26,7 +27,7 @@ def full_tensors(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tenso
     """
     trained = {id(piece.parameter): (flat, piece) for flat in flat_groups(optimizer) for piece in flat.pieces}
     cut = {id(piece.parameter): piece for piece in partitioned(module)}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in plain_state_dict(module, keep_vars=True).items():
         if id(tensor) in trained:
             yield name, _trained(*trained[id(tensor)], in_parts=id(tensor) in cut)
         elif id(tensor) in cut:

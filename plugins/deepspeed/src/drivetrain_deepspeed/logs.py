@@ -10,7 +10,8 @@ _THEIRS = "DeepSpeed"
 _OURS = "drivetrain_deepspeed.engine"
 
 _NO_NEWS = (
-    # Any torch optimizer is allowed on purpose, and compared with a single process in tests.
+    # `elementwise.check` has found that ZeRO may cut this optimizer's parameters, or has refused it; of a stranger's
+    # optimizer it says so itself.
     "You are using ZeRO with an untested optimizer",
     # A schedule's own first reading of its learning rate.
     "Attempting to get learning rate from scheduler before it has started",

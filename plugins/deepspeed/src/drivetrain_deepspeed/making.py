@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_module
-from drivetrain_deepspeed import compiling, quiet
+from drivetrain_deepspeed import compiling, elementwise, quiet
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
+from drivetrain_deepspeed.guard import Guard
+from drivetrain_deepspeed.layout import flat_groups
+from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
@@ -34,11 +38,13 @@ class MadeEngine:
         driver: of the engine; ``None`` where the model is not trained.
         state: for checkpoints.
         optimizers: what really steps, in the order of the script's.
+        guard: of the module's parameters; ``None`` where no engine was made.
     """
 
     driver: Driver | None
     state: EngineState
     optimizers: list[Optimizer]
+    guard: Guard | None = None
 
 
 def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> MadeEngine:
@@ -52,25 +58,39 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         return _evaluating(backend, model, module)
     for optimizer in optimizers:
         _check(optimizer, module)
+        elementwise.check(optimizer, backend.config.stage, backend.topology.device)
     described = _described(backend, optimizers)
     config = _dictionary(backend, module, described)
     recorded = [RecordedGroups.of(optimizer) for optimizer in optimizers]
-    client: Optimizer | None = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
+    # DeepSpeed makes a new one of an Adagrad, of one group and with no word to the script's and its schedule.
+    adagrads = [each for each in optimizers if isinstance(each, torch.optim.Adagrad)] if backend.config.stage else []
+    for adagrad in adagrads:
+        adagrad.state.clear()
+    several = len(optimizers) > 1 or adagrads
+    client: Optimizer | None = SeveralOptimizers(optimizers) if several else optimizers[0]
     given: dict[str, Any] = {"optimizer": client}
     if described is not None:
         assert isinstance(optimizers[0], DummyOptim)
+        elementwise.check_described(str(described["type"]), backend.config.stage)
         given = {"model_parameters": optimizers[0].given_groups()}
     engine = _initialize(backend, model, config, **given)
     steps = list(optimizers)
     if described is not None:
         steps = [engine.basic_optimizer]
         recorded = [RecordedGroups(recorded[0].parameters, tuple(steps[0].param_groups), steps[0])]
-    parameters = {
-        id(optimizer): frozenset(id(parameter) for group in its.parameters for parameter in group)
+    for adagrad in adagrads:
+        _fill_adagrad(adagrad, engine.optimizer)
+    guard = Guard(module, backend.config.stage)
+    held = [
+        (optimizer, [parameter for group in its.parameters for parameter in group])
         for optimizer, its in zip(steps, recorded, strict=True)
-    }
-    driver = Driver(engine, backend.topology, backend.loss_scale, parameters, backend.config.clipping)
-    return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps)
+    ]
+    driver = Driver(engine, backend.topology, backend.loss_scale, held, guard, backend.config.clipping)
+    _close_ways_around(optimizers, guard, backend.config.stage)
+    if backend.config.stage == 3:
+        load_in_parts(module)
+        driver.extra_hooks = refuse_hidden_outputs(module)
+    return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
 
 def _evaluating(backend: DeepSpeedBackend, model: nn.Module, module: nn.Module) -> MadeEngine:
@@ -78,7 +98,38 @@ def _evaluating(backend: DeepSpeedBackend, model: nn.Module, module: nn.Module) 
     if backend.config.stage < 3:
         return MadeEngine(None, EngineState(module, None), [])
     engine = _initialize(backend, model, _dictionary(backend, module, None))
-    return MadeEngine(None, EngineState(module, engine.optimizer), [])
+    load_in_parts(module)
+    return MadeEngine(None, EngineState(module, engine.optimizer), [], Guard(module, backend.config.stage))
+
+
+def _fill_adagrad(adagrad: torch.optim.Adagrad, zero: Any) -> None:
+    """State for the flat partitions, as its constructor makes it for parameters."""
+    for flat in flat_groups(zero):
+        start = zero.optimizer.param_groups[flat.group]["initial_accumulator_value"]
+        adagrad.state[flat.flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat.flat.detach(), start)}
+
+
+def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int) -> None:
+    """What a script may call on the optimizer that it made, and that would not train its model."""
+
+    def no_group(_: Any) -> None:
+        raise UnsupportedError(
+            "DeepSpeed lays out the parameters of all groups when they are prepared, and takes no group afterwards",
+            cure="Give all parameters to the optimizer before prepare, those that train later with lr=0 or in an "
+            "optimizer of their own that does not step yet.",
+        )
+
+    def no_step(optimizer: Optimizer, *_: Any) -> None:
+        if not guard.engine_at_work:
+            raise UsageError(
+                f"this {type(optimizer).__name__} was called by itself, and holds ZeRO's partitions without gradients",
+                cure="Call step() of the optimizer that accelerator.prepare returned.",
+            )
+
+    for optimizer in optimizers:
+        optimizer.add_param_group = no_group  # type: ignore[method-assign,assignment]
+        if stage and not isinstance(optimizer, DummyOptim):
+            optimizer.register_step_pre_hook(no_step)
 
 
 def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any], **given: Any) -> Any:
@@ -163,10 +214,11 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
             "steps one model at a time",
             cure="Make one optimizer for each model, and loose parameters part of a model.",
         )
-    if optimizer.state:
+    if optimizer.state and not _is_fresh(optimizer):
         raise UnsupportedError(
-            f"this {type(optimizer).__name__} has stepped already, and DeepSpeed would forget its state",
-            cure="Prepare it before its first step; load the state afterwards with accelerator.load_state.",
+            f"this {type(optimizer).__name__} has state of its parameters already, and DeepSpeed would forget it",
+            cure="Prepare it before its first step; load the state afterwards with accelerator.load_state. An "
+            "optimizer of your own may make its state in the first step instead of in its constructor.",
         )
     for index, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):
@@ -175,3 +227,9 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
                 "does not take",
                 cure="Leave frozen parameters out of the optimizer.",
             )
+
+
+def _is_fresh(optimizer: Optimizer) -> bool:
+    """An Adagrad fills its state when it is made; it has not stepped as long as its counts are 0."""
+    known = isinstance(optimizer, torch.optim.Adagrad)
+    return known and not any(float(slots["step"]) for slots in optimizer.state.values())

@@ -25,8 +25,9 @@ def load(kind: str) -> Any:
     The environment is as before afterwards: DeepSpeed reads ``DS_ACCELERATOR`` once.
     """
     with environment({_ACCELERATOR: kind}), warnings.catch_warnings():
-        # What DeepSpeed's modules warn of on import concerns its authors.
-        warnings.simplefilter("ignore")
+        # Deprecations concern its authors; a script can do nothing about them.
+        for category in (DeprecationWarning, FutureWarning, SyntaxWarning):
+            warnings.simplefilter("ignore", category)
         package = importlib.import_module("deepspeed")
         accelerators: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
         importlib.import_module("deepspeed.ops")

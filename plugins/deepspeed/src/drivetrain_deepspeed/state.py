@@ -92,6 +92,10 @@ class EngineState:
         self._moments = None
         _spread(self._optimizer)
 
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Ranges of the live master values; what every rank holds whole as it is. Not collective."""
+        return portable.live_tensors(self._module) | self._cut(flat_groups(self._optimizer))
+
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor of the state dict in full, in the dtype that is trained, one at a time. Collective."""
         yield from full_tensors(self._module, self._optimizer)

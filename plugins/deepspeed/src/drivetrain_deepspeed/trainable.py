@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -20,6 +22,8 @@ from drivetrain.api import (
     original_module,
 )
 from drivetrain_deepspeed.driving import Driver
+from drivetrain_deepspeed.guard import Guard, in_parts
+from drivetrain_deepspeed.loading import plain_loads
 from drivetrain_deepspeed.own_schedules import STATE as SCHEDULES
 from drivetrain_deepspeed.own_schedules import OwnSchedules
 from drivetrain_deepspeed.state import EngineState
@@ -38,7 +42,7 @@ class DeepSpeedTrainable(Trainable):
     DeepSpeed averages over ranks, so a loss is multiplied by ``scale * dp_size``.
 
     Where a script finds gradients between backward and step: stage 0, in ``parameter.grad``; stages 1 to 3, nowhere in
-    the parameters (``parameter.grad`` is ``None``): DeepSpeed has taken them away.
+    the parameters, where DeepSpeed has taken them away: reading ``parameter.grad`` raises then.
     """
 
     def __init__(self, backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -50,6 +54,8 @@ class DeepSpeedTrainable(Trainable):
         self._state: EngineState | None = None
         self._all: frozenset[int] = frozenset()
         self._ownerless: frozenset[int] = frozenset()
+        self._guard: Guard | None = None
+        self._known: frozenset[int] = frozenset()
         if optimizers:
             self._start()
 
@@ -61,9 +67,10 @@ class DeepSpeedTrainable(Trainable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._state is None:
             self._start()
-        if self._driver is None or not torch.is_grad_enabled():
-            return self._backend.precision.forward(self._model, args, kwargs)
-        return self._backend.precision.forward(self._driver.forward, args, kwargs)
+        with self._engine():
+            if self._driver is None or not torch.is_grad_enabled():
+                return self._backend.precision.forward(self._model, args, kwargs)
+            return self._backend.precision.forward(self._driver.forward, args, kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         if self._state is None:
@@ -75,17 +82,21 @@ class DeepSpeedTrainable(Trainable):
             self._driver.synchronise(enabled)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        self._trained.multiply(factor)
+        with self._engine():
+            self._trained.multiply(factor)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._backend.config.check_clipping(max_norm)
-        return self._trained.clip_norm(self._wanted(parameters), max_norm, norm_type)
+        with self._engine():
+            return self._trained.clip_norm(self._wanted(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self._trained.clip_value(self._wanted(parameters), clip_value)
+        with self._engine():
+            self._trained.clip_value(self._wanted(parameters), clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._trained.unscale()
+        with self._engine():
+            self._trained.unscale()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is not None:
@@ -93,11 +104,59 @@ class DeepSpeedTrainable(Trainable):
                 "DeepSpeed's step takes no closure",
                 cure="Call backward before step(), and step() without arguments.",
             )
-        return self.schedules.step(optimizer, self._trained.step)
+        with self._engine():
+            return self.schedules.step(optimizer, self._trained.step)
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        """An optimizer that the engine does not know of is about to step some of its parameters."""
+        why = ""
+        if self._driver is None:
+            why = "DeepSpeed reduces no gradients of a model that was prepared without an optimizer"
+        elif self._driver.zero is not None:
+            why = "ZeRO takes gradients out of the parameters"
+        elif self._backend.loss_scale is not None:
+            why = "the loss scale is still in the gradients"
+        if why:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called on parameters of {type(self.module).__name__}, and was "
+                f"not prepared with it: {why}",
+                cure="Prepare a model together with all of its optimizers, and call step() of those that prepare "
+                "returned.",
+            )
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        if self._driver is None or self._driver.zero is None:
+            return
+        if isinstance(value, nn.Module):
+            new = any(each.requires_grad and id(each) not in self._known for each in value.parameters())
+        else:
+            new = isinstance(value, nn.Parameter) and value is not getattr(parent, name, None)
+        if new:
+            raise UnsupportedError(
+                f"{name} of {type(parent).__name__} has parameters that ZeRO did not share out when "
+                f"{type(self.module).__name__} was prepared, and would not train",
+                cure="Build the whole model before prepare. Values are written into the parameters that there are "
+                "(`p.copy_`, load_state_dict without assign=True); zero_stage: 0 takes new ones.",
+            )
+
+    def before_copy(self) -> None:
+        if self._guard is None or not self._backend.config.stage:
+            return
+        name = type(self.module).__name__
+        cure = "Save accelerator.get_state_dict(model), or load it into a second model that is built like the first."
+        if self._backend.config.stage == 3:
+            raise UnsupportedError(f"{name} cannot be copied: ZeRO stage 3 shares it out over ranks", cure=cure)
+        if sys._getframe(1).f_code.co_name == "__reduce_ex__":  # noqa: SLF001
+            raise UnsupportedError(f"{name} cannot be pickled: DeepSpeed keeps process groups in it", cure=cure)
+
+    def before_state_dict(self, *, replicated: bool) -> None:
+        # Below stage 3 every rank has all parameters; in it, those that DeepSpeed keeps whole and gathered ones.
+        super().before_state_dict(replicated=not any(map(in_parts, self.module.parameters())))
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         if self._driver is not None:
-            self._driver.drop(optimizer)
+            with self._engine():
+                self._driver.drop(optimizer)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if self._state is not None:
@@ -110,30 +169,58 @@ class DeepSpeedTrainable(Trainable):
             self._start()
 
     def portable_state(self) -> PortableState:
-        state = self._saved.portable_state()
+        saved = self._saved
+        with self._engine():
+            self._take_in()
+            state = saved.portable_state()
         if self._backend.loss_scale is not None:
             state.extra[LOSS_SCALE] = self._backend.loss_scale.state()
         if moved := self.schedules.state():
             state.extra[SCHEDULES] = moved
         return state
 
+    def live_tensors(self) -> dict[str, Any]:
+        saved = self._saved
+        with self._engine():
+            self._take_in()
+            return saved.live_tensors()
+
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return self._saved.portable_template(saved)
+        here = self._saved
+        with self._engine():
+            return here.portable_template(saved)
 
     def load_portable_state(self, state: PortableState) -> None:
-        self._saved.load_portable_state(state)
+        here = self._saved
+        with self._engine():
+            here.load_portable_state(state)
+            if self._driver is not None and self._driver.writes is not None:
+                self._driver.writes.settle()
         if self._backend.loss_scale is not None and state.extra.get(LOSS_SCALE):
             self._backend.loss_scale.load_state(state.extra[LOSS_SCALE])
         self.schedules.load(state.extra.get(SCHEDULES, ()))
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._saved.full_tensors()
+        saved = self._saved
+        with self._engine():
+            self._take_in()
+        tensors = saved.full_tensors()
+        while True:
+            with self._engine():
+                found = next(tensors, None)
+            if found is None:
+                return
+            yield found
 
     def release(self) -> None:
         """Destroy the engine; a module of stage 3 stays in parts, since no rank may have room for all of it."""
+        if self._guard is not None:
+            self._guard.release()
+            plain_loads(self.module)
         if self._driver is not None:
+            self._driver.release()
             self._driver.engine.destroy()
-        self._driver = self._state = None
+        self._driver = self._state = self._guard = None
 
     def _start(self) -> None:
         """Make the engine. Collective over all ranks."""
@@ -143,6 +230,17 @@ class DeepSpeedTrainable(Trainable):
         self._all, self._ownerless = frozenset(trained & held), frozenset(trained - held)
         engine = self._backend.engine(self._model, self.optimizers)
         self.optimizers, self._driver, self._state = engine.optimizers, engine.driver, engine.state
+        self._guard = engine.guard
+        self._known = frozenset(map(id, self.module.parameters()))
+
+    def _take_in(self) -> None:
+        """Bring what the script has written to where the engine finds it."""
+        if self._driver is not None and self._driver.writes is not None:
+            self._driver.writes.take_in()
+
+    def _engine(self) -> AbstractContextManager[None]:
+        """While the engine works, parameters are plain."""
+        return nullcontext() if self._guard is None else self._guard
 
     @property
     def _saved(self) -> EngineState:

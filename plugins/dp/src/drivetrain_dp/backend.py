@@ -25,6 +25,7 @@ from drivetrain.api import (
     Topology,
     TorchEngine,
     Trainable,
+    UnsupportedError,
     clipping,
     pick_device,
     place_model,
@@ -116,6 +117,14 @@ class DPBackend(Backend):
             section = self.settings.section or DPConfig()
             replicated = nn.DataParallel(model, device_ids=self._device_ids, dim=section.dim)
         return DPTrainable(replicated, module, optimizers, self._engine)
+
+    def synchronise_batch_norm(self, model: nn.Module) -> None:
+        """One device sees the whole batch; the threads of several have no way to share statistics."""
+        if len(self._device_ids) > 1:
+            raise UnsupportedError(
+                "dp splits a batch over several devices, and batch norms cannot take their statistics over all of them",
+                cure="Use distributed_type: ddp with sync_batch_norm, or leave sync_batch_norm out.",
+            )
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
         """One process never waits for another."""

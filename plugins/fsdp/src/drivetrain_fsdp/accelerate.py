@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag, section_from_arguments
+from drivetrain.api import Rule, flag, section_from_arguments, whole
 from drivetrain_fsdp.config import FSDPConfig
 
 _HYBRID = (
@@ -59,13 +59,6 @@ def _behind(value: Any) -> Mapping[str, Any]:
     raise ValueError("the next unit is always gathered while the present one computes")
 
 
-def _whole(value: Any) -> int:
-    try:
-        return int(float(value))
-    except (TypeError, ValueError):
-        raise ValueError("write a number of parameters") from None
-
-
 RULES: Mapping[str, Rule] = {
     "fsdp_version": Rule(why="torch's fully_shard (FSDP2) trains, whichever version the other keys are of"),
     "fsdp_reshard_after_forward": Rule(into=_reshard, changes_results=False),
@@ -74,7 +67,7 @@ RULES: Mapping[str, Rule] = {
     "fsdp_offload_params": Rule(to="fsdp.cpu_offload", convert=flag),
     "fsdp_auto_wrap_policy": Rule(into=_policy, changes_results=False),
     "fsdp_transformer_layer_cls_to_wrap": Rule(to="fsdp.transformer_layer_cls"),
-    "fsdp_min_num_params": Rule(to="fsdp.min_num_params", convert=_whole, nothing=(0,)),
+    "fsdp_min_num_params": Rule(to="fsdp.min_num_params", convert=whole, nothing=(0,)),
     "fsdp_backward_prefetch": Rule(into=_behind, changes_results=False),
     "fsdp_backward_prefetch_policy": Rule(into=_behind, changes_results=False),
     "fsdp_forward_prefetch": Rule(into=_ahead),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     Backend,
+    Buffers,
     Mesh,
     PortableState,
     Recording,
@@ -29,17 +32,19 @@ from drivetrain.api import (
     collectives,
     deferred,
     ensure_process_group,
+    optimizer_kinds,
     original_module,
     pick_device,
     precision,
 )
 from drivetrain_fsdp import hidden, state
-from drivetrain_fsdp.buffers import Buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
+from drivetrain_fsdp.hooks import GradientHooks
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import FormerParameters, parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
+from drivetrain_fsdp.tensors import plain_gradients
 from drivetrain_fsdp.whole import WholeParameters
 
 
@@ -51,6 +56,8 @@ class FSDPTrainable(Trainable):
     ranks must run the same number of them, in evaluation too.
     """
 
+    settles_buffers = True
+
     def __init__(
         self,
         backend: FSDPBackend,
@@ -58,20 +65,30 @@ class FSDPTrainable(Trainable):
         sharded: Sharded,
         former: FormerParameters,
         whole: WholeParameters,
+        hooks: GradientHooks,
         engine: TorchEngine,
     ) -> None:
         self._backend, self._model, self._sharded = backend, model, sharded
         self.module, self.optimizers = original_module(model), []
         self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
-        self._former, self._whole, self._engine = former, whole, engine
+        self._former, self._whole, self._hooks, self._engine = former, whole, hooks, engine
+        self._groups_known: dict[int, int] = {}
+        """By optimizer, the number of its parameter groups that are known to be element-wise."""
         self.keeps_whole = bool(whole.parameters)
         """Some trained parameters could not be cut."""
         self._dp_size = backend.topology.dp_size
         self._without_sync = backend.section.accumulate_without_sync
         self._spares_all_reduce = not self._without_sync and backend.topology.mesh.sizes["dp_replicate"] > 1
-        self._buffers = Buffers(self.module, backend.topology, each_forward=backend.section.broadcast_buffers)
+        self._buffers = Buffers(
+            self.module, backend.topology, together=True, each_forward=backend.section.broadcast_buffers
+        )
         self._known = {id(parameter) for parameter in self.module.parameters()}
         self._syncs = True
+        self._driven = False
+        """A backward that this backend runs is under way."""
+        self._output_type: type = type(None)
+        self._reached_through: set[type] = set()
+        """Types of outputs whose tensors led a backward to this model."""
         self._ran = False
         """A forward with gradients since the last backward of any model: that backward reaches this model."""
         self._unreduced = False
@@ -82,7 +99,9 @@ class FSDPTrainable(Trainable):
             self._buffers.before_forward()
         if torch.is_grad_enabled():
             self._ran = True
-            return self._engine.forward(self._model, args, kwargs)
+            output = self._engine.forward(self._model, args, kwargs)
+            self._output_type = type(output)
+            return output
         # Parameters gathered first in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
             output = self._engine.forward(self._model, args, kwargs)
@@ -93,6 +112,8 @@ class FSDPTrainable(Trainable):
         self._backend.backward(loss, scale * self._dp_size)
 
     def synchronise_gradients(self, enabled: bool) -> None:
+        # A hook sees the gradient of each micro-batch, whole.
+        enabled = enabled or self._hooks.active
         if enabled == self._syncs:
             return
         self._syncs = enabled
@@ -105,6 +126,9 @@ class FSDPTrainable(Trainable):
 
     def before_backward(self) -> None:
         """A backward of some model begins; it may reach this one."""
+        self._driven = True
+        if self._hooks.active:
+            self._hooks.before_backward()
         if self.keeps_whole:
             self._whole.before_backward()
 
@@ -112,9 +136,43 @@ class FSDPTrainable(Trainable):
         """That backward is over. Collective where gradients are synchronised and some parameters are whole."""
         if self._ran:
             self._ran, self._unreduced = False, not self._syncs
+            if self._syncs and self._output_type not in self._reached_through:
+                self._check_output()
         # Whether a forward ran or not: two of them may come before two backwards.
         if self.keeps_whole and self._syncs:
             self._whole.reduce()
+        self._driven = False
+        if self._hooks.begun:
+            self._hooks.after_backward()
+
+    def _check_output(self) -> None:
+        """Refuse an output in which FSDP finds no tensors: it would not hear of the backward, and train nothing."""
+        if hidden.left_behind(self._sharded.modules):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} returns {self._output_type.__name__}, in which fully_shard finds no "
+                "tensors, so that it did not take the gradients of this backward",
+                cure="Return a tensor, tuple, list, mapping or dataclass from forward.",
+            )
+        self._reached_through.add(self._output_type)
+
+    def reached(self) -> None:
+        """A backward reaches a unit; one that the script began itself has not been heard of."""
+        if not self._driven and not self._hooks.begun and self._hooks.active:
+            self._hooks.before_backward()
+            # FSDP's own callback, which reduces what is left, is in the queue before it.
+            torch.autograd.Variable._execution_engine.queue_callback(self._hooks.after_backward)  # noqa: SLF001
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether parameters that are whole got gradients in a backward that this backend did not run."""
+        return self.keeps_whole and self._whole.unreduced()
+
+    def check_hook(self) -> None:
+        """Refuse a gradient hook in the middle of a window, whose gradients are summed already."""
+        if self._unreduced:
+            raise UsageError(
+                "a gradient hook was set while gradients of earlier micro-batches wait to be reduced",
+                cure="Set hooks of parameters before the window's first micro-batch.",
+            )
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         # In place on the shards: on DTensors the multiplication would cost many times more.
@@ -122,11 +180,13 @@ class FSDPTrainable(Trainable):
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._backend.check_held(parameters)
-        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+        with plain_gradients(parameters):
+            return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         self._backend.check_held(parameters)
-        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
+        with plain_gradients(parameters):
+            self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a gradient of this model can be found at this parameter."""
@@ -138,7 +198,21 @@ class FSDPTrainable(Trainable):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         # A forward without a backward (model.generate) leaves some parameters whole, and their copies would go stale.
         self._backend.reshard()
+        self._check_kind(optimizer)
         return self._engine.step(optimizer, closure, local=True)
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not prepared steps on the shards themselves, which is right if it is element-wise."""
+        self._backend.reshard()
+        self._check_kind(optimizer)
+
+    def _check_kind(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that is not element-wise, at its first step and after ``add_param_group``."""
+        number = len(optimizer.param_groups)
+        if self._groups_known.get(id(optimizer)) != number:
+            if self._backend.topology.mesh.sizes["dp_shard"] > 1:
+                optimizer_kinds.check_elementwise(optimizer, "fsdp")
+            self._groups_known[id(optimizer)] = number
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)
@@ -164,12 +238,17 @@ class FSDPTrainable(Trainable):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self.reshard()
+        self._check_kind(optimizer)
         remap(optimizer, self._former, self.module, self._backend.topology)
         self.optimizers.append(optimizer)
 
     def portable_state(self) -> PortableState:
         self._settle()
         return state.portable_state(self.module, self.optimizers, self._engine)
+
+    def live_tensors(self) -> dict[str, Any]:
+        self.reshard()
+        return super().live_tensors()
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         self._settle()
@@ -182,6 +261,50 @@ class FSDPTrainable(Trainable):
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         self._settle()
         yield from state.full_tensors(self.module)
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        """Refuse parameters that come after ``fully_shard``: nothing would gather them, or reduce their gradients."""
+        new = [value] if isinstance(value, nn.Parameter) else []
+        if isinstance(value, nn.Module):
+            new = [one for one in value.parameters() if not self.holds(one)]
+        if not new or hidden.is_own(self._sharded.modules, parent, name, value):
+            return
+        raise UnsupportedError(
+            f"{name!r} brings parameters into {type(parent).__name__} after prepare, and fsdp shards a whole model",
+            cure="Build the whole model before accelerator.prepare(model), with adapters and heads that come later; "
+            "freeze them by requires_grad_(False) until then.",
+        )
+
+    def before_conversion(self) -> None:
+        """Refuse ``.to()``, ``.double()``, ``.half()``: FSDP's buffers and communication are made for what it was."""
+        raise UnsupportedError(
+            "fsdp cannot change device or dtype of a model that was prepared",
+            cure="Call .to(), .half() or .double() before accelerator.prepare(model); mixed_precision says in which "
+            "dtype it computes.",
+        )
+
+    def before_copy(self) -> None:
+        """Refuse copies and pickles of a module whose parameters are this rank's shards."""
+        raise UnsupportedError(
+            "a model that is sharded by fsdp cannot be copied or pickled (copy.deepcopy, AveragedModel, torch.save)",
+            cure="Copy it before accelerator.prepare(model), or average its parameters themselves: "
+            "`{name: p.detach().clone() for name, p in model.named_parameters()}`. accelerator.save_model(model, "
+            "folder) writes it.",
+        )
+
+    def before_state_dict(self, *, replicated: bool) -> None:
+        """Allow it: tensors of the state dict stand for whole ones, and refuse to be written as parts.
+
+        Raises:
+            UsageError: ``save_pretrained`` asks. It compares addresses of tensors before it writes them, with
+                collectives that the other ranks do not join.
+        """
+        asks: FrameType | None = sys._getframe(1)  # noqa: SLF001
+        for _ in range(3):
+            if asks is not None and asks.f_code.co_name == "save_pretrained":
+                super().before_state_dict(replicated=replicated)
+            asks = asks and asks.f_back
+        self.reshard()
 
     def release(self) -> None:
         """Stop what was put on the module; it stays in shards, since no rank may have room for all of it."""
@@ -245,6 +368,7 @@ class FSDPBackend(Backend):
         self._refuse(module)
         filling = Filling(module, self._recordings, self.section.weights)
         former = FormerParameters(module)
+        hooks = GradientHooks(module)
         precision.cast_parameters(module, settings.precision)
         filling.fill_buffers(module, self.topology)
         Buffers.place(module, self.topology)
@@ -258,15 +382,25 @@ class FSDPBackend(Backend):
         sharded = shard(module, cut, self.section, settings.precision, self._mesh, self.topology)
         at = torch.device("cpu" if self.section.cpu_offload else self.topology.device)
         filling.fill_parameters(module, self.topology, at)
+        hidden.give_sharded_tensors(sharded.modules)
         whole = [parameter for parameter in module.parameters() if parameter in set(cut.whole)]
         trained = WholeParameters([each for each in whole if each.requires_grad], self.topology)
-        trainable = FSDPTrainable(self, model, sharded, former, trained, self._engine)
+        trainable = FSDPTrainable(self, model, sharded, former, trained, hooks, self._engine)
+        hooks.watch(module, trainable.check_hook)
+        hidden.hear_of_backwards(sharded.modules, trainable.reached)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
+        former.close(module)
         self.trainables.append(trainable)
         return trainable
 
     def _refuse(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "quant_state") or type(parameter).__module__.partition(".")[0] == "bitsandbytes":
+                raise UnsupportedError(
+                    f"{name} is a quantised {type(parameter).__name__}, whose packed bytes and scales fsdp cannot cut",
+                    cure="Use distributed_type: ddp for a quantised base model, or load it without quantisation.",
+                )
         if not self.settings.place_on_device and self.topology.device != "cpu":
             raise UsageError(
                 "fsdp keeps its shards on the device, device_placement=False asks for something else",

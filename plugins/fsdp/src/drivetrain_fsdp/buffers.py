@@ -1,4 +1,4 @@
-"""Buffers are whole on every rank and change on their own there; rank 0's count when anybody looks."""
+"""Buffers that are state, and a forward that runs a second time."""
 
 from __future__ import annotations
 
@@ -7,51 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-
-from drivetrain.api import Topology, collectives
-
-
-class Buffers:
-    """A module's buffers. Rank 0's are given to all before evaluation and before a state is read.
-
-    Whether a buffer has changed cannot be known: batch norms write to theirs past torch's count of writes.
-
-    Args:
-        module: the module.
-        topology: the job.
-        each_forward: before training forwards too.
-    """
-
-    def __init__(self, module: nn.Module, topology: Topology, *, each_forward: bool) -> None:
-        self._module, self._topology, self._each_forward = module, topology, each_forward
-        self.matter = topology.world_size > 1 and any(True for _ in module.buffers())
-        """They can differ from rank to rank; if not, the other methods do nothing."""
-        self._trained = False
-
-    @staticmethod
-    @torch.no_grad()
-    def place(module: nn.Module, topology: Topology) -> None:
-        """Move buffers to the device, with rank 0's values. Collective over all ranks."""
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(topology.device)
-            if topology.world_size > 1:
-                buffer.data = collectives.broadcast(buffer.data, 0, topology)
-
-    def before_forward(self) -> None:
-        """Collective over all ranks in the first evaluation after training."""
-        if not self.matter:
-            return
-        if self._each_forward or not self._module.training:
-            self.agree()
-        self._trained = self._trained or self._module.training
-
-    @torch.no_grad()
-    def agree(self) -> None:
-        """Give every rank rank 0's values, if the module was trained since the last time. Collective over all ranks."""
-        if self.matter and self._trained:
-            self._trained = False
-            for buffer in self._module.buffers():
-                buffer.copy_(collectives.broadcast(buffer, 0, self._topology))
 
 
 def state_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

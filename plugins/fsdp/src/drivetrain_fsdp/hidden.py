@@ -5,11 +5,18 @@ torch has no public way to drop such gradients, which ``zero_grad`` after ``no_s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from drivetrain.api import UnsupportedError
+from drivetrain_fsdp.hooks import refuse_hooks
+from drivetrain_fsdp.tensors import as_sharded
 
 
 def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) -> None:
@@ -24,6 +31,75 @@ def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) 
                 one._unsharded_param.grad = None  # noqa: SLF001
         if len(mine) == len(group.fsdp_params):
             group._partial_reduce_output = None  # noqa: SLF001
+
+
+def hear_of_backwards(modules: Iterable[FSDPModule], reached: Callable[[], None]) -> None:
+    """Call ``reached`` in each backward, whoever began it, before it reaches a unit. Not collective."""
+    for group in groups(modules):
+        group.pre_backward = partial(_pre_backward, group.pre_backward, reached)
+
+
+def give_sharded_tensors(modules: Iterable[FSDPModule]) -> None:
+    """Let parameters and the gradients that FSDP will make be :class:`ShardedTensor`. Not collective."""
+    for group in groups(modules):
+        for one in group.fsdp_params:
+            one.to_sharded_dtensor = partial(_sharded, one.to_sharded_dtensor)
+            one.init_unsharded_param = partial(_init_unsharded, one, one.init_unsharded_param)
+    for module in modules:
+        for parameter in cast("nn.Module", module).parameters():
+            if isinstance(parameter, DTensor):
+                as_sharded(parameter)
+
+
+def _sharded(make: Callable[[Tensor], DTensor], local: Tensor) -> DTensor:
+    return as_sharded(make(local))
+
+
+def _init_unsharded(one: Any, init: Callable[[], None]) -> None:
+    init()
+    # It is made once; where an extension makes it anew each time, hooks stay refused on the first.
+    del one.init_unsharded_param
+    refuse_hooks(one._unsharded_param)  # noqa: SLF001
+
+
+def _pre_backward(plain: Callable[..., None], reached: Callable[[], None], *args: Any) -> None:
+    # In a backward, gradients are enabled under create_graph=True alone.
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "fsdp cannot differentiate a gradient (create_graph=True, as a gradient penalty does): whole parameters "
+            "of the first backward are gone in the second",
+            cure="Use distributed_type: ddp for this model, or a loss without derivatives of derivatives.",
+        )
+    reached()
+    plain(*args)
+
+
+def is_own(modules: Iterable[FSDPModule], parent: nn.Module, name: str, value: Any) -> bool:
+    """Whether FSDP itself puts this parameter there: a shard, or the whole of one forward."""
+    for group in groups(modules):
+        for one in group.fsdp_params:
+            info = one._module_info  # noqa: SLF001
+            places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            if any(module is parent and its == name for module, its in places):
+                mine = (one.sharded_param, *(getattr(one, each, None) for each in _WHOLE))
+                return any(value is each for each in mine)
+    return False
+
+
+_WHOLE = ("_unsharded_param", "_sharded_post_forward_param")
+
+
+def left_behind(modules: Iterable[FSDPModule]) -> bool:
+    """Whether a backward gave gathered parameters gradients that FSDP did not take. Not collective.
+
+    It takes them where its hooks on a module's output tensors tell it that backward comes.
+    """
+    for group in groups(modules):
+        for one in group.fsdp_params:
+            gathered = getattr(one, "_unsharded_param", None)  # There is none before the first forward.
+            if gathered is not None and gathered.grad is not None:
+                return True
+    return False
 
 
 def reshard(units: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.api import Topology
+from drivetrain.api import Topology, UsageError
 from drivetrain_fsdp.shards import from_rank_zero, local_device, part_like
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,35 @@ class FormerParameters:
         name, alive = self._names.get(id(parameter), ("", None))
         return name if alive is not None and alive() is parameter else None
 
+    def close(self, module: nn.Module) -> None:
+        """From now on those that were replaced raise where their gradient is asked for: they never get one."""
+        present = set(map(id, module.parameters()))
+        for _, alive in self._names.values():
+            one: Any = alive()
+            if type(one) is nn.Parameter and id(one) not in present:
+                one.__class__ = _Replaced
+
     def include(self, parameters: Iterable[Tensor]) -> bool:
         """Whether any of these was one of them."""
         return any(self.name(parameter) is not None for parameter in parameters)
+
+
+class _Replaced(nn.Parameter):
+    """A parameter that the model has no more."""
+
+    @property
+    def grad(self) -> Any:
+        raise UsageError(
+            "the gradient of a parameter was asked for that was taken from the model before accelerator.prepare; fsdp "
+            "put a sharded one in its place, and this one gets no gradient",
+            cure="Call model.parameters() after prepare, and again where a list of them is kept.",
+        )
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        """Dropping what is not there is right."""
+        if value is not None:
+            self.grad  # noqa: B018 (raises)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

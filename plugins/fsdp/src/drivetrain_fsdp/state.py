@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, TensorSpec, TorchEngine, portable
+from drivetrain.api import PortableState, TensorSpec, TorchEngine, plain_state_dict, portable
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> PortableState:
@@ -35,5 +35,5 @@ def load_portable_state(
 
 def full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the state dict in full, one at a time. Collective over all ranks."""
-    for name, tensor in module.state_dict().items():
+    for name, tensor in plain_state_dict(module).items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from torch import nn
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, trees
 from drivetrain_fsdp.config import FSDPConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
     elif config.min_num_params is not None:
         chosen = _by_size(model, config.min_num_params)
     else:
-        own = getattr(model, "_no_split_modules", None) or ()
+        own = trees.attribute(model, "_no_split_modules") or ()
         chosen = _by_class(model, sorted(own), required=False) or _longest_list(model)
     wanted = {id(module) for module in chosen}
     units = [module for module in model.modules() if id(module) in wanted and module is not model]

@@ -61,6 +61,13 @@ class WholeParameters:
             if total is not None:
                 self._reduced[id(parameter)] = total
 
+    def unreduced(self) -> bool:
+        """Whether some gradient is this rank's own."""
+        return any(
+            parameter.grad is not None and self._reduced.get(id(parameter)) is not parameter.grad
+            for parameter in self.parameters
+        )
+
     def forget(self, optimizer: Optimizer) -> None:
         """Drop what was put aside of this optimizer's parameters."""
         for group in optimizer.param_groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag, section_from_arguments
+from drivetrain.api import Rule, flag, number, section_from_arguments, whole
 from drivetrain_megatron.config import MegatronConfig
 
 _OFF = (False, "false", "False", "no")
@@ -28,11 +28,11 @@ def _custom_fsdp(value: Any) -> Mapping[str, Any]:
 
 
 _RULES: Mapping[str, Rule] = {
-    "tp_degree": Rule(to="megatron.tensor_parallel_size", convert=int),
-    "pp_degree": Rule(to="megatron.pipeline_parallel_size", convert=int),
-    "num_micro_batches": Rule(to="megatron.num_micro_batches", convert=int),
+    "tp_degree": Rule(to="megatron.tensor_parallel_size", convert=whole),
+    "pp_degree": Rule(to="megatron.pipeline_parallel_size", convert=whole),
+    "num_micro_batches": Rule(to="megatron.num_micro_batches", convert=whole),
     "sequence_parallelism": Rule(to="megatron.sequence_parallel", convert=flag),
-    "context_parallel_size": Rule(to="mesh.cp", convert=int, nothing=(1,)),
+    "context_parallel_size": Rule(to="mesh.cp", convert=whole, nothing=(1,)),
     "expert_model_parallel_size": _EXPERTS,
     "expert_tensor_parallel_size": _EXPERTS,
     "decoder_last_pipeline_num_layers": Rule(
@@ -45,7 +45,7 @@ _RULES: Mapping[str, Rule] = {
     ),
     "overlap_cpu_optimizer_d2h_h2d": Rule(why="it has a meaning only with megatron_lm_optimizer_cpu_offload"),
     "use_precision_aware_optimizer": Rule(instead="states of the optimizer are float32; remove it", nothing=_OFF),
-    "gradient_clipping": Rule(to="megatron.gradient_clipping", convert=float, nothing=(0, 0.0)),
+    "gradient_clipping": Rule(to="megatron.gradient_clipping", convert=number, nothing=(0, 0.0)),
     "recompute_activations": _RECOMPUTE,
     "recompute_granularity": _RECOMPUTE,
     "recompute_method": _RECOMPUTE,

@@ -33,16 +33,18 @@ from drivetrain.api import (
     pick_device,
     place_model,
 )
+from drivetrain_megatron import gradient_hooks
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.filling import Filling
 from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.norms import GlobalNorm
+from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.deferred import settled
 from drivetrain_megatron.pipelined import PipelinedTrainable
 from drivetrain_megatron.plugin import MEGATRON
 from drivetrain_megatron.remapping import FormerParameters
 from drivetrain_megatron.replicas import Replicas
-from drivetrain_megatron.tensor import packing
+from drivetrain_megatron.tensor import numbers, packing
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.sharded import full_tensor
 from drivetrain_megatron.trainable import MegatronTrainable
@@ -84,9 +86,14 @@ class MegatronBackend(Backend):
         agree = self._any if settings.precision.loss_scaling and mesh.world_size > 1 else None
         self._engine = TorchEngine(settings.precision, device, agree, self._norm)
         self.scaler = self._engine.scaler
+        in_shards = mesh.dp_size > 1 and self.section.data_parallel != "ddp"
+        cut = [self.mesh[axis] for axis, is_cut in (("tp", sizes["tp"] > 1), ("dp", in_shards)) if is_cut]
+        self._trial = OptimizerTrial(cut, pipelined=self._pipeline is not None)
         self._recordings: list[Recording] = []
         self._meeting = Meeting(self.topology, settings.process_group.timeout_seconds)
         self._wholes: list[weakref.ref[WholeState]] = []
+        if any(sizes[axis] > 1 for axis in ("tp", "dp_shard")):
+            numbers.read_whole_numbers()
         self._ring = Ring(self.mesh["tp"].get_group() if sizes["tp"] > 1 else None)
         self._parallel_state = parallel_state.ParallelState(self.topology, self._ring) if core else None
         return self.topology
@@ -123,22 +130,31 @@ class MegatronBackend(Backend):
             )
             return prepare(job, model, module, optimizers, filling, training)
         former = FormerParameters(module)
+        gradient_hooks.refuse_steps_in_backward(module)
+        # Torch has no public way to list hooks.
+        hooked = {name: one for name, one in module.named_parameters() if one._backward_hooks}  # noqa: SLF001
+        before = dict(module.named_parameters()) if self.topology.mesh.sizes["tp"] > 1 else hooked
         trainable: MegatronTrainable | PipelinedTrainable
         cut = partial(packing.part, module)
         common = (model, module, former, cut, self._engine, self._replicas, self.topology.dp_size)
         if self._pipeline is None:
-            trainable = MegatronTrainable(*common, self.section.gradient_clipping)
+            trainable = MegatronTrainable(*common, self.section.gradient_clipping, self._trial, self._ring.group)
         else:
             at = self.topology.device if self.settings.place_on_device else None
-            trainable = PipelinedTrainable(*common, self.section, self._pipeline, at, self._norm, self.mesh)
+            trainable = PipelinedTrainable(
+                *common, self.section, self._pipeline, at, self._norm, self.mesh, self._trial
+            )
         keep: Callable[[str, Tensor], Tensor] = _whole
         if self.topology.mesh.sizes["tp"] > 1:
             from drivetrain_megatron.tensor_parallel import apply_tensor_parallel
 
-            keep = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
+            with trainable.plain_calls():
+                keep = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
         if filling:
             filling.fill(module, self.topology, home, keep)
             module.to(home)
+        packed = packing.packing_of(module)
+        gradient_hooks.carry(before, module, lambda name, one: packed.whole(f"model.{name}", one), cut)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
         if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:

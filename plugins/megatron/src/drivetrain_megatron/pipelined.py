@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -18,15 +19,18 @@ from drivetrain.api import (
     TorchEngine,
     Trainable,
     UnsupportedError,
+    UsageError,
     clipping,
 )
-from drivetrain_megatron import state
+from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.norms import GlobalNorm
+from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.deferred import Node
 from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign
 from drivetrain_megatron.pipeline.pipeline import Pipeline
+from drivetrain_megatron.pipeline.skeleton import passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
@@ -57,9 +61,10 @@ class PipelinedTrainable(Trainable):
         device: str | None,
         norm: GlobalNorm,
         mesh: DeviceMesh,
+        trial: OptimizerTrial,
     ) -> None:
         self.module = module
-        self._stepping = Stepping(module, engine, section.gradient_clipping)
+        self._stepping = Stepping(module, engine, section.gradient_clipping, trial)
         self.optimizers = self._stepping.optimizers
         self._former, self._part, self._engine = former, cut, engine
         self._replicas, self._dp_size, self._group = replicas, dp_size, group
@@ -67,12 +72,25 @@ class PipelinedTrainable(Trainable):
         self._share: Share | None = None
         self.whole: WholeState | None = None
         """Tells the state of the whole model."""
-        self._syncs = True
+        self._syncs, self._dividing = True, False
         self._held: list[nn.Parameter] = []
         self._shared: dict[str, nn.Parameter] = {}
-        self.pipeline = Pipeline(model, module, engine, section, group, engine.device, self._divide)
+        in_shards = self._how == "fsdp" and dp_size > 1
+        self.pipeline = Pipeline(
+            model,
+            module,
+            engine,
+            section,
+            group,
+            engine.device,
+            self._divide,
+            mesh["tp"].get_group() if mesh["tp"].size() > 1 else None,
+            mesh["dp"].get_group() if in_shards else None,
+        )
 
+    @passing_over
     def _divide(self, share: Share) -> None:
+        self._dividing = True
         device = None if self._device is None else torch.device(self._device)
         drop_foreign(self.module, share, self.pipeline.planner.skeleton.blanks, self.optimizers, device)
         self._share = share
@@ -82,6 +100,11 @@ class PipelinedTrainable(Trainable):
         self._held = [parameters[name] for name in parameters if share.holds(name)]
         self._shared = {name: parameters[name] for name, _ in share.shared()}
         self._norm.leave_out(self._stepping.held([parameters[name] for name in self._shared if not share.mine(name)]))
+        self._dividing = False
+
+    def plain_calls(self) -> AbstractContextManager[None]:
+        """In here the module and its parts are called as they are without a pipeline."""
+        return self.pipeline.planner.interception.plain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.pipeline.forward(*args, **kwargs)
@@ -99,42 +122,51 @@ class PipelinedTrainable(Trainable):
         train = lambda call, node: self._train(call, node, scale)  # noqa: E731 (one argument bound)
         return run_window(self, self.pipeline.call, train, micro_batches, loss_fn, self._engine.device)
 
+    @passing_over
     def _train(self, call: ModelCall[Any, Any], node: Node, scale: float | Tensor) -> None:
+        self._engine.count_backward()
         factor, scaler = scale * self._dp_size, self._engine.scaler
         if scaler is not None:
             # The scaler makes its scale when it is first used, which the stages before the last do not.
             scaler.scale(torch.zeros((), device=self._engine.device))
-        before = {name: one.grad for name, one in self._shared.items()}
-        for one in self._shared.values():
+        shared = {name: one for name, one in self._shared.items() if one.requires_grad}
+        before = {name: one.grad for name, one in shared.items()}
+        for one in shared.values():
             one.grad = None
         try:
-            self.pipeline.train(
-                call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
-            )
+            with gradient_hooks.put_off(self._held, self._dp_size):
+                self.pipeline.train(
+                    call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
+                )
         except BaseException:
             for name, grad in before.items():
-                self._shared[name].grad = grad
+                shared[name].grad = grad
             raise
-        if self._shared and self._share is not None:
-            add_shared_gradients(before, self._shared, self._share, self._group)
+        if shared and self._share is not None:
+            add_shared_gradients(before, shared, self._share, self._group)
         if self._syncs:
             self._replicas.average(self._held)
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
 
+    @passing_over
     def scale_gradients(self, factor: float | Tensor) -> None:
         clipping.multiply(local_gradients(self.module.parameters()), factor)
 
+    @passing_over
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
 
+    @passing_over
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         self._stepping.clip_grad_value(parameters, clip_value)
 
+    @passing_over
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         self._stepping.unscale(optimizer)
 
+    @passing_over
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is not None:
             raise UnsupportedError(
@@ -144,22 +176,31 @@ class PipelinedTrainable(Trainable):
         self.pipeline.changed()
         return self._stepping.step(optimizer, None)
 
+    @passing_over
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         self._stepping.zero_grad(optimizer, set_to_none)
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         return self._former.include(parameters) or super().shares(parameters)
 
+    @passing_over
     def add_optimizer(self, optimizer: Optimizer) -> None:
         remap(optimizer, self._former, self.module, self._part)
         self._stepping.add(optimizer)
 
+    @passing_over
     def portable_state(self) -> PortableState:
         return state.of_stage(self._stepping.portable_state(), self._share, self._group)
 
+    @passing_over
+    def live_tensors(self) -> dict[str, Any]:
+        return state.held(PortableState(super().live_tensors()), self._share).tensors
+
+    @passing_over
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         return state.held(self._stepping.portable_template(saved), self._share)
 
+    @passing_over
     def load_portable_state(self, portable: PortableState) -> None:
         self.pipeline.changed()
         self._stepping.load_portable_state(portable)
@@ -168,6 +209,9 @@ class PipelinedTrainable(Trainable):
         assert self.whole is not None, "set where the model is prepared"
         return self.whole.tensors()
 
+    def before_state_dict(self, *, replicated: bool) -> None:
+        """Allow it: what comes back is the whole state, see :mod:`drivetrain_megatron.whole`, or that raises."""
+
     def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Make tensors whole, given by first name. Collective over all ranks."""
         if self._share is None:
@@ -175,6 +219,30 @@ class PipelinedTrainable(Trainable):
         else:
             device = torch.device(self._engine.device)
             yield from state.tensors_of_stages(self.module, entries, self._share, self._group, device)
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        interception = self.pipeline.planner.interception
+        if interception.running or self._dividing:
+            return
+        before = parent._buffers.get(name)  # noqa: SLF001 (by name it may be anything)
+        if before is not None and isinstance(value, Tensor) and value.shape == before.shape:
+            interception.written()
+            return
+        raise UnsupportedError(
+            f"{name!r} was set on {type(parent).__name__} after prepare; a pipelined {type(self.module).__name__} is "
+            "cut into stages as it was then, and no stage would compute it",
+            cure="Set it before accelerator.prepare(model, optimizer).",
+        )
+
+    def before_conversion(self) -> None:
+        self.pipeline.converted = True
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        raise UsageError(
+            f"{type(optimizer).__name__} was not prepared, and holds parameters of a pipelined "
+            f"{type(self.module).__name__}, of which each process has some stages",
+            cure="Step with what accelerator.prepare(optimizer) returned.",
+        )
 
     def loaded(self) -> None:
         """The script has loaded values by itself: outputs of calls before are not to be had any more."""

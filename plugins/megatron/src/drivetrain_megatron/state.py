@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, TensorSpec, TorchEngine, UsageError, portable
+from drivetrain.api import PortableState, TensorSpec, TorchEngine, UsageError, plain_state_dict, portable
 from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.tensor.packing import packing_of
@@ -116,7 +116,7 @@ class WholeOnly:
         """The module's state dict, with tensors without values for other stages."""
         self._ours = True
         try:
-            return self._module.state_dict(keep_vars=True)
+            return plain_state_dict(self._module, keep_vars=True)
         finally:
             self._ours = False
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
-from drivetrain_megatron import state
+from drivetrain_megatron import gradient_hooks, state
+from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.zero1 import Parts
@@ -26,9 +27,17 @@ class Stepping:
         module: the user's module.
         engine: precision, loss scaling, skipped steps.
         max_norm: to which each step clips by the section's word, where the script does not.
+        trial: refuses optimizers that cannot step on parts.
     """
 
-    def __init__(self, module: nn.Module, engine: TorchEngine, max_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: TorchEngine,
+        max_norm: float | None = None,
+        trial: OptimizerTrial | None = None,
+    ) -> None:
+        self._trial = trial
         self._module, self._engine, self._max_norm = module, engine, max_norm
         self._clipped = False
         """The script has clipped since the last time gradients were dropped."""
@@ -37,7 +46,13 @@ class Stepping:
         self.optimizers: list[Optimizer] = []
 
     def add(self, optimizer: Optimizer) -> None:
-        """Take one whose parameters are the module's."""
+        """Take one whose parameters are the module's. Collective over the axes along which these are cut.
+
+        Raises:
+            UnsupportedError: it looks at more than one rank has.
+        """
+        if self._trial is not None:
+            self._trial.check(optimizer)
         self.optimizers.append(optimizer)
         if self._former is not None:
             remap(optimizer, self._former, self._module, part)
@@ -55,7 +70,15 @@ class Stepping:
             self._parts = Parts(mesh, self._module)
             self._parts.divide(self.optimizers)
         elif how == "fsdp":
+            before = dict(self._module.named_parameters())
             self._former = shard(self._module, mesh, self.optimizers)
+            why = "data_parallel: fsdp reduces gradients into shards past autograd, which calls hooks"
+            gradient_hooks.refuse(before, self._module, why)
+
+    @property
+    def in_parts(self) -> bool:
+        """Optimizers hold other tensors than the module's parameters."""
+        return self._parts is not None
 
     def held(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """What optimizers hold of these parameters."""

@@ -122,6 +122,11 @@ _ENTERED: list[Callable[[], None]] = []
 """What puts the parameters back of each module whose forward is running, outermost first."""
 
 
+def is_running() -> bool:
+    """Whether a forward runs in which parameters stand for what they are parts of."""
+    return bool(_ENTERED)
+
+
 @contextmanager
 def parameters_come_back() -> Iterator[None]:
     """However a forward in here ends: torch runs no hooks where a pipeline leaves it because the next stage begins."""

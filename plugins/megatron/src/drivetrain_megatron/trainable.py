@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, Trainable, clipping
-from drivetrain_megatron import state
+from drivetrain.api import (
+    PortableState,
+    StepResult,
+    TensorSpec,
+    TorchEngine,
+    Trainable,
+    UnsupportedError,
+    UsageError,
+    clipping,
+    plain_state_dict,
+)
+from drivetrain_megatron import agreement, state, tensor_parallel
+from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
@@ -37,9 +51,12 @@ class MegatronTrainable(Trainable):
         replicas: Replicas,
         dp_size: int,
         max_norm: float | None,
+        trial: OptimizerTrial,
+        tensor_group: dist.ProcessGroup | None,
     ) -> None:
+        self._inputs = agreement.Inputs(tensor_group, torch.device(engine.device))
         self._model, self.module = model, module
-        self._stepping = Stepping(module, engine, max_norm)
+        self._stepping = Stepping(module, engine, max_norm, trial)
         self.optimizers = self._stepping.optimizers
         self._former, self._cut = former, cut
         self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
@@ -48,12 +65,18 @@ class MegatronTrainable(Trainable):
         self.whole: WholeState | None = None
         """Tells the state of the whole model, where this rank holds parts of it."""
 
+    def plain_calls(self) -> AbstractContextManager[None]:
+        """In here the module and its parts are called as they are, which is always so."""
+        return nullcontext()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs.given((args, kwargs))
         output = self._engine.forward(self._model, args, kwargs)
         # In training, logits stay shared over tp up to the loss; what is only looked at is whole.
         return output if torch.is_grad_enabled() else whole_tensors(output)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self._inputs.check(loss)
         self._engine.backward(loss, scale * self._dp_size)
         if self._syncs:
             self._replicas.average_all(self.module)
@@ -100,11 +123,31 @@ class MegatronTrainable(Trainable):
         self._stepping.load_portable_state(portable)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.module.state_dict().items()) if self.whole is None else self.whole.tensors()
+        return iter(plain_state_dict(self.module).items()) if self.whole is None else self.whole.tensors()
+
+    def before_state_dict(self, *, replicated: bool) -> None:
+        """Allow it: what comes back is the whole state, see :mod:`drivetrain_megatron.whole`, or that raises."""
 
     def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Make tensors whole, given by first name. Collective over all ranks."""
         yield from state.full_tensors(self.module, entries)
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        # What is new is computed whole on every rank of tp; a part of something is what it was cut to be.
+        if isinstance(value, nn.Parameter) and isinstance(parent._parameters.get(name), DTensor):  # noqa: SLF001
+            if isinstance(value, DTensor) or tensor_parallel.is_running():
+                return
+            raise UnsupportedError(
+                f"{name!r} of {type(parent).__name__} is cut over ranks and was replaced by a whole parameter",
+                cure="Write into it, parent.load_state_dict(...), or exchange it before prepare.",
+            )
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        if self._stepping.in_parts:
+            raise UsageError(
+                f"{type(optimizer).__name__} was not prepared, and data_parallel: zero1 steps on parts of parameters",
+                cure="Step with what accelerator.prepare(optimizer) returned.",
+            )
 
     def loaded(self) -> None:
         """The script has loaded values by itself; nothing here depends on them."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from drivetrain.api import plain_state_dict
 from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.pipeline.skeleton import is_absent
 
@@ -109,7 +110,7 @@ class WholeState:
         """The state dict as this rank holds it, the live tensors."""
         self._raw = True
         try:
-            found = module.state_dict(keep_vars=True)
+            found = plain_state_dict(module, keep_vars=True)
             return {name: one for name, one in found.items() if isinstance(one, Tensor)}
         finally:
             self._raw = False

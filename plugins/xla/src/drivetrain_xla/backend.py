@@ -22,6 +22,7 @@ from drivetrain.api import (
     Topology,
     TorchEngine,
     Trainable,
+    UnsupportedError,
     clipping,
     collectives,
     ensure_process_group,
@@ -48,6 +49,8 @@ class XLATrainable(Trainable):
     Gradients stay local in a window and are summed over processes after its last backward, so a loss is multiplied by
     ``scale``.
     """
+
+    settles_buffers = True
 
     def __init__(
         self, backend: XLABackend, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine
@@ -83,6 +86,9 @@ class XLATrainable(Trainable):
         if self._over_processes is not None:
             self._over_processes.after_backward()
 
+    def has_unreduced_gradients(self) -> bool:
+        return self._over_processes is not None and self._over_processes.unreduced()
+
     def synchronise_gradients(self, enabled: bool) -> None:
         if self._over_processes is not None:
             self._over_processes.enabled = enabled
@@ -103,6 +109,7 @@ class XLATrainable(Trainable):
         clipping.clip_values(clipping.gradients(parameters), clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        self._engine.check_reached(optimizer, closure)
         self._backend.watch.stepped()
         norm, finite = self._backend.finite.pop(id(optimizer), (None, None))
         if finite is None:
@@ -194,6 +201,17 @@ class XLABackend(Backend):
         trainable = XLATrainable(self, model, optimizers, self._engine)
         self._trainables.append(trainable)
         return trainable
+
+    def synchronise_batch_norm(self, model: nn.Module) -> None:
+        """Refused over several processes: what a forward exchanges would end the graph at each layer.
+
+        In one process a mesh of devices computes with whole batches, so that statistics are whole already.
+        """
+        if self.reduction is not None:
+            raise UnsupportedError(
+                "xla over several processes cannot take the statistics of batch norms over all of them",
+                cure="Let one process drive its devices as a mesh, or leave sync_batch_norm out.",
+            )
 
     def _send(self, tensor: Tensor) -> Tensor:
         """Bring a tensor of a batch to the device, in the loader's thread."""

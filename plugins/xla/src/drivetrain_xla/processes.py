@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.api import LocalGradients
 from drivetrain_xla.reduction import Reduction
 
 
@@ -29,6 +30,7 @@ class OverProcesses:
         self._averaged = False
         """``.grad`` holds means."""
         self._aside: dict[Tensor, Tensor] = {}
+        self._local = LocalGradients(module)
         self._trained = False
 
     def ran(self) -> None:
@@ -56,9 +58,14 @@ class OverProcesses:
             parameter.grad = before if parameter.grad is None else parameter.grad + before
         self._aside.clear()
         self._averaged = True
+        self._local.reduced()
         if self._trained:
             self._trained = False
             self._reduction.give(list(self._module.buffers()))
+
+    def unreduced(self) -> bool:
+        """Some gradient holds contributions of this process alone. Local."""
+        return self._local.exist()
 
     def forget(self, optimizer: Optimizer) -> None:
         """The gradients of these parameters are dropped."""

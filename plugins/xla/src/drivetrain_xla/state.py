@@ -14,7 +14,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, TensorSpec, portable
+from drivetrain.api import PortableState, TensorSpec, plain_state_dict, portable
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> PortableState:
@@ -54,7 +54,7 @@ def full_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the state dict in host memory, one at a time; a tied one is one tensor under each name."""
     copies: dict[int, Tensor] = {}
     tied = _seen_twice(module)
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in plain_state_dict(module, keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             yield name, tensor  # What a module gives by get_extra_state.
         elif id(tensor) in tied:
@@ -70,5 +70,5 @@ def to_host(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _seen_twice(module: nn.Module) -> set[int]:
-    found = Counter(id(tensor) for tensor in module.state_dict(keep_vars=True).values())
+    found = Counter(id(tensor) for tensor in plain_state_dict(module, keep_vars=True).values())
     return {key for key, count in found.items() if count > 1}

@@ -6,6 +6,7 @@ one parameter at a time is made whole over the data-parallel ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -208,7 +209,23 @@ class ShardedStepping:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
         """One update, or none. Collective over the data-parallel ranks."""
+        self._take_in_writes()
         return self._engine.step(optimizer, closure)
+
+    @torch.no_grad()
+    def _take_in_writes(self) -> None:
+        """What the script wrote into parameters since the last step goes into the shards that step. Not collective.
+
+        Shards of float32 parameters are views of them; those of others are copies in float32, which keep their digits
+        where nothing was written.
+        """
+        self._weights.push()
+        if self._distributed is None:
+            return
+        halves, copies = self._distributed.shard_float16_groups, self._distributed.shard_fp32_from_float16_groups
+        for low, high in zip(itertools.chain(*halves), itertools.chain(*copies), strict=True):
+            if low is not None and high is not None:
+                high.copy_(torch.where(high.to(low.dtype) == low, high, low.to(high.dtype)))
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the shards' gradients."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from drivetrain.api import RunSettings, Topology, TorchEngine, precision
+from drivetrain_megatron import gradient_hooks
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine.building import build, with_gradient_buffers
 from drivetrain_megatron.core_engine.calls import refuse
@@ -25,7 +26,7 @@ from drivetrain_megatron.core_engine.weights import Weights
 from drivetrain_megatron.filling import Filling
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.pipeline.parting import Share, drop_foreign
-from drivetrain_megatron.pipeline.skeleton import Blanks
+from drivetrain_megatron.pipeline.skeleton import Blanks, passing_over
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor import packing
@@ -60,6 +61,7 @@ class Job:
     norm: GlobalNorm
 
 
+@passing_over
 def prepare(
     job: Job, model: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer], filling: Filling, training: bool
 ) -> CoreTrainable:
@@ -77,6 +79,7 @@ def prepare(
         UnsupportedError: Megatron-Core cannot compute it.
         UsageError: sizes that do not divide.
     """
+    hooked = dict(module.named_parameters())
     stage, num_stages = job.mesh["pp"].get_local_rank(), job.mesh["pp"].size()
     device = torch.device(job.topology.device)
     if model is not module or module._compiled_call_impl is not None:  # noqa: SLF001 (torch has no public word)
@@ -117,6 +120,8 @@ def prepare(
         stepping = gradients = ShardedStepping(module, job.engine, job.groups, wrapped, weights, job.mesh, job.norm)
     for optimizer in optimizers:
         stepping.add(optimizer)
+    why = "Megatron-Core computes gradients in a buffer of its own, past the parameter"
+    gradient_hooks.refuse(hooked, module, why)
     parameters = dict(module.named_parameters())
     job.norm.leave_out(parameters[name] for name, _ in stages.shared() if not stages.mine(name))
     return CoreTrainable(

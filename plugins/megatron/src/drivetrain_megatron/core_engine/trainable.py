@@ -9,15 +9,27 @@ from typing import Any, final
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, Trainable, UnsupportedError, clipping
+from drivetrain.api import (
+    PortableState,
+    StepResult,
+    TensorSpec,
+    TorchEngine,
+    Trainable,
+    UnsupportedError,
+    UsageError,
+    clipping,
+)
 from drivetrain_megatron import state
+from drivetrain_megatron.core_engine.attributes import AttributeWatch
 from drivetrain_megatron.core_engine.distributed_optimizer import ShardedStepping
 from drivetrain_megatron.core_engine.parallel_state import ParallelState
 from drivetrain_megatron.core_engine.running import CorePipeline
 from drivetrain_megatron.core_engine.weights import Weights
 from drivetrain_megatron.pipeline.parting import Share
+from drivetrain_megatron.pipeline.skeleton import is_absent, passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.stepping import Stepping
@@ -63,6 +75,7 @@ class CoreTrainable(Trainable):
         self._share, self._dp_size = share, dp_size
         self.optimizers = stepping.optimizers
         self._whole_only = state.WholeOnly(module)
+        self._watch = AttributeWatch(module, self._computed_elsewhere)
         self._syncs = True
         self._used = False
         """Megatron-Core's buffer holds gradients of this window that are not reduced yet."""
@@ -85,6 +98,7 @@ class CoreTrainable(Trainable):
         train = lambda call, node: self._train(call, node, scale)  # noqa: E731 (one argument bound)
         return run_window(self, self.pipeline.call, train, micro_batches, loss_fn, self._engine.device)
 
+    @passing_over
     def _train(self, call: Any, node: Any, scale: float | Tensor) -> None:
         factor, scaler = scale * self._dp_size, self._engine.scaler
         if scaler is not None:
@@ -96,6 +110,7 @@ class CoreTrainable(Trainable):
         self.pipeline.train(
             call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
         )
+        self._engine.count_backward()
         if self._syncs:
             with self._groups.shared():
                 finalize_model_grads([self._wrapped])
@@ -106,18 +121,23 @@ class CoreTrainable(Trainable):
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
 
+    @passing_over
     def scale_gradients(self, factor: float | Tensor) -> None:
         clipping.multiply(local_gradients(self._gradients.held), factor)
 
+    @passing_over
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
 
+    @passing_over
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         self._stepping.clip_grad_value(parameters, clip_value)
 
+    @passing_over
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         self._stepping.unscale(optimizer)
 
+    @passing_over
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is not None:
             raise UnsupportedError(
@@ -127,6 +147,7 @@ class CoreTrainable(Trainable):
         self.pipeline.changed()
         return self._stepping.step(optimizer, None)
 
+    @passing_over
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         if self._used:
             self._gradients.drop(one for group in optimizer.param_groups for one in group["params"])
@@ -135,16 +156,24 @@ class CoreTrainable(Trainable):
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         return self._former.include(parameters) or super().shares(parameters)
 
+    @passing_over
     def add_optimizer(self, optimizer: Optimizer) -> None:
         remap(optimizer, self._former, self.module, partial(packing.part, self.module))
         self._stepping.add(optimizer)
 
+    @passing_over
     def portable_state(self) -> PortableState:
         return state.of_stage(self._stepping.portable_state(), self._share, self.pipeline.group)
 
+    @passing_over
+    def live_tensors(self) -> dict[str, Any]:
+        return state.held(PortableState(super().live_tensors()), self._share).tensors
+
+    @passing_over
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         return state.held(self._stepping.portable_template(saved), self._share)
 
+    @passing_over
     def load_portable_state(self, portable: PortableState) -> None:
         self.pipeline.changed()
         self._stepping.load_portable_state(portable)
@@ -155,6 +184,29 @@ class CoreTrainable(Trainable):
         device = torch.device(self._engine.device)
         yield from state.tensors_of_stages(self.module, entries, self._share, self.pipeline.group, device)
 
+    def before_state_dict(self, *, replicated: bool) -> None:
+        entries = self._whole_only.entries().values()
+        super().before_state_dict(replicated=not any(is_absent(one) or isinstance(one, DTensor) for one in entries))
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        raise self._computed_elsewhere(f"{name!r} was set on {type(parent).__name__} after prepare")
+
+    def before_conversion(self) -> None:
+        raise self._computed_elsewhere("the model was converted or moved after prepare")
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        raise UsageError(
+            f"{type(optimizer).__name__} was not prepared, and Megatron-Core computes with parameters of its own",
+            cure="Step with what accelerator.prepare(optimizer) returned.",
+        )
+
+    def _computed_elsewhere(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{what}; Megatron-Core computes {type(self.module).__name__} as it was, and its own forward never runs",
+            cure="Do it before accelerator.prepare(model, optimizer), or use megatron.engine: torch.",
+        )
+
     def release(self) -> None:
         """Let go of Megatron-Core's model; the module keeps this rank's values, and its forward does not run."""
         self._whole_only.remove()
+        self._watch.remove()

@@ -1,15 +1,18 @@
-"""A batch cut into micro-batches: what has the batch's leading size is cut, all else goes to each of them."""
+"""A batch cut into micro-batches: each tensor along the dim in which it has the batch's samples, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from drivetrain.api import UsageError, trees
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
+
+Dims = tuple[int | None, ...]
+"""For each leaf of a model's arguments the dim that is cut; ``None``: it goes whole to each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -36,51 +39,49 @@ class Rows:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def part(self, tensor: Tensor, index: int, rows: int = 1) -> Tensor:
-        """One micro-batch's part of a tensor that has ``rows`` rows for each of the batch's."""
-        return tensor[self.bounds[index] * rows : self.bounds[index + 1] * rows]
+    def part(self, tensor: Tensor, index: int, rows: int = 1, dim: int = 0) -> Tensor:
+        """One micro-batch's part of a tensor that has ``rows`` rows for each of the batch's, one behind another."""
+        return tensor.narrow(dim, self.bounds[index] * rows, self.count(index) * rows)
+
+    def spread_part(self, tensor: Tensor, index: int, dim: int = 0) -> Tensor:
+        """Likewise of a tensor in which the rows come round again and again, as in a flattened ``[time, batch]``."""
+        apart = tensor.unflatten(dim, (-1, self.size))  # type: ignore[no-untyped-call]
+        return self.part(apart, index, dim=dim + 1).flatten(dim, dim + 1)
 
     def count(self, index: int) -> int:
         """Rows of one micro-batch."""
         return self.bounds[index + 1] - self.bounds[index]
 
 
-def batch_size(arguments: Any) -> int:
-    """Leading size of the first tensor.
-
-    Raises:
-        UsageError: there is none.
-    """
-    for leaf in leaves(arguments):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise UsageError(
-        "a pipelined model was called without a tensor that has a batch dimension",
-        cure="Give it the batch as a tensor argument; its leading size is what is cut into micro-batches.",
-    )
-
-
-def cut(arguments: tuple[tuple[Any, ...], dict[str, Any]], rows: Rows, whole: Collection[str]) -> list[Any]:
+def cut(arguments: Any, rows: Rows, dims: Dims) -> list[Any]:
     """The arguments of each micro-batch.
 
     Args:
         arguments: ``(args, kwargs)`` of the whole batch.
         rows: how its rows are shared out.
-        whole: keywords whose tensors are not cut, whatever their size.
+        dims: where each leaf has them.
     """
-    args, kwargs = arguments
+    found = leaves(arguments)
     return [
-        (_part(args, rows, index), {name: v if name in whole else _part(v, rows, index) for name, v in kwargs.items()})
+        rebuilt(
+            arguments,
+            [leaf if dim is None else rows.part(leaf, index, dim=dim) for leaf, dim in zip(found, dims, strict=True)],
+        )
         for index in range(len(rows))
     ]
 
 
-def _part(tree: Any, rows: Rows, index: int) -> Any:
-    found: Sequence[Any] = leaves(tree)
-    parts = [
-        rows.part(leaf, index) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows.size else leaf
-        for leaf in found
-    ]
-    if trees.children(tree) is None:
-        return parts[0]
-    return rebuilt(tree, parts)
+def chosen(arguments: Any, which: Sequence[int], dims: Dims) -> Any:
+    """The arguments of a batch of some of the rows."""
+    found = leaves(arguments)
+    return rebuilt(
+        arguments,
+        [
+            leaf if dim is None else leaf.index_select(dim, _index(which, leaf))
+            for leaf, dim in zip(found, dims, strict=True)
+        ],
+    )
+
+
+def _index(which: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(which), device=like.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.api import UnsupportedError
-from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.batches import Dims, Rows
 from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Deferred, Node, outputs, read
 from drivetrain_megatron.pipeline.passage import Crossing
 from drivetrain_megatron.pipeline.replay import LossFunction
@@ -50,11 +50,15 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         rows: how the batch is cut.
         way: how it goes through the model.
         version: of the parameters.
+        dims: in which each leaf of the arguments has the rows; not asked for where the batch is in one piece.
     """
 
-    def __init__(self, reader: Reader, arguments: ArgumentsT, rows: Rows, way: WayT, version: int) -> None:
+    def __init__(
+        self, reader: Reader, arguments: ArgumentsT, rows: Rows, way: WayT, version: int, dims: Dims = ()
+    ) -> None:
         self._reader = reader
         self.arguments, self.rows, self.way, self.version = arguments, rows, way, version
+        self.dims = dims
         self._given: list[weakref.ref[Deferred]] = []
         self._filled: list[tuple[Tensor, Node]] = []
         self.recorded_only = False

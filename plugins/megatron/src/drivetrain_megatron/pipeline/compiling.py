@@ -18,15 +18,15 @@ from torch import Tensor
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.pipeline.batches import Rows
 from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Node
-from drivetrain_megatron.pipeline.replay import CUT, SCALED, WHOLE, Choice, LossFunction, Program, arguments, run
+from drivetrain_megatron.pipeline.replay import SCALED, WHOLE, Along, Choice, LossFunction, Program, Way, arguments, run
 from drivetrain_megatron.pipeline.skeleton import NO_VALUE, quiet
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 _MOST_TRIALS = 64
 """Ways of cutting that are tried; a recording with more tensors that could be cut or not is refused."""
 
-_CANNOT = (RuntimeError, ValueError, IndexError, TypeError)
-"""What torch raises for shapes that do not fit."""
+_CANNOT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""What torch raises for shapes that do not fit; its functions for tensors without values assert."""
 
 
 def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> Program:
@@ -114,9 +114,13 @@ def _options(
     return options, [results[id(node)] for node in nodes]
 
 
-def _ways(leaf: Any, rows: Rows) -> tuple[int, ...]:
-    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] and leaf.shape[0] % rows.size == 0:
-        return (CUT, WHOLE)
+def _ways(leaf: Any, rows: Rows) -> tuple[Way, ...]:
+    if isinstance(leaf, Tensor) and rows.size > 1:
+        found: list[Way] = []
+        for dim, size in enumerate(leaf.shape):
+            if size and size % rows.size == 0:
+                found += [Along(dim)] if size == rows.size else [Along(dim), Along(dim, spread=True)]
+        return (*found, WHOLE)
     if type(leaf) is int and leaf >= rows.size > 1 and leaf % rows.size == 0:
         return (WHOLE, SCALED)
     return (WHOLE,)
@@ -238,8 +242,8 @@ def _shrunk(nodes: Sequence[Node], program: Program, rows: Rows, size: int) -> l
         for leaf, way in zip(found, choice, strict=True):
             if isinstance(leaf, Node):
                 changed.append(made[id(leaf)])
-            elif way == CUT:
-                changed.append(leaf[: leaf.shape[0] // rows.size * size])
+            elif isinstance(way, Along):
+                changed.append(way.part(leaf, Rows((0, size, rows.size)), 0))
             elif way == SCALED:
                 changed.append(leaf // rows.size * size)
             else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, trees
 from drivetrain_megatron.pipeline.timeline import Timeline
 
 
@@ -109,17 +109,26 @@ def balanced(
     """
     candidates = _candidates(module, timeline, num_stages)
     if len(candidates) < num_stages - 1:
-        called = [name for name, _ in timeline.once() if name]
+        called = [name for name, _ in timeline.once() if name and name not in timeline.ungraded]
         raise UsageError(
             f"{type(module).__name__} cannot be cut into {num_stages} pipeline stages: its forward calls "
-            f"{len(candidates)} module(s) at which a stage could begin ({', '.join(called[:8])})",
+            f"{len(candidates)} module(s) at which a stage could begin ({', '.join(called[:8])})" + _ungraded(timeline),
             cure=f"Use pipeline_parallel_size: {len(candidates) + 1} or less, or give the model more modules.",
         )
     return tuple(candidates[index - 1] for index in partition(costs(candidates), num_stages))
 
 
+def _ungraded(timeline: Timeline) -> str:
+    if not timeline.ungraded:
+        return ""
+    return (
+        f", and {len(timeline.ungraded)} more where gradients are not recorded: under torch.no_grad(), or in "
+        "checkpoint(...), for which use_reentrant=False is the cure"
+    )
+
+
 def _candidates(module: nn.Module, timeline: Timeline, num_stages: int) -> list[str]:
-    called = [name for name, _ in timeline.once() if name]
+    called = [name for name, _ in timeline.once() if name and name not in timeline.ungraded]
     found = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     lists = {
         name: [f"{name}.{index}" for index in range(len(module.get_submodule(name)))]  # type: ignore[arg-type]
@@ -128,7 +137,7 @@ def _candidates(module: nn.Module, timeline: Timeline, num_stages: int) -> list[
         if not any(name.startswith(f"{other}.") for other in found)
     }
     # Transformers' word for the parts that its own pipelines keep together; no other model has it.
-    planned = getattr(module, "_pp_plan", None) or {}
+    planned = trees.attribute(module, "_pp_plan") or {}
     lists = {name: inside for name, inside in lists.items() if name in planned} or lists
     blocks = {name: [block for block in inside if block in set(called)] for name, inside in lists.items()}
     if blocks:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_megatron.pipeline.skeleton import NO_VALUE
+from drivetrain_megatron.pipeline.skeleton import NO_VALUE, is_absent
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 TRAIN_STEP = (
@@ -158,6 +158,15 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, nodes: list[Node]) -
         absent = func(*_absents(args), **_absents(kwargs))
     except NO_VALUE:
         return func(*_read(args), **_read(kwargs))
+    for leaf in leaves((args, kwargs)):
+        # Each rank has its own of these, and only the last stage's would get a gradient.
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Deferred) and (leaf.requires_grad or is_absent(leaf)):
+            raise UnsupportedError(
+                f"{name} joins the output of a pipelined model with parameters, or with what was computed from them, "
+                "outside of its forward",
+                cure="Put that into the model's forward, so that its stage computes it; use weight_decay in the "
+                "optimizer for a penalty on weights.",
+            )
     (call,) = calls.values()
     node = Node(
         call, absent, func, _nodes(args), _nodes(kwargs), grad=torch.is_grad_enabled(), autocast=_autocast(absent)

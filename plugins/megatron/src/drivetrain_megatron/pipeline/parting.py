@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.api import local_steps
 from drivetrain_megatron.pipeline.cutting import Cut
-from drivetrain_megatron.pipeline.skeleton import Blanks
+from drivetrain_megatron.pipeline.skeleton import Blanks, Elsewhere
 from drivetrain_megatron.replicas import local_part
 
 
@@ -79,7 +79,8 @@ def drop_foreign(
                     parameter.data = parameter.data.to(device)
                 continue
             if id(parameter) not in absent:
-                absent[id(parameter)] = blanks.absent_parameter(parameter)
+                blank = blanks.absent_parameter(parameter)
+                absent[id(parameter)] = Elsewhere.of(blank, first[id(parameter)])  # type: ignore[assignment]
             part._parameters[name] = absent[id(parameter)]  # noqa: SLF001
     if device is not None:
         for part in module.modules():
@@ -107,7 +108,7 @@ def add_shared_gradients(
 
     Args:
         before: their gradients before the run.
-        parameters: by name.
+        parameters: by name, those that are trained, which are the same on all stages.
         share: who holds them.
         group: the ranks of the pipeline.
     """
@@ -115,6 +116,8 @@ def add_shared_gradients(
     received: list[tuple[str, list[Tensor]]] = []
     own: dict[str, Tensor] = {}
     for name, ranks in share.shared():
+        if name not in parameters:
+            continue
         parameter = parameters[name]
         added = local_part(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_part(parameter))
         own[name] = added = added.contiguous()

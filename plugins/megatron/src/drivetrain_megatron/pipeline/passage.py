@@ -131,6 +131,7 @@ def stubs_of(timeline: Timeline, points: Sequence[str]) -> dict[str, Stub]:
             f"{len(timeline.calls.get(missing[0], ()))} times",
             cure="Give each batch the way through the model that the first one took, or name other split_points.",
         )
+    check_graded(timeline, points)
     times = [called[name].began for name in points]
     stubs = {}
     for name, call in called.items():
@@ -141,6 +142,18 @@ def stubs_of(timeline: Timeline, points: Sequence[str]) -> dict[str, Stub]:
         loss = first == len(times) and any(call.began < time < call.ended for time in timeline.losses)
         stubs[name] = Stub(first, call.output, loss)
     return stubs
+
+
+def check_graded(timeline: Timeline, points: Sequence[str]) -> None:
+    """Raise :class:`UsageError` where a stage would begin in the middle of what records no gradients."""
+    for name in points:
+        if name in timeline.ungraded:
+            raise UsageError(
+                f"a pipeline stage begins at {name!r}, which forward calls where gradients are not recorded: under "
+                "torch.no_grad(), or in checkpoint(..., use_reentrant=True), so that no gradient "
+                "would come back to the stage before",
+                cure="Write use_reentrant=False, or name split_points outside of it.",
+            )
 
 
 def _skippable(leaf: Any) -> bool:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, precision
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, call_plainly, precision
+from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.module_state import once, without_gradients
 from drivetrain_megatron.pipeline import replay, schedules
-from drivetrain_megatron.pipeline.batches import Rows, batch_size, cut
+from drivetrain_megatron.pipeline.batches import Rows, cut
 from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.compiling import uncut
 from drivetrain_megatron.pipeline.deferred import Deferred, Node, read
@@ -26,10 +28,13 @@ from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
 from drivetrain_megatron.pipeline.running import StageRun
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.pipeline.transport import Stage, StageModule
+from drivetrain_megatron.pipeline.trying import Trials, failed, size_along
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
 from drivetrain_megatron.pipeline.work import Work, check
 
 logger = logging.getLogger(__name__)
+
+_MIX = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: seeds of neighbouring ranks share no bits.
 
 
 @final
@@ -44,6 +49,8 @@ class Pipeline:
         group: the ranks of the pipeline.
         device: of this rank.
         on_cut: called once with who holds what, when the first inputs have shown it.
+        tensor_group: the ranks of the axis ``tp``; ``None`` where there is one.
+        data_group: data-parallel ranks that hold shards of the parameters, without which no forward runs.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: str,
         on_cut: Callable[[Share], None],
+        tensor_group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model, self._module, self._engine, self._section = model, module, engine, section
         self._group, self._device, self._on_cut = group, torch.device(device), on_cut
@@ -63,12 +72,21 @@ class Pipeline:
         schedules.wanted_parts(section, self.num_ranks)
         self.planner = Planner(module, engine, section, num_stages, self._device)
         self._rank_of = [schedules.rank_of_stage(section, stage, self.num_ranks) for stage in range(num_stages)]
+        self._alike = (group, tensor_group)
+        last = self.rank == self._rank_of[-1]
+        self.trials = Trials(
+            module, self.planner, self, section.whole_inputs, self._alike, data_group, last, self._device
+        )
+        # What scripts do with the model's own object: call it, let it generate, call parts of it.
+        self.planner.interception.route(self.forward)
         self._stages: list[Stage] = []
         self._schedules: dict[int, Any] = {}
         self._programs = Programs()
         self._compute: Callable[[int, int, tuple[Tensor, ...]], Any] | None = None
         self.version = 0
         """Grows with each change of the parameters."""
+        self.converted = False
+        """The script has called ``model.to(...)`` or the like since the last forward."""
         self._warned = False
 
     @property
@@ -92,17 +110,64 @@ class Pipeline:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output that the model will have: deferred tensors in the containers that its forward returns."""
         arguments = (args, kwargs)
-        rows = Rows.of(size := batch_size(arguments), schedules.parts_for(self._section, size, self.num_ranks))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(arguments)):
+            raise UnsupportedError(
+                "an input of a pipelined model requires a gradient, which would come back to the first stage's process "
+                "alone",
+                cure="Put what computes the input into the model's forward, or pass input.detach().",
+            )
         way = self._way(arguments)
-        return ModelCall(self, arguments, rows, way, self.version).outputs()
+        if schedules.wanted_parts(self._section, self.num_ranks) > 1:
+            if self.trials.would_try(arguments):
+                self._check_inputs(arguments)
+            dims = self.trials.dims(arguments)
+            size = size_along(arguments, dims)
+            rows = Rows.of(size, schedules.parts_for(self._section, size, self.num_ranks))
+        else:
+            rows, dims = Rows.of(1, 1), ()
+        return ModelCall(self, arguments, rows, way, self.version, dims).outputs()
+
+    def _check_inputs(self, arguments: Arguments, more: Sequence[Any] = ()) -> None:
+        """All ranks that compute a batch together were given the same. Collective over them."""
+        told = [leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor)]
+        digests = [agreement.digest(one, self._device) for one in (told, more)]
+        agreement.check(digests, ("the model's inputs", "what its loss is computed with"), self._alike)
 
     @torch.no_grad()
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward over the stages; every rank gets the output. Collective over the pipeline."""
         way = self._way((args, kwargs))
-        return self._everywhere(self._through((args, kwargs), way), way.output)
+        self._check_inputs((args, kwargs))
+        with self._own_randomness():
+            return self._everywhere(self._through((args, kwargs), way), way.output)
+
+    def attempt(self, arguments: Arguments, way: Passage, adjusting: Adjusting | None) -> tuple[Any, str]:
+        """Run one batch forward over all stages as a trial. Collective over the pipeline.
+
+        Returns:
+            The output, on the rank of the last stage, and what this rank's stages raised. The ranks after it get zeros.
+        """
+        problem = ""
+
+        def run(stage: int, values: Any) -> Any:
+            nonlocal problem
+            try:
+                return self._run_stage(stage, arguments, way, values, adjusting if self._is_last(stage) else None)
+            except Exception as raised:  # noqa: BLE001 (a user's forward raises anything; it is reported)
+                problem = problem or failed(raised)
+                return way.output if self._is_last(stage) else self._zeros(way.crossings[stage].metas)
+
+        return self._through(arguments, way, run), problem
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self._rank_of) - 1
+
+    def _zeros(self, metas: Sequence[Meta]) -> tuple[Tensor, ...]:
+        return tuple(meta.empty(self._device).zero_() for meta in metas)
 
     def _way(self, arguments: Arguments) -> Passage:
+        if self.converted:
+            self._check_types()
         if arguments[1].get("past_key_values") is not None:
             raise UnsupportedError(
                 "keys and values of earlier words (past_key_values) lie on the stages that computed them, and cannot "
@@ -114,25 +179,35 @@ class Pipeline:
                 "an output of a pipelined model, whose value is not known before backward, is an input of another call",
                 cure="Put both models into one module and prepare that, or use pipeline_parallel_size: 1.",
             )
+        self.planner.look_at_parameters()
         cut_before = self.planner.cut is not None
         way = self.planner.passage(arguments)
         if not cut_before:
             self._divide()
         return way
 
+    def _check_types(self) -> None:
+        self.converted = False
+        planned = dict(self.planner.skeleton.module.named_parameters())
+        for name, parameter in self._module.named_parameters():
+            if parameter.dtype != planned[name].dtype:
+                raise UnsupportedError(
+                    f"{name} was {planned[name].dtype} when the model was prepared and is {parameter.dtype} now",
+                    cure="Convert the model before prepare, or use mixed_precision.",
+                )
+
     def _divide(self) -> None:
         """Keep this rank's stages, let go of the others."""
         made = self.planner.cut
         assert made is not None, "the first passage cuts"
         self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
-        # What scripts do with unwrap_model(model): call it, or let it generate.
-        self.planner.interception.route(self.forward)
+        self.planner.look_at_parameters(replaced=True)
         names = dict(self._module.named_parameters())
         for stage, rank in enumerate(self._rank_of):
             if rank != self.rank:
                 continue
             held = [names[name] for name, stages in made.parameters.items() if stage in stages]
-            module = StageModule(self._computing(stage), [one for one in held if one.requires_grad])
+            module = StageModule(self._computing(stage), held)
             self._stages.append(Stage(module, stage, len(self._rank_of), self._device, self._group))
 
     def _computing(self, stage: int) -> Callable[[int, tuple[Tensor, ...]], Any]:
@@ -157,19 +232,22 @@ class Pipeline:
         if stage < len(self._rank_of) - 1:
             # Past the engine's cast of outputs: what goes to the next stage stays in the dtype of the computation.
             with precision.autocast(self._engine.policy, str(self._device)):
-                return intercepted(run, lambda: self._model(*args, **kwargs))
+                return intercepted(run, lambda: call_plainly(self._model, *args, **kwargs))
         with adjusting if adjusting is not None else nullcontext():
-            return self._engine.forward(lambda: intercepted(run, lambda: self._model(*args, **kwargs)), (), {})
+            return self._engine.forward(
+                lambda: intercepted(run, lambda: call_plainly(self._model, *args, **kwargs)), (), {}
+            )
 
-    def _through(self, arguments: Arguments, way: Passage) -> Any:
+    def _through(self, arguments: Arguments, way: Passage, run: Callable[[int, Any], Any] | None = None) -> Any:
         """Run one batch forward over all stages; on the rank of the last one its output. Collective."""
+        run = run or (lambda stage, values: self._run_stage(stage, arguments, way, values))
         values: Any = ()
         for stage, rank in enumerate(self._rank_of):
             if rank != self.rank:
                 continue
             if stage and self._rank_of[stage - 1] != rank:
                 values = self._receive(way.crossings[stage - 1].metas, self._rank_of[stage - 1])
-            values = self._run_stage(stage, arguments, way, values)
+            values = run(stage, values)
             if stage < len(self._rank_of) - 1 and self._rank_of[stage + 1] != rank:
                 self._send(values, self._rank_of[stage + 1])
         return values
@@ -225,6 +303,14 @@ class Pipeline:
             loss: recorded, 0-d.
             scaled: what backward starts from, given a loss whose mean over micro-batches is the batch's.
         """
+        if self.planner.frozen_since():
+            raise UsageError(
+                "parameters of a pipelined model were frozen or unfrozen between its forward and "
+                "accelerator.backward(loss), where the forward runs",
+                cure="Call requires_grad_ before the forward.",
+            )
+        used = (leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs)))
+        self._check_inputs(call.arguments, [leaf for leaf in used if isinstance(leaf, Tensor)])
         work = self._prepared(call, loss, call.living())
         parts = len(call.rows)
         if parts not in self._schedules:
@@ -241,10 +327,15 @@ class Pipeline:
 
         def compute(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
             adjusting = work.adjusting() if stage == last else None
+            counted.begin()
             output = self._run_stage(stage, work.batches[index], work.ways[index], received, adjusting)
             return scaled(work.finish(index, output) / parts) if stage == last else output
 
-        with self._computing_by(compute):
+        with (
+            once(self._module, self.trials.counted, keep=True) as counted,
+            self._own_randomness(),
+            self._computing_by(compute),
+        ):
             self._schedules[parts]._step_microbatches(  # noqa: SLF001 (step would cut the batch once more)
                 [()] * parts, [{"index": index} for index in range(parts)], list(range(parts)), return_outputs=False
             )
@@ -271,7 +362,8 @@ class Pipeline:
         nodes = replay.ordered([node])
         whole = Rows.of(call.rows.size, 1)
         results: dict[int, Any] = {}
-        with torch.no_grad(), self.planner.without_randomness():
+        with without_gradients(), self.planner.without_randomness(), once(self._module, self.trials.counted) as counted:
+            counted.begin()
             output = self._through(call.arguments, call.way)
             if self.rank == self._rank_of[-1]:
                 outputs = dict(enumerate(leaves(output)))
@@ -283,7 +375,7 @@ class Pipeline:
         self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
     ) -> Work[Arguments, Passage]:
         rows = call.rows
-        batches = cut(call.arguments, rows, self._section.whole_inputs) if len(rows) > 1 else [call.arguments]
+        batches = cut(call.arguments, rows, call.dims) if len(rows) > 1 else [call.arguments]
         ways = [self.planner.passage(arguments) for arguments in batches]
         outputs = dict(enumerate(leaves(ways[0].output)))
         recordings = self._programs.recordings(loss, others, rows, outputs)
@@ -291,6 +383,14 @@ class Pipeline:
         if len(rows) > 1 and self.rank == self._rank_of[-1]:
             counts = self.planner.counts(call.arguments, call.way)
         return Work(batches, ways, rows, recordings, counts)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Each stage draws numbers of its own in here, and all ranks have drawn the same ones afterwards."""
+        seed = int(torch.randint(1 << 62, (1,)).item())
+        with self.planner.without_randomness():
+            torch.manual_seed((seed + (self.rank + 1) * _MIX) % (1 << 62))
+            yield
 
     @contextmanager
     def _computing_by(self, compute: Callable[[int, int, tuple[Tensor, ...]], Any]) -> Iterator[None]:

@@ -10,13 +10,22 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, get_registry
+from drivetrain.api import (
+    DrivetrainError,
+    TorchEngine,
+    UnsupportedError,
+    UsageError,
+    call_plainly,
+    get_registry,
+    precision,
+)
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.module_state import same_randomness, unchanged, without_gradients
 from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at, parameter_bytes
 from drivetrain_megatron.pipeline.passage import Passage, Survey, stubs_of, whole_output
 from drivetrain_megatron.pipeline.reductions import Counting, Reduction
 from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun
-from drivetrain_megatron.pipeline.skeleton import Skeleton
+from drivetrain_megatron.pipeline.skeleton import Skeleton, trained
 from drivetrain_megatron.pipeline.timeline import Timeline, record
 from drivetrain_megatron.pipeline.timing import seconds
 from drivetrain_megatron.pipeline.values import leaves, signature
@@ -52,15 +61,47 @@ class Planner:
         self.cut: Cut | None = None
         self._passages: dict[Any, Passage] = {}
         self._counts: dict[int, list[Reduction | Tensor]] = {}
-        self.interception = Interception(module)
+        self.version = 0
+        """Grows when the script writes an attribute, or freezes parameters: forward may take another way."""
+        self._parameters = list(module.parameters())
+        self._trained = trained(self._parameters)
+        self.interception = Interception(module, self._written)
+        self.interception.install([name for name, _ in module.named_modules()])
         self._bare = Interception(self.skeleton.module)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Of the forward where that is not the parameters' own."""
+        compute = self._engine.policy.compute
+        if compute is not None:
+            return precision.dtype_of(compute)
+        return next((one.dtype for one in self._module.parameters() if one.is_floating_point()), None)
+
+    def _written(self) -> None:
+        self.version += 1
+
+    def look_at_parameters(self, *, replaced: bool = False) -> None:
+        """Take note of what the script has frozen or unfrozen, by which gradients cross the cuts.
+
+        Args:
+            replaced: the module has other parameters than at the last look.
+        """
+        if replaced:
+            self._parameters = list(self._module.parameters())
+        if self.frozen_since():
+            self._trained = trained(self._parameters)
+            self.version += 1
+
+    def frozen_since(self) -> bool:
+        """Whether something was frozen or unfrozen since the last look."""
+        return trained(self._parameters) != self._trained
 
     def passage(self, arguments: Arguments) -> Passage:
         """The way of these inputs through the model.
 
         The first call decides where it is cut; under ``balance: time`` that call is collective over all ranks.
         """
-        told = (signature(arguments), torch.is_grad_enabled(), self._module.training)
+        told = (signature(arguments), torch.is_grad_enabled(), self._module.training, self.version)
         found = self._passages.get(told)
         if found is None:
             timeline = self._trace(arguments)
@@ -82,7 +123,7 @@ class Planner:
         args, kwargs = arguments
         whole = whole_output(self.skeleton, timeline)
         try:
-            with self.without_randomness():
+            with unchanged(self.skeleton.module, self._device):
                 output = self._engine.forward(
                     lambda: self._bare.run(survey, lambda: self.skeleton.module(*args, **kwargs)), (), {}
                 )
@@ -113,7 +154,7 @@ class Planner:
             args, kwargs = arguments
             counting = Counting()
             run = StageRun(EVERYTHING, way)
-            with self.without_randomness(), counting, torch.no_grad():
+            with self.without_randomness(), counting, without_gradients():
                 self._bare.run(run, lambda: self._engine.forward(self.skeleton.module, args, kwargs))
             found = counting.found
             if all(isinstance(one, Reduction) and one.kind != "counted" for one in found):
@@ -121,32 +162,33 @@ class Planner:
         return found
 
     def _trace(self, arguments: Arguments) -> Timeline:
-        for ours, theirs in zip(self._module.modules(), self.skeleton.module.modules(), strict=True):
-            theirs.training = ours.training
+        self.skeleton.follow(self._module)
         args, kwargs = arguments
-        with self.without_randomness():
-            return record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
+        with unchanged(self.skeleton.module, self._device) as state:
+            timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
+            for place, change in state.changes().items():
+                if change.tensors and not place.buffer:
+                    self.interception.guard(place.path, place.name)
+        return timeline
 
     def without_randomness(self) -> Any:
         """A context in which drawing random numbers leaves no trace."""
-        devices = [] if self._device.type == "cpu" else [self._device]
-        kind = self._device.type if devices else "cuda"
-        return torch.random.fork_rng(devices=devices, device_type=kind)
+        return same_randomness(self._device)
 
     def _points(self, timeline: Timeline, arguments: Arguments) -> tuple[Sequence[str], str]:
         by_time = self._section.balance == "time"
         costs = partial(self._seconds, arguments) if by_time else partial(self._bytes, timeline)
-        return points_of(self._module, self.skeleton, timeline, self._section, self.num_stages, costs)
+        return points_of(self.skeleton, timeline, self._section, self.num_stages, costs)
 
     def _bytes(self, timeline: Timeline, candidates: Sequence[str]) -> Sequence[float]:
         return parameter_bytes(self.skeleton.module, timeline, candidates)
 
     def _seconds(self, arguments: Arguments, candidates: Sequence[str]) -> Sequence[float]:
         args, kwargs = arguments
-        with self.without_randomness():
+        with unchanged(self._module, self._device), self.interception.plain():
             return seconds(
                 self._module,
-                lambda: self._engine.forward(self._module, args, kwargs),
+                lambda: self._engine.forward(partial(call_plainly, self._module), args, kwargs),
                 candidates,
                 self._device,
             )
@@ -157,7 +199,6 @@ class Planner:
 
 
 def points_of(
-    module: nn.Module,
     skeleton: Skeleton,
     timeline: Timeline,
     section: MegatronConfig,
@@ -167,8 +208,7 @@ def points_of(
     """Where the second and each further stage begins, and who says so: the user, a plugin, or the balance.
 
     Args:
-        module: the user's.
-        skeleton: of it.
+        skeleton: of the model.
         timeline: one forward of the skeleton.
         section: the configuration.
         num_stages: how many stages.
@@ -180,7 +220,8 @@ def points_of(
     named: Sequence[str] | None = section.split_points
     whose = "megatron.split_points"
     if not named:
-        named, whose = get_registry().pipeline_split(module, num_stages), "a plugin"
+        # Of the class that the user wrote, which the module itself has no more.
+        named, whose = get_registry().pipeline_split(skeleton.module, num_stages), "a plugin"
     if not named:
         return balanced(skeleton.module, timeline, num_stages, costs), f"balance of {section.balance}"
     if len(named) != num_stages - 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,29 @@ from drivetrain_megatron.pipeline.deferred import Node
 from drivetrain_megatron.pipeline.reductions import Reduction, in_part, reduction_of
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
-WHOLE, CUT, SCALED = 0, 1, 2
-Choice = tuple[int, ...]
+WHOLE, SCALED = 0, 1
+
+
+class Along(NamedTuple):
+    """A tensor of a recording that is cut with the rows.
+
+    Args:
+        dim: in which it has them.
+        spread: they come round again and again in that dim, as the samples do in a flattened ``[time, batch]``.
+    """
+
+    dim: int
+    spread: bool = False
+
+    def part(self, tensor: Tensor, rows: Rows, index: int) -> Tensor:
+        """One micro-batch's part."""
+        if self.spread:
+            return rows.spread_part(tensor, index, self.dim)
+        return rows.part(tensor, index, tensor.shape[self.dim] // rows.size, self.dim)
+
+
+Way = int | Along
+Choice = tuple[Way, ...]
 """For each leaf of a call's arguments: left whole, cut with the rows, or a number that scales with them."""
 
 
@@ -102,8 +123,8 @@ def arguments(node: Node, choice: Choice, rows: Rows, index: int, results: Mappi
     for leaf, way in zip(found, choice, strict=True):
         if isinstance(leaf, Node):
             parts.append(results[id(leaf)])
-        elif way == CUT:
-            parts.append(rows.part(leaf, index, leaf.shape[0] // rows.size))
+        elif isinstance(way, Along):
+            parts.append(way.part(leaf, rows, index))
         elif way == SCALED:
             parts.append(leaf // rows.size * rows.count(index))
         else:

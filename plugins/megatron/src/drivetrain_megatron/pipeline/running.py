@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import UsageError
 from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
-from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.pipeline.skeleton import is_absent, known_elsewhere
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 from drivetrain_megatron.tensor.sharded import full_tensor
 from drivetrain_megatron.tensor_parallel import parameters_come_back
@@ -157,23 +157,23 @@ class StageRun:
 class Interception:
     """The modules of one model whose calls a run decides about.
 
-    Each of them gets a class of its own, derived from its class, whose call asks the run that is active; without one it
-    is the module's usual call.
+    Each of them gets a class of its own, derived from its class, whose call asks the run that is active.
 
     Args:
         module: the model.
+        written: called when the script writes a Python attribute of a module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, written: Callable[[], None] = lambda: None) -> None:
+        self._module, self.written = module, written
         self._changed: dict[str, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
         self._active: Run | None = None
         self._outside: Callable[..., Any] | None = None
+        self._plain = 0
 
     def route(self, outside: Callable[..., Any]) -> None:
-        """From now on a call of the module itself, outside of a run, goes here: no rank has all of its parameters."""
+        """A call of the module itself, outside of a run, goes here, and calls of its parts are refused."""
         self._outside = outside
-        self.install([""])
 
     def install(self, names: Sequence[str]) -> None:
         """Take note of some modules."""
@@ -184,6 +184,47 @@ class Interception:
                 part.__class__ = self._class_for(original, name)
                 self._changed[name] = (part, original, type(part))
 
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """In here modules are called as they are without a pipeline."""
+        self._plain += 1
+        try:
+            with known_elsewhere():
+                yield
+        finally:
+            self._plain -= 1
+
+    @property
+    def running(self) -> bool:
+        """Modules are called by us, or by autograd, which computes activations again."""
+        return self._active is not None or self._plain > 0 or torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+    def guard(self, path: str, name: str) -> None:
+        """Refuse that the script reads an attribute which forward writes: forward has not run, or ran on a part."""
+        if path not in self._changed:
+            return
+        made = self._changed[path][2]
+        if name in vars(made):
+            return
+        told = f"{path}.{name}" if path else name
+
+        def read(module: nn.Module) -> Any:
+            if not self.running:
+                raise UsageError(
+                    f"{told} is written by the forward of a pipelined model, which runs on micro-batches in "
+                    "accelerator.backward, on the stage that computes it",
+                    cure=f"Return it from forward beside the output, and use it in the loss: {name} = output[1].",
+                )
+            try:
+                return vars(module)[name]
+            except KeyError:
+                raise AttributeError(name) from None
+
+        def write(module: nn.Module, value: Any) -> None:
+            vars(module)[name] = value
+
+        setattr(made, name, property(read, write))
+
     def _class_for(self, original: type[nn.Module], name: str) -> type[nn.Module]:
         interception = self
 
@@ -192,17 +233,43 @@ class Interception:
             if not name:
                 return interception._whole(module, original, args, kwargs)
             if run is None:
+                interception._check_alone(module, original, name)
                 # In backward, where activations are computed again from what was kept.
                 args, kwargs = filled((args, kwargs))
                 return original.__call__(module, *args, **kwargs)
             return run.call(name, lambda *a, **k: original.__call__(module, *a, **k), args, kwargs)
 
-        made = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+        def set_attribute(module: nn.Module, attribute: str, value: Any) -> None:
+            if not interception.running and attribute != "training" and not isinstance(value, (nn.Module, Tensor)):
+                interception.written()
+            original.__setattr__(module, attribute, value)
+
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            with known_elsewhere():
+                original.zero_grad(module, set_to_none)
+
+        members = {"__call__": call, "__setattr__": set_attribute, "zero_grad": zero_grad}
+        made = type(original.__name__, (original,), {**members, "__module__": original.__module__})
         made.__qualname__ = original.__qualname__
         return made
 
+    def _check_alone(self, module: nn.Module, original: type[nn.Module], name: str) -> None:
+        if self._outside is None or self.running:
+            return
+        if self._changed[name][0] is not module:
+            raise UsageError(
+                f"a copy of a part of a pipelined model, {original.__name__}, was called; it has some of the "
+                "stages, and no pipeline",
+                cure="Copy the model before prepare, and prepare the copy too.",
+            )
+        raise UsageError(
+            f"{name!r} of a pipelined {type(self._module).__name__} was called past the model's own call: it lies on "
+            "one of the stages, and no other process has it",
+            cure="Call the model, whose forward can take an argument for what to compute: model(x, part='encode').",
+        )
+
     def _whole(self, module: nn.Module, original: type[nn.Module], args: Any, kwargs: Any) -> Any:
-        if self._active is not None or self._outside is None:
+        if self._outside is None or self.running:
             return original.__call__(module, *args, **kwargs)
         if module is not self._module:
             raise UsageError(
@@ -242,7 +309,8 @@ class Interception:
         try:
             # Nothing is trained before a stage begins, though other stages of this rank may have parameters there.
             torch.set_grad_enabled(grad and not run.waits)
-            yield
+            with known_elsewhere():
+                yield
         finally:
             torch.set_grad_enabled(grad)
             self._active = before
@@ -254,3 +322,4 @@ class Interception:
             if type(part) is made:
                 part.__class__ = original
         self._changed.clear()
+        self._outside = None

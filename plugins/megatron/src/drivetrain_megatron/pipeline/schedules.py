@@ -36,6 +36,9 @@ def wanted_parts(section: MegatronConfig, num_ranks: int) -> int:
     Raises:
         UsageError: the schedule does not take that many.
     """
+    if section.num_micro_batches == 1:
+        # The batch in one piece, for models that mix its samples: any schedule can do that.
+        return 1
     stages = stages_per_rank(section)
     parts = section.num_micro_batches or num_ranks * stages
     check(find(section.schedule), num_ranks, stages, parts)

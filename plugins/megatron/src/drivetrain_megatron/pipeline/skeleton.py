@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.api import UnsupportedError
+from drivetrain.api import UnsupportedError, UsageError
+from drivetrain_megatron.module_state import OF_TORCH
+
+logger = logging.getLogger(__name__)
 
 NO_VALUE = (
     torch._subclasses.fake_tensor.DataDependentOutputException,  # noqa: SLF001 (torch has no public name for them)
@@ -28,6 +33,149 @@ NO_VALUE = (
 def is_absent(value: Any) -> bool:
     """Whether this is a tensor without a value."""
     return isinstance(value, FakeTensor)
+
+
+_KNOWN = [0]
+"""How many contexts are open in which code knows that parameters are elsewhere."""
+
+
+@contextmanager
+def known_elsewhere() -> Iterator[None]:
+    """In here :class:`Elsewhere` behaves as a parameter without value and gradient: for code that passes it over."""
+    _KNOWN[0] += 1
+    try:
+        yield
+    finally:
+        _KNOWN[0] -= 1
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def passing_over(method: Callable[P, R]) -> Callable[P, R]:
+    """What it does to each parameter alone is done on the stage that holds it."""
+
+    @wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with known_elsewhere():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+def trained(parameters: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of them require gradients, those of other stages too."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
+        return tuple(one.requires_grad for one in parameters)
+
+
+class Elsewhere(FakeTensor):
+    """A parameter of another pipeline stage: it tells its shape and refuses to be computed with.
+
+    A norm or a penalty that a script sums over ``model.parameters()`` would be one stage's; so reading its value or its
+    gradient raises, also of what is computed from it. What is done to each parameter alone passes it over, since its
+    own stage does it.
+    """
+
+    fqn: str
+
+    @staticmethod
+    def of(absent: Tensor, name: str) -> Elsewhere:
+        """Turn a parameter without memory into one."""
+        absent.__class__ = Elsewhere
+        assert isinstance(absent, Elsewhere), "its class was exchanged"
+        absent.fqn = name
+        # Its copies are of this class too.
+        vars(absent).pop("__deepcopy__", None)
+        return absent
+
+    @property
+    def grad(self) -> Any:
+        """Not here."""
+        if _KNOWN[0] or torch._C._current_graph_task_id() != -1:  # noqa: SLF001 (torch has no public name for it)
+            return None
+        raise self.refused("its gradient was read")
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        """Its own stage does it."""
+
+    def refused(self, what: str) -> UsageError:
+        """The error for what a script did with it."""
+        name = getattr(self, "fqn", "a parameter")
+        return UsageError(
+            f"{name} lies on another pipeline stage, and {what}: a sum or norm over the model's parameters, or a copy "
+            "of them, would be that of one stage",
+            cure="Write accelerator.clip_grad_norm_(model.parameters(), max_norm), with math.inf to measure only; "
+            "weight_decay in the optimizer for a penalty; accelerator.get_state_dict(model) for values. Copy a model "
+            "for an average of its weights after its first forward.",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = Elsewhere.of(self._copied(), getattr(self, "fqn", ""))
+        memo[id(self)] = made
+        return made
+
+    def _copied(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
+            like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            absent = self.fake_mode.fake_tensor_converter.from_meta_and_device(self.fake_mode, like, self.device)
+            return nn.Parameter(absent, requires_grad=self.requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
+            if _KNOWN[0] or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+                return func(*args, **kwargs)
+            name = getattr(func, "__name__", str(func))
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            if name in _CONVERSIONS and isinstance(first, Elsewhere):
+                if func(*args, **kwargs).dtype != first.dtype:
+                    raise first.refused(f"{name} changes its dtype")
+                return first
+            if name.endswith("_") and not name.endswith("__"):
+                if isinstance(first, Elsewhere):
+                    # What is trained is known on every rank: gradients cross the cuts by it.
+                    return func(*args, **kwargs) if name == "requires_grad_" else first
+                if isinstance(first, (list, tuple)):
+                    return _of_those_here(func, args, kwargs)
+            absent = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Elsewhere))
+            if name == "backward" or (name.endswith("_") and not name.endswith("__")):
+                raise absent.refused(f"{name} reads it")
+            try:
+                args, kwargs = tree_map(_without_history, (args, kwargs))
+                found = func(*args, **kwargs)
+            except NO_VALUE as problem:
+                raise absent.refused(f"{name} reads it") from problem
+            # What is computed from it is as unknown as it is, until somebody reads it.
+            for one in tree_leaves(found):
+                if type(one) is FakeTensor:
+                    Elsewhere.of(one, absent.fqn)
+            return found
+
+
+_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous"})
+
+
+def _without_history(one: Any) -> Any:
+    # Torch warns where it reads the gradient of a tensor that something computed, to copy it without its values.
+    return one.detach() if type(one) is Tensor and not one.is_leaf else one
+
+
+def _of_those_here(func: Any, args: Any, kwargs: Any) -> Any:
+    """One of torch's functions on lists that change the first, without what this rank lacks."""
+    here = [index for index, one in enumerate(args[0]) if not isinstance(one, Elsewhere)]
+
+    def kept(value: Any) -> Any:
+        return [value[index] for index in here] if isinstance(value, (list, tuple)) else value
+
+    chosen, named = [kept(one) for one in args], {name: kept(one) for name, one in kwargs.items()}
+    absent = [one for one in tree_leaves((chosen, named)) if isinstance(one, Elsewhere)]
+    if absent:
+        raise absent[0].refused(f"{func.__name__} reads it")
+    return func(*chosen, **named) if here else None
 
 
 @final
@@ -84,6 +232,29 @@ class Skeleton:
         """Modules whose inside asks for values, and how; their output is taken to be shaped like their first tensor."""
         for name, part in self.module.named_modules():
             _make_robust(part, name, self.opaque)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take over what the module keeps as it is now: mode, buffers, the script's attributes, what is frozen."""
+        pairs = list(zip(module.modules(), self.module.modules(), strict=True))
+        memo: dict[int, Any] = {id(ours): theirs for ours, theirs in pairs}
+        for one, flag in zip(self.module.parameters(), trained(list(module.parameters())), strict=True):
+            one.requires_grad_(flag)
+        for ours, theirs in pairs:
+            theirs.training = ours.training
+            for name, value in vars(ours).items():
+                if name in OF_TORCH or name == "forward" or isinstance(value, Tensor):
+                    continue
+                try:
+                    vars(theirs)[name] = copy.deepcopy(value, memo)
+                except Exception as problem:  # noqa: BLE001 (a user's own __deepcopy__ raises anything)
+                    # The copy has what there was at prepare, which could be copied.
+                    logger.debug("%s.%s is not copied again: %s", type(ours).__name__, name, problem)
+            for name, buffer in ours._buffers.items():  # noqa: SLF001
+                now = theirs._buffers.get(name)  # noqa: SLF001
+                if buffer is None or now is None:
+                    continue
+                if not (buffer.is_meta or is_absent(now) or is_absent(buffer)):
+                    theirs._buffers[name] = buffer.detach().to(now.device, copy=True)  # noqa: SLF001
 
     def absent(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without a value."""

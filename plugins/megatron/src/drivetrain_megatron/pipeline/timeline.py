@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,12 +42,15 @@ class Timeline:
         uses: of each parameter, by first name: when.
         losses: when one of torch's losses was computed.
         output: what the model returned.
+        ungraded: modules that were called where gradients are not recorded, though they are around the model's call:
+            under ``no_grad``, or inside of a checkpoint that recomputes in its own backward.
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     uses: dict[str, list[int]] = field(default_factory=dict)
     losses: list[int] = field(default_factory=list)
     output: Any = None
+    ungraded: set[str] = field(default_factory=set)
 
     def once(self) -> Iterator[tuple[str, Call]]:
         """Modules that were called exactly once, in order of their calls."""
@@ -67,7 +71,12 @@ def record(skeleton: Skeleton, run: Callable[[Callable[..., Any]], Any], *args: 
     clock = _Clock()
     names = {id(one): name for name, one in skeleton.module.named_parameters()}
     counting = Counting(lambda: timeline.losses.append(clock.tick()))
-    with _Uses(names, timeline.uses, clock), counting, _listening(skeleton.module, timeline, clock):
+    with (
+        _Uses(names, timeline.uses, clock),
+        counting,
+        _listening(skeleton.module, timeline, clock),
+        _noting(skeleton.module, timeline),
+    ):
         timeline.output = run(lambda: skeleton.module(*args, **kwargs))
     for name, parameter in skeleton.module.named_parameters():
         for part in skeleton.opaque:
@@ -119,3 +128,24 @@ def _listening(module: nn.Module, timeline: Timeline, clock: _Clock) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _noting(module: nn.Module, timeline: Timeline) -> Iterator[None]:
+    """Note where gradients are not recorded: at the call itself, which may enter a checkpoint before any hook."""
+    outside = torch.is_grad_enabled()
+    originals = [(part, type(part)) for part in module.modules()]
+    for name, part in module.named_modules():
+        kind = type(part)
+
+        def call(it: nn.Module, *args: Any, _name: str = name, _kind: Any = kind, **kwargs: Any) -> Any:
+            if outside and not torch.is_grad_enabled():
+                timeline.ungraded.add(_name)
+            return _kind.__call__(it, *args, **kwargs)
+
+        part.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        for part, kind in originals:
+            part.__class__ = kind

@@ -25,7 +25,7 @@ def seconds(
     """Seconds until the first of these modules is called, between their calls, and after the last one's began.
 
     The mean over all ranks, so that all decide alike. Modules may lie in host memory: each goes to the device for its
-    own forward, which is not counted. Buffers keep their values. Collective over all ranks.
+    own forward, which is not counted. The caller undoes what forwards change. Collective over all ranks.
 
     Args:
         module: whole.
@@ -38,7 +38,6 @@ def seconds(
     """
     clock = _Clock(device)
     with ExitStack() as stack:
-        stack.enter_context(_same_buffers(module))
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
             stack.enter_context(_visiting(module, clock, device))
         for name in candidates:
@@ -92,21 +91,6 @@ class _Clock:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
-
-
-@contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Undo what forwards do to buffers."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        for part, name, buffer, value in before:
-            setattr(part, name, buffer.copy_(value))
 
 
 @contextmanager

@@ -31,12 +31,12 @@ class StageModule(nn.Module):
 
     Args:
         compute: ``compute(index, received)``: a tuple for the next stage, or the loss.
-        trained: the parameters of this stage.
+        held: the parameters of this stage.
     """
 
-    def __init__(self, compute: Callable[[int, tuple[Tensor, ...]], Any], trained: Sequence[nn.Parameter]) -> None:
+    def __init__(self, compute: Callable[[int, tuple[Tensor, ...]], Any], held: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._compute, self._trained = compute, list(trained)
+        self._compute, self._held = compute, list(held)
 
     def forward(self, *received: Tensor, index: int) -> Any:
         """Compute a micro-batch."""
@@ -44,7 +44,7 @@ class StageModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those whose gradients a split backward computes by themselves."""
-        yield from self._trained
+        yield from (one for one in self._held if one.requires_grad)
 
 
 @final
@@ -67,7 +67,7 @@ class Stage(_PipelineStageBase):
         self._outgoing: Sequence[Sequence[Meta]] = ()
         self._values: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._can_split: dict[tuple[Meta, ...], bool] = {}
+        self._can_split: dict[tuple[Any, ...], bool] = {}
         self._whole: set[int] = set()
         """Micro-batches whose backward was not split."""
 
@@ -129,11 +129,12 @@ class Stage(_PipelineStageBase):
 
     def _splits(self, index: int, loss: Tensor | None) -> bool:
         """Whether :func:`can_split`; asked once for what has the same shapes."""
-        told = tuple(self._incoming[index])
+        weights = list(self.submod.parameters())
+        told = (*self._incoming[index], *map(id, weights))
         if told not in self._can_split:
             outputs, received = self.fwd_cache[index]
             ends = [loss] if self.is_last and loss is not None else list(outputs)
-            self._can_split[told] = can_split(ends, received, list(self.submod.parameters()))
+            self._can_split[told] = can_split(ends, received, weights)
             if not self._can_split[told]:
                 logger.info("Stage %d computes the gradients of its weights at once.", self.stage_index)
         return self._can_split[told]

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.api import trees
+
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type, nn.Module, FunctionType, MethodType)
+
+
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """``(name, child)`` of a container, in order; ``None`` for a leaf.
+
+    An object of any other class that has tensors among its attributes, as a model may return, is a container too.
+    """
+    if tree is None or isinstance(tree, (Tensor, *_PLAIN)):
+        return None
+    inner = trees.children(tree)
+    if inner is None and hasattr(tree, "__dict__") and any(_holds_tensors(one) for one in vars(tree).values()):
+        return [(f".{name}", child) for name, child in vars(tree).items()]
+    return inner
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(one, Tensor) for one in value)
+    return isinstance(value, dict) and any(isinstance(one, Tensor) for one in value.values())
 
 
 def leaves(tree: Any) -> list[Any]:
     """Everything in a tree that is no container, in order."""
-    inner = trees.children(tree)
-    if inner is None or isinstance(tree, Tensor):
+    inner = children(tree)
+    if inner is None:
         return [tree]
     return [leaf for _, child in inner for leaf in leaves(child)]
 
@@ -26,10 +51,15 @@ def rebuilt(tree: Any, replacements: Sequence[Any]) -> Any:
 
 
 def _rebuilt(tree: Any, following: Iterator[Any]) -> Any:
-    inner = trees.children(tree)
-    if inner is None or isinstance(tree, Tensor):
+    inner = children(tree)
+    if inner is None:
         return next(following)
-    return trees.honor_type(tree, [_rebuilt(child, following) for _, child in inner])
+    changed = [_rebuilt(child, following) for _, child in inner]
+    if trees.children(tree) is not None:
+        return trees.honor_type(tree, changed)
+    made = copy.copy(tree)
+    vars(made).update({name.removeprefix("."): value for (name, _), value in zip(inner, changed, strict=True)})
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +95,7 @@ def _structure(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Tensor):
         yield (tuple(tree.shape), tree.dtype, tree.requires_grad)
         return
-    inner = trees.children(tree)
+    inner = children(tree)
     if inner is None:
         yield tree if isinstance(tree, int | float | str | bool | None) else type(tree)
         return

@@ -98,7 +98,7 @@ def _cut(
     def costs(candidates: Sequence[str]) -> Sequence[float]:
         return parameter_bytes(skeleton.module, timeline, candidates)
 
-    points, whose = points_of(model, skeleton, timeline, section, num_stages, costs)
+    points, whose = points_of(skeleton, timeline, section, num_stages, costs)
     if section.balance == "time" and whose.startswith("balance"):
         whose = "balance of bytes (balance: time measures the first batch and may decide otherwise)"
     return timeline, cut_at(skeleton.module, timeline, points, whose), whose

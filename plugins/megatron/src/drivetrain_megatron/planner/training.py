@@ -48,7 +48,7 @@ class Measured:
 
 def _pipeline(model: Any) -> Pipeline:
     try:
-        trainable = model.trainable
+        trainable = model._drivetrain.trainable  # noqa: SLF001 (what the core keeps on a prepared model)
     except AttributeError:  # Not prepared at all.
         trainable = None
     if isinstance(trainable, PipelinedTrainable):

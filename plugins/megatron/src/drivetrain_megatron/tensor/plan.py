@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from drivetrain.api import UsageError, get_registry
+from drivetrain.api import UsageError, get_registry, trees
 from drivetrain_megatron.tensor.derive import conditions, derive
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.styles import matched_cuts, style_of
@@ -93,9 +94,14 @@ def table(model: nn.Module, degree: int, written: Mapping[str, str] | None) -> t
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
-    """What Transformers' models say of themselves; ``tp_plan`` has the base model's plan under its prefix."""
+    """What Transformers' models say of themselves; ``tp_plan`` has the base model's plan under its prefix.
+
+    A wrapper that hands on its model's attributes, as PEFT's does, has no plan of its own: the names would be others.
+    """
     for attribute in ("tp_plan", "_tp_plan"):
-        found = getattr(model, attribute, None)
+        if inspect.getattr_static(model, attribute, None) is None:
+            continue
+        found = trees.attribute(model, attribute)
         if isinstance(found, Mapping) and found:
             return found
     return {}

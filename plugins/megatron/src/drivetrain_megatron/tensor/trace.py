@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, trees
+from drivetrain_megatron.module_state import unchanged
 from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
 
 _FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -163,7 +164,8 @@ def _record(model: nn.Module, inputs: Inputs, *, low: bool) -> Trace:
 
     trace = Trace()
     recorder = _Recorder(trace)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), _calm(model), _silent(), _scopes(model, recorder):
+    calm = (_calm(model), _silent(), _scopes(model, recorder))
+    with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), calm[0], calm[1], calm[2]:
         tensors = {
             name: fake(tensor.shape, tensor.dtype)
             for named in (model.named_parameters(), model.named_buffers())
@@ -252,7 +254,7 @@ def _scopes(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 def _guesses(model: nn.Module) -> Iterator[Inputs]:
     """Inputs that such a model may take, the likeliest first."""
-    own = getattr(model, "dummy_inputs", None)
+    own = trees.attribute(model, "dummy_inputs")
     if isinstance(own, Mapping) and all(isinstance(each, Tensor) for each in own.values()):
         yield {name: (tuple(each.shape), each.dtype) for name, each in own.items()}
     parameters = inspect.signature(model.forward).parameters.values()

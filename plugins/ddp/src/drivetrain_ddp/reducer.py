@@ -1,0 +1,304 @@
+"""Averages gradients over ranks with torch's DistributedDataParallel, whichever way a loss reached the parameters.
+
+DistributedDataParallel expects its own forward to be what leads to the loss. Here it wraps the *loss*: a module that
+holds the model's parameters and returns the loss that it is given. Its reducer is thereby made ready right before each
+backward that closes an accumulation window, and reduces buckets while that backward runs. Methods of the model,
+submodules called alone and any number of forwards are then all the same to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.api import Topology, UnsupportedError, UsageError, collectives
+
+
+class _Parameters(nn.Module):
+    """A model's parameters, for DistributedDataParallel; its forward returns the loss unchanged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@final
+class GradientReducer:
+    """Gradients of one model over the data-parallel ranks.
+
+    Invariant: a gradient that holds contributions of this rank alone belongs to a parameter in ``_local`` or
+    ``_reached``; a backward that reduces empties both.
+
+    Args:
+        model: the user's module, the same on all ranks but for values.
+        topology: the job.
+        wrap: makes the DistributedDataParallel of a module, given whether its graph is static, and whether to compare
+            parameters over ranks and give them rank 0's values. Collective over all ranks.
+        static_graph: the script asserts that every backward reaches the same parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        wrap: Callable[[nn.Module, bool, bool], DistributedDataParallel],
+        *,
+        static_graph: bool,
+    ) -> None:
+        self._model, self._topology, self._wrap = model, topology, wrap
+        self._static = static_graph
+        self.wrapper: DistributedDataParallel | None = None
+        self.enabled = True
+        """Whether the next backward reduces."""
+        self.joined = False
+        """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
+        self._armed = False
+        self._reached: set[Tensor] = set()
+        """Parameters that a backward has given something, since they were last looked at."""
+        self._local: set[Tensor] = set()
+        """Parameters with contributions of earlier backwards that were not reduced."""
+        self._hooks: list[Any] = []
+        self._starts = True
+        self._lazy = False
+        self._changed = True
+        self._sparse: frozenset[Tensor] = frozenset()
+        self._all: list[nn.Parameter] = []
+        self._trained: list[nn.Parameter] = []
+        self._dtypes: list[torch.dtype] = []
+        self._told = torch.empty(0)
+        self._pending: Any = None
+        self._writes = -1
+        """Writes to the parameters that torch had counted when this was last in order; -1 before the first time."""
+        self.refresh()
+
+    # ---- which parameters ------------------------------------------------------------------------------------------
+
+    def model_changed(self) -> None:
+        """Submodules or parameters were added, or dtypes changed: looked at before the next forward or backward."""
+        self._changed = True
+
+    def refresh_if_changed(self) -> None:
+        """As :meth:`refresh`, where the script is known to have changed the model. Collective then."""
+        if self._changed:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Follow what the script did to the model: new layers, frozen and unfrozen parameters, other dtypes.
+
+        Collective over all ranks where something changed; new parameters start from rank 0's values.
+        """
+        changed, self._changed = self._changed, False
+        if changed:
+            self._all = list(self._model.parameters())
+            self._sparse = frozenset(
+                module.weight
+                for module in self._model.modules()
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            )
+        trained = [parameter for parameter in self._all if parameter.requires_grad]
+        dtypes = [parameter.dtype for parameter in trained]
+        same = len(trained) == len(self._trained) and all(map(_is, trained, self._trained))
+        if same and dtypes == self._dtypes and not changed:
+            return
+        self.release()
+        self._trained, self._dtypes = trained, dtypes
+        if trained:
+            self.wrapper = self._wrap(_Parameters(self._model), self._static, self._starts)
+            self._told = torch.ones(len(trained) + 2, dtype=torch.float64, device=trained[0].device)
+            self._told[-2:] = 0
+            # The bound method of a set: no Python frame for each parameter of each backward.
+            self._hooks = [
+                one.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
+                for one in trained
+            ]
+            if self._lazy:
+                self._hooks += [one.register_hook(self._arm_once) for one in trained]  # type: ignore[no-untyped-call]
+        if changed:
+            # torch has done it for parameters at the start; later, between a forward and its backward, its way would
+            # count as a write to them.
+            parameters = () if self._starts and trained else self._all
+            self.agree((*parameters, *self._model.buffers()))
+        self._starts = False
+        self.updated()
+
+    # ---- one backward ----------------------------------------------------------------------------------------------
+
+    def arm_when_reached(self) -> None:
+        """Arm at the first gradient of a backward: several models are trained, and a loss need not reach this one.
+
+        Collective over all ranks. A static graph, which torch records from the loss on, cannot be assumed then.
+        """
+        if not self._lazy:
+            self._lazy, self._static, self._changed = True, False, True
+            self.refresh()
+
+    def _arm_once(self, _grad: Tensor) -> None:
+        if self._expected and not self._armed:
+            with torch.enable_grad():
+                self._arm(torch.zeros((), device=self._topology.device))
+
+    _expected = False
+    """A backward of ours runs, and reduces."""
+
+    def _arm(self, loss: Tensor) -> Tensor:
+        assert self.wrapper is not None
+        self._armed = True
+        armed: Tensor = self.wrapper(loss)
+        return armed
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Get ready for a backward of this loss; returns what to call ``backward`` on."""
+        self._local |= self._reached
+        self._reached.clear()
+        if not self.enabled or not loss.requires_grad:
+            return loss
+        if self._armed:
+            # An error ended the backward before; its reducer waits for the rest.
+            self._armed, self._changed = False, True
+        self.refresh()
+        if self.wrapper is None:
+            return loss
+        self._expected = True
+        return loss if self._lazy else self._arm(loss)
+
+    def after_backward(self) -> None:
+        """Finish the reduction. Collective over the data-parallel ranks where this backward reduces."""
+        self._expected = False
+        if not self._armed:
+            return
+        self._armed = False
+        if self._static:
+            self._reached.clear()
+        else:
+            self._complete()
+        self._local.clear()
+
+    def _complete(self) -> None:
+        """Reduce parameters too that this backward did not reach, some of which others or earlier ones did.
+
+        The reducer waits for every parameter. One that this rank's backward did not reach is given a gradient of
+        zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
+        one process, since an optimizer treats zeros otherwise.
+        """
+        missing = [parameter for parameter in self._trained if parameter not in self._reached]
+        written = self._count_writes() != self._writes
+        if missing and self.joined:
+            raise UnsupportedError(
+                f"inside join_uneven_inputs a backward did not reach {len(missing)} trained parameter(s), and ranks "
+                "without batches cannot tell whether they reached them before",
+                cure="Freeze them with requires_grad_(False), or use even_batches=True without join_uneven_inputs.",
+            )
+        told, digest = self._told, 0.0
+        if missing or written:
+            used = [float(one.grad is not None) for one in self._trained]
+            digest = self._digest() if written else 0.0
+            told = torch.tensor([*used, digest, -digest], dtype=torch.float64, device=told.device)
+            if missing:
+                torch.autograd.backward(missing, [self._zeros(one) for one in missing])
+        self._reached.clear()
+        if self.joined:
+            return
+        # Every rank tells, since any other may have to know; one that reached everything and saw no write to its
+        # parameters tells the same each time, and does not wait for the answer.
+        self._pending = dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
+        if not missing and not written:
+            return
+        self._pending.wait()
+        *are_used, highest, lowest = told.tolist()
+        if written and (highest, lowest) != (digest, -digest):
+            raise UsageError(
+                f"the script wrote to parameters of {type(self._model).__name__} after prepare, and their values are "
+                "not the same on all ranks",
+                cure="Write the same on every rank: call drivetrain.utils.set_seed(0) before drawing random values, "
+                "or give all ranks rank 0's values with drivetrain.utils.broadcast.",
+            )
+        self.updated()
+        for parameter, is_used in zip(self._trained, are_used, strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def updated(self) -> None:
+        """Parameters are in order as they are now: an optimizer has updated them, alike on every rank."""
+        self._writes = self._count_writes()
+
+    def _count_writes(self) -> int:
+        return sum(map(_VERSION, self._trained))
+
+    @torch.no_grad()
+    def _digest(self) -> float:
+        """A number that replicas with the same values share: a different one means different values. Not collective."""
+        norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._trained])
+        sums = torch.stack([one.sum(dtype=torch.float64) for one in self._trained])
+        at = torch.arange(1, len(self._trained) + 1, dtype=torch.float64, device=norms.device)
+        return float((norms * at).sum() + (sums / at).sum().abs() + 1.0)
+
+    def has_unreduced(self) -> bool:
+        """Some gradient holds contributions of this rank alone."""
+        if not self._local and not self._reached:
+            return False
+        return any(parameter.grad is not None for parameter in self._local | self._reached)
+
+    # ---- the rest --------------------------------------------------------------------------------------------------
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """Lets torch.compile cut the model's graph at bucket boundaries, so that reducing overlaps with backward."""
+        return nullcontext() if self.wrapper is None else self.wrapper._inside_ddp_forward()  # noqa: SLF001
+
+    @torch.no_grad()
+    def agree(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank rank 0's values. Collective over all ranks."""
+        for group in _pieces(tensors):
+            flat = collectives.broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), 0, self._topology)
+            values = torch.split(flat, [tensor.numel() for tensor in group])
+            for tensor, value in zip(group, values, strict=True):
+                # Past autograd's count of writes: a graph that is kept for a second backward saved these values.
+                tensor.data.copy_(value.view_as(tensor))
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        if parameter in self._sparse:
+            return parameter.detach().new_zeros(parameter.shape).to_sparse(1)
+        return torch.zeros_like(parameter)
+
+    def release(self) -> None:
+        """Let go of the wrapper, whose reducer must be gone before the process group is destroyed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._pending is not None:
+            self._pending.wait()
+        self.wrapper = self._pending = None
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that fit into one message of moderate size."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        piece: list[Tensor] = []
+        for tensor in group:
+            if piece and sum(one.nbytes for one in piece) + tensor.nbytes > _PIECE:
+                yield piece
+                piece = []
+            piece.append(tensor)
+        yield piece
+
+
+_PIECE = 2**26
+"""Bytes of a broadcast: as torch's own pieces, a fraction of what a model holds."""
+
+_VERSION = attrgetter("_version")
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

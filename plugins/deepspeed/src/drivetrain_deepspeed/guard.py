@@ -1,0 +1,220 @@
+"""Raises where a script asks a parameter for gradients or elements that ZeRO keeps elsewhere.
+
+Under stages 1 to 3 DeepSpeed takes gradients out of ``parameter.grad`` while backward runs, and under stage 3 a
+parameter is an empty tensor outside of its layer's forward. torch's functions take both for what they look like: no
+gradients to clip, no elements to clamp. So outside of the engine's calls such parameters have a class whose operations
+check this first; inside they are plain parameters, at plain speed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, final
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from drivetrain.api import UnsupportedError
+
+_ENGINE = ("deepspeed.", "drivetrain_deepspeed.")
+
+_ABOUT = frozenset(
+    {
+        *("requires_grad", "requires_grad_", "dtype", "device", "layout", "is_leaf", "grad_fn", "names", "name"),
+        *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "_is_view"),
+        *("register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex", "is_signed"),
+        *("is_cuda", "is_cpu", "is_xpu", "is_hpu", "is_npu", "is_mps", "is_meta", "is_sparse", "is_quantized"),
+        *("is_mkldnn", "is_nested", "is_inference", "is_sparse_csr", "itemsize", "element_size", "get_device"),
+        *("is_contiguous", "is_pinned", "is_shared"),
+    }
+)
+"""What is known of a parameter whose elements are on other ranks."""
+
+_WHOLE: Mapping[str, Callable[..., Any]] = {
+    "shape": lambda p: torch.Size(p.ds_shape),
+    "size": lambda p, dim=None: torch.Size(p.ds_shape) if dim is None else p.ds_shape[dim],
+    "numel": lambda p: p.ds_numel,
+    "nelement": lambda p: p.ds_numel,
+    "dim": lambda p: len(p.ds_shape),
+    "ndim": lambda p: len(p.ds_shape),
+    "ndimension": lambda p: len(p.ds_shape),
+    "__len__": lambda p: p.ds_shape[0],
+}
+"""What of it is that of the whole."""
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter outside of the engine's calls. Never constructed: :class:`Guard` assigns the class."""
+
+    _drivetrain_guard: Guard
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            if not _asked_by_engine():
+                name = _name(func)
+                for value in _parameters((*args, *kwargs.values())):
+                    value._drivetrain_guard.check(value, name)  # noqa: SLF001
+                first = args[0] if args else None
+                if isinstance(first, GuardedParameter):
+                    if name == "grad":
+                        first._drivetrain_guard.check_gradient(func, args)  # noqa: SLF001
+                    elif name in _WHOLE and in_parts(first):
+                        return _WHOLE[name](*args, **kwargs)
+                    elif name == "data" and func.__name__ == "__get__":
+                        # Shares the count of writes, which `data` does not: DeepSpeed's own checks go by it.
+                        return first.detach()
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            if hasattr(self, "ds_id"):
+                raise UnsupportedError(
+                    f"a parameter of {self._drivetrain_guard.model} cannot be copied: ZeRO stage 3 shares it out over "
+                    "ranks",
+                    cure="Build a second model and load accelerator.get_state_dict(model) into it, or copy the model "
+                    "before prepare.",
+                )
+            copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+            return copied
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            if in_parts(self):
+                return f"Parameter in parts over the ranks: {tuple(self.ds_shape)}, {self.dtype}"  # type: ignore[attr-defined]
+            return super().__repr__(**kwargs)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@final
+class Guard:
+    """The parameters of one engine, and when their operations look first.
+
+    Args:
+        module: the user's.
+        names: of its parameters, by identity.
+        stage: of ZeRO.
+    """
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        self.model, self._stage = type(module).__name__, stage
+        self._names = {id(each): name for name, each in module.named_parameters()}
+        self.pending: Callable[[], bool] = lambda: False
+        """Whether gradients of an open window wait for a step."""
+        plain = [each for each in module.parameters() if type(each) is nn.Parameter] if stage else []
+        self._plain: list[Any] = [each for each in plain if stage < 3 or hasattr(each, "ds_id")]
+        self._module = module
+        for each in self._plain:
+            each._drivetrain_guard = self  # noqa: SLF001
+            # DeepSpeed's own check: writes in a GatheredParameters that sends none raise.
+            each.ds_enable_sanity_checks = True
+        self._on = False
+        self._lifted = 0
+        self._switch(on=stage == 3)
+
+    # A context manager by hand, and reentrant: a training step enters it five times.
+
+    def __enter__(self) -> None:
+        """The engine begins to work: parameters are plain ones."""
+        self._lifted += 1
+        if self._on:
+            self._switch(on=False)
+
+    def __exit__(self, *_: object) -> None:
+        self._lifted -= 1
+        if not self._lifted:
+            wanted = self._stage == 3 or self.pending()
+            if wanted != self._on:
+                self._switch(on=wanted)
+
+    @property
+    def engine_at_work(self) -> bool:
+        """Whether what runs was called by the core."""
+        return bool(self._lifted)
+
+    def release(self) -> None:
+        """Plain parameters for good."""
+        self._switch(on=False)
+        for each in self._plain:
+            del each._drivetrain_guard  # noqa: SLF001
+        self._plain = []
+
+    def _switch(self, *, on: bool) -> None:
+        self._on, kind = on, GuardedParameter if on else nn.Parameter
+        for each in self._plain:
+            each.__class__ = kind
+
+    def check(self, parameter: Any, name: str) -> None:
+        """Raise where an operation wants the elements of a parameter that is in parts."""
+        if in_parts(parameter) and name not in _ABOUT and name not in _WHOLE and name != "grad":
+            raise UnsupportedError(
+                f"`{name}` asks for the elements of {self.named(id(parameter))}, which ZeRO stage 3 shares out over "
+                "ranks: this rank holds a part of it",
+                cure="For all values use accelerator.get_state_dict(model) or accelerator.save_model(model, folder); "
+                "to read or write some, on every rank, `with deepspeed.zero.GatheredParameters(parameters, "
+                "modifier_rank=0):`.",
+            )
+
+    def check_gradient(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raise where a script reads or writes ``parameter.grad`` and DeepSpeed has the gradients."""
+        wrote = func.__name__ == "__set__"
+        # Dropping what is not there is right, and so is the core's zero_grad of the whole model, which drops it all.
+        if (wrote and args[1] is not None) or (self.pending() and not _zeroes(self._module)):
+            raise UnsupportedError(
+                f"{'writing' if wrote else 'reading'} `grad` of {self.named(id(args[0]))} would do nothing: ZeRO stage "
+                f"{self._stage} takes gradients out of the parameters while backward runs and shares them out over "
+                "ranks",
+                cure="Clip with accelerator.clip_grad_norm_ or accelerator.clip_grad_value_, drop gradients with "
+                "optimizer.zero_grad(), weight them in the loss or in parameter.register_hook; zero_stage: 0 keeps "
+                "them in the parameters.",
+            )
+
+    def named(self, parameter: int) -> str:
+        """``the parameter head.weight of Net``, by identity."""
+        return f"the parameter {self._names[parameter]} of {self.model}"
+
+
+def in_parts(parameter: Any) -> bool:
+    """Whether this rank holds only a part of it now."""
+    return getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) is not ZeroParamStatus.AVAILABLE
+
+
+def _parameters(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, GuardedParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters(value)
+
+
+def _name(func: Any) -> str:
+    """``requires_grad`` for the getter and the setter of this attribute, else the function's own name."""
+    name = str(getattr(func, "__name__", ""))
+    return str(func.__self__.__name__) if name in ("__get__", "__set__", "__delete__") else name
+
+
+def _asked_by_engine() -> bool:
+    """Whether the first caller outside of torch is DeepSpeed, as when a layer that is called alone gathers, or us."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name != "torch" and not name.startswith("torch."):
+            return name.startswith(_ENGINE)
+        frame = frame.f_back
+    return False
+
+
+def _zeroes(module: nn.Module) -> bool:
+    """Whether the caller is ``zero_grad`` of this module as a whole."""
+    frame = sys._getframe(3)  # noqa: SLF001
+    caller = frame.f_locals.get("self") if frame.f_code.co_name == "zero_grad" else None
+    return caller is not None and getattr(caller, "module", caller) is module

@@ -1,0 +1,175 @@
+"""What a script writes to parameters after ``prepare``, brought to where DeepSpeed's optimizer finds it.
+
+DeepSpeed updates master values of its own and gives them to the parameters at each step, so that a write to a parameter
+would last until then. Where masters have the parameters' dtype and device, they are made the same memory: a write is in
+both. Where they cannot be (offloaded, or parameters of low precision), what differs before a step is what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from deepspeed import comm
+from torch import Tensor, nn
+
+from drivetrain.api import UnsupportedError
+from drivetrain_deepspeed.layout import flat_groups, partition_of, partitioned
+
+_ROW = 1024
+"""Elements of a row of :func:`_fingerprint`."""
+
+
+@final
+class Writes:
+    """The script's writes to the parameters of one engine.
+
+    Args:
+        module: the user's.
+        zero: ``engine.optimizer`` of stages 1 to 3.
+        stage: of ZeRO.
+        held: parameters of the script's optimizers.
+    """
+
+    def __init__(self, module: nn.Module, zero: Any, stage: int, held: Iterable[nn.Parameter]) -> None:
+        self._model = type(module).__name__
+        self._names = {id(each): name for name, each in module.named_parameters()}
+        self._pieces = partitioned(module)
+        trained: list[Any] = [piece.parameter for flat in flat_groups(zero) for piece in flat.pieces]
+        ours = set(map(id, trained))
+        self._trained = trained
+        self._left_out = [each for each in held if id(each) not in ours]
+        self._places = [
+            (owner._parameters, key, each)  # noqa: SLF001
+            for owner in module.modules()
+            for key, each in owner._parameters.items()  # noqa: SLF001
+            if id(each) in ours
+        ]
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for part, master in _parts(zero, stage):
+            if part.dtype == master.dtype and part.device == master.device and not _offloads(zero):
+                master.data = part
+            else:
+                self._pairs.append((part, master))
+        if not self._pieces:
+            zero._link_all_hp_params()  # noqa: SLF001  Its links are views of the masters that were.
+        self._views = [] if self._pieces else [each.detach() for each in trained]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._prints: list[Tensor | None] = []
+        self.settle()
+
+    def check_places(self) -> None:
+        """Look whether the module still has the parameters that DeepSpeed steps. Not collective.
+
+        Raises:
+            UnsupportedError: one was replaced.
+        """
+        for places, key, parameter in self._places:
+            if places.get(key) is not parameter:
+                raise UnsupportedError(
+                    f"{self._named(parameter)} is not the one that was prepared any more, and DeepSpeed would go on to "
+                    "train that one",
+                    cure="Write values into the parameter (`with torch.no_grad(): p.copy_(values)`, load_state_dict "
+                    "without assign=True), or replace it before prepare.",
+                )
+
+    def check(self) -> None:
+        """Look whether DeepSpeed steps what a script means to be stepped. Not collective.
+
+        Raises:
+            UnsupportedError: a parameter was replaced or unfrozen.
+        """
+        self.check_places()
+        for parameter in self._left_out:
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"{self._named(parameter)} was frozen when it was prepared and is not any more, and ZeRO updates "
+                    "only what it has shared out then",
+                    cure="Prepare it with requires_grad=True in an optimizer of its own that does not step yet, or use "
+                    "zero_stage: 0.",
+                )
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Bring what was written since the last step to the masters. Not collective.
+
+        Raises:
+            UnsupportedError: a parameter was given another shape, dtype or device.
+        """
+        if self._pieces:
+            self._take_in_whole()
+        else:
+            self._take_in_replaced()
+        for (part, master), before in zip(self._pairs, self._prints, strict=True):
+            if before is None or not torch.equal(before, _fingerprint(part)):
+                ours = part.to(master.device)
+                master.copy_(torch.where(ours == master.to(ours.dtype), master, ours.to(master.dtype)))
+
+    def settle(self) -> None:
+        """Parameters and masters agree: a step or a load has just given the ones to the others."""
+        self._prints = [_fingerprint(part) if part.device != master.device else None for part, master in self._pairs]
+
+    def _take_in_replaced(self) -> None:
+        """``parameter.data = values``: DeepSpeed's flat buffer must have them."""
+        for parameter, view, address in zip(self._trained, self._views, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                now = parameter.data
+                self._check_kind(parameter, view)
+                view.copy_(now)
+                parameter.data = view
+
+    def _check_kind(self, parameter: nn.Parameter, view: Tensor) -> None:
+        now = parameter.data
+        if now.shape != view.shape or now.dtype != view.dtype or now.device != view.device:
+            raise UnsupportedError(
+                f"{self._named(parameter)} was {_kind(view)} when it was prepared and is {_kind(now)} now, and "
+                "DeepSpeed keeps it as it was",
+                cure="Change shape, dtype and device before prepare; mixed_precision computes in a lower dtype.",
+            )
+
+    def _take_in_whole(self) -> None:
+        """Stage 3: of what is whole now, as small parameters always are, each rank keeps its part."""
+        parts, values = [], []
+        for piece in self._pieces:
+            data = piece.parameter.data
+            if piece.numel and data.shape == piece.shape:
+                parts.append(partition_of(piece.parameter)[: piece.numel])
+                values.append(data.reshape(-1)[piece.start : piece.start + piece.numel])
+        if parts:
+            torch._foreach_copy_(parts, values)
+
+    def _named(self, parameter: Any) -> str:
+        return f"the parameter {self._names[id(parameter)]} of {self._model}"
+
+
+def _parts(zero: Any, stage: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each group this rank's part of the parameters and its master values, laid out alike."""
+    if stage == 3:
+        yield from zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
+        return
+    every = zip(
+        zero.parallel_partitioned_bit16_groups,
+        zero.single_partition_of_fp32_groups,
+        zero.real_dp_process_group,
+        strict=True,
+    )
+    for parts, master, group in every:
+        yield parts[comm.get_rank(group=group)], master
+
+
+def _offloads(zero: Any) -> bool:
+    """Whether masters are kept in CPU memory, which is another one where there is an accelerator."""
+    return bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+
+
+def _fingerprint(part: Tensor) -> Tensor:
+    """Sums of the bits along rows and along columns: other values have other sums, values that changed places too."""
+    bits = part.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
+    whole = bits.numel() // _ROW * _ROW
+    square = bits[:whole].view(-1, _ROW)
+    return torch.cat([square.sum(0), square.sum(1), bits[whole:].long()])
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"

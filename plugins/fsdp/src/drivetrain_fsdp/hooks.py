@@ -1,0 +1,160 @@
+"""Gradient hooks of parameters: each gets what it gets on one process, the whole gradient of one backward.
+
+``fully_shard`` calls no ``register_hook`` and calls ``register_post_accumulate_grad_hook`` whenever it has reduced a
+part of a backward. Here both are called once after each backward of which the parameter is part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.api import UnsupportedError, UsageError
+from drivetrain_fsdp.shards import box_of
+
+Hooks = dict[int, Callable[[Any], Any]]
+
+
+class GradientHooks:
+    """Hooks of one model's parameters, whether set before ``prepare`` or after it.
+
+    Args:
+        module: not sharded yet; its hooks are taken from it, and handles that the script holds still remove them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._may_register: Callable[[], None] = _may
+        self._before: dict[str, Hooks] = {}
+        self._after: dict[str, Hooks] = {}
+        self._parameters: dict[str, Tensor] = {}
+        self._aside: dict[str, Tensor | None] = {}
+        self.begun = False
+        """A backward is under way."""
+        for name, parameter in module.named_parameters():
+            # A parameter that stays whole stays this object, and must not call them itself, too.
+            if parameter._backward_hooks:  # noqa: SLF001 (torch has no public way to them)
+                self._before[name], parameter._backward_hooks = parameter._backward_hooks, None  # noqa: SLF001
+            hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks:
+                # None would leave those that it has in place.
+                self._after[name], parameter._post_accumulate_grad_hooks = hooks, OrderedDict()  # noqa: SLF001
+
+    def watch(self, module: nn.Module, may_register: Callable[[], None]) -> None:
+        """From now on hooks that the script sets on these parameters come here.
+
+        Args:
+            module: sharded.
+            may_register: called before each; raises where a hook would miss what earlier micro-batches gave.
+        """
+        self._may_register = may_register
+        for name, parameter in module.named_parameters():
+            self._parameters[name] = parameter
+            for method, kept in (
+                ("register_hook", self._before),
+                ("register_post_accumulate_grad_hook", self._after),
+            ):
+                setattr(parameter, method, partial(self._register, name, kept, method))
+
+    @property
+    def active(self) -> bool:
+        """Some parameter has a hook now."""
+        return any(self._before.values()) or any(self._after.values())
+
+    def before_backward(self) -> None:
+        """Put gradients of earlier backwards aside, so that hooks see what the next one gives."""
+        self.begun = True
+        for name in self._hooked():
+            parameter = self._parameters[name]
+            self._aside[name] = parameter.grad
+            parameter.grad = None
+
+    def after_backward(self) -> None:
+        """Call the hooks of parameters that this backward reached. Collective over all ranks."""
+        self.begun = False
+        reached = []
+        for name, earlier in self._aside.items():
+            parameter = self._parameters[name]
+            grad = parameter.grad
+            if grad is None:
+                parameter.grad = earlier
+                continue
+            reached.append(name)
+            hooks = self._before.get(name)
+            if hooks:
+                _replace(grad, _changed(name, _whole(grad), list(hooks.values())))
+            if earlier is not None:
+                _local(grad).add_(_local(earlier))
+        self._aside.clear()
+        for name in reached:
+            for hook in list(self._after.get(name, {}).values()):
+                if hook(self._parameters[name]) is not None:
+                    raise UsageError(f"a post accumulate grad hook of {name} returned something; torch wants None")
+
+    def _hooked(self) -> Iterable[str]:
+        return [name for name in self._parameters if self._before.get(name) or self._after.get(name)]
+
+    def _register(self, name: str, kept: dict[str, Hooks], method: str, hook: Callable[[Any], Any]) -> RemovableHandle:
+        if not self._parameters[name].requires_grad:
+            raise UsageError(
+                f"{method} on {name}, which requires no gradient", cure=f"Write {name}.requires_grad_() before it."
+            )
+        self._may_register()
+        hooks = kept.setdefault(name, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+
+def _may() -> None:
+    """Nothing is sharded yet."""
+
+
+def refuse_hooks(parameter: Tensor) -> None:
+    """Let hooks raise on a parameter that is whole for one forward: they would see this rank's gradient alone."""
+    for method in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(parameter, method, _refuse)
+
+
+def _refuse(*_hook: Any) -> NoReturn:
+    raise UnsupportedError(
+        "a gradient hook was set on a parameter between a forward and its backward, while it is gathered for them",
+        cure="Set hooks of parameters before the forward.",
+    )
+
+
+def _changed(name: str, grad: Tensor, hooks: Iterable[Callable[[Any], Any]]) -> Tensor:
+    """What hooks make of a gradient; each gets what the one before returned."""
+    for hook in hooks:
+        found = hook(grad)
+        if found is None:
+            continue
+        if not isinstance(found, Tensor) or found.shape != grad.shape:
+            raise UsageError(
+                f"a hook of {name} returned {type(found).__name__} of shape {list(getattr(found, 'shape', []))} for a "
+                f"gradient of shape {list(grad.shape)}",
+                cure="Return a tensor of the gradient's shape, or None.",
+            )
+        grad = found
+    return grad
+
+
+def _whole(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _replace(grad: Tensor, whole: Tensor) -> None:
+    """Put this rank's part of a whole gradient into the gradient."""
+    whole = _whole(whole)
+    local = _local(grad)
+    local.copy_(whole[box_of(grad)] if whole.dim() else whole)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

@@ -1,0 +1,335 @@
+"""Sharded parameters and gradients as a script sees them: a read gives the whole, a write reaches every part.
+
+``fully_shard`` makes parameters and gradients DTensors. Of what a script does to them, ``DTensor`` itself loses some
+in silence: ``.item()`` of a sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes
+nothing, random numbers are drawn per part, and ``torch.save`` writes this rank's part. :class:`ShardedTensor` does each
+of these as on one process or raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+
+from drivetrain.api import UnsupportedError, UsageError
+from drivetrain_fsdp.shards import box_of
+
+_aten = torch.ops.aten
+
+_LOOKS_UP = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default}
+
+View = Callable[[Tensor], Tensor]
+
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.t.default, _aten.transpose.int}
+_SAME_CLASS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+"""Up to torch 2.10 DTensor insists that an alias is of its operand's class, and gives it its own."""
+
+
+@contextmanager
+def _plain(args: tuple[Any, ...]) -> Iterator[None]:
+    """In here sharded tensors among these arguments are plain DTensors."""
+    changed = [(one, type(one)) for one in args if isinstance(one, ShardedTensor)]
+    for one, _ in changed:
+        one.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for one, its in changed:
+            one.__class__ = its
+
+
+class ShardedTensor(DTensor):
+    """A sharded parameter, its gradient, or what was computed from them.
+
+    Operations are collective over all ranks where they need more than this rank's part.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation; below autograd."""
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:  # noqa: SLF001 (what .item(), float() and bool() run)
+            return _whole(args[0]).item()
+        out = kwargs.get("out")
+        if isinstance(out, ShardedTensor) and not any(isinstance(one, DTensor) for one in pytree.tree_leaves(args)):
+            whole = torch.empty(out.shape, dtype=out.dtype, device=_device(out))
+            _write(out, func(*args, **{**kwargs, "out": whole}))
+            return out
+        changes = _changes(func, args)
+        if changes is not None:
+            _refuse_other_memory(func)
+            if func is _aten.copy_.default and not isinstance(args[1], DTensor):
+                return _copy(changes, args[1])
+        elif _changes_plain(func, args):
+            # Such as the gradient of a 0-d parameter, by the coefficient of a norm over all gradients.
+            _run_on_whole(func, args, kwargs, args[0])
+            return args[0]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _draw_whole(func, args, kwargs) if changes is None else _change_whole(func, args, kwargs, changes)
+        try:
+            with _plain(args) if _SAME_CLASS and func in _ALIASES else nullcontext():
+                result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except (RuntimeError, NotImplementedError) as problem:
+            if changes is not None:
+                return _change_whole(func, args, kwargs, changes)
+            if func._schema.is_mutable:  # noqa: SLF001
+                raise
+            # Torch has no class of error for it.
+            mixed = "got mixed torch.Tensor and DTensor" in str(problem)
+            # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
+            if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
+                return _compute_whole(func, args, kwargs)
+            raise UsageError(
+                f"{func} was given a sharded parameter or gradient beside a plain tensor. Outside of the model's "
+                "forward the parameters of the module that was prepared are this rank's shards",
+                cure="Call the prepared model itself; list methods that compute with its parameters in "
+                "`fsdp: {forward_methods: [...]}`; use p.full_tensor() (on every rank) in computations beside it.",
+            ) from problem
+        if changes is not None:
+            return result
+        return pytree.tree_map_only(DTensor, lambda one: _as_sharded(one, func, args, kwargs), result)
+
+    @property
+    def data(self) -> Any:
+        """The values, as ``detach()`` gives them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise UsageError(
+            "param.data = ... gives a sharded parameter other memory, which FSDP does not see",
+            cure="Write `with torch.no_grad(): param.copy_(value)`, and `param.detach().clone()` to keep its values.",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.detach().clone()
+        if self.is_leaf and self.requires_grad:
+            copied.requires_grad_()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_writing(self, "torch.save, pickle or an object collective")
+
+    def storage(self) -> NoReturn:
+        """Refused: a DTensor has no memory of its own. safetensors asks for it, by ``save_pretrained`` of a model."""
+        _refuse_writing(self, "safetensors, or another function that asks for a tensor's storage(),")
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self.dim() else super().__format__(spec)  # type: ignore[no-untyped-call]
+
+
+class _Part(ShardedTensor):
+    """A view that is a copy, since the part lies on several ranks: what is written to it is written to the whole."""
+
+    viewed: ShardedTensor
+    as_viewed: View
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        changes = _changes(func, args)
+        if not isinstance(changes, _Part):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        _refuse_other_memory(func)
+        # A copy where every rank has all of it: what is written there is written by _write only.
+        whole = _whole(changes.root).clone()
+        part = changes.in_whole(whole)
+        _run_on_whole(func, args, kwargs or {}, part)
+        _write(changes.root, whole)
+        _write(changes, part)
+        return changes
+
+    @property
+    def root(self) -> ShardedTensor:
+        """What it is a view of in the end."""
+        return self.viewed.root if isinstance(self.viewed, _Part) else self.viewed
+
+    def in_whole(self, whole: Tensor) -> Tensor:
+        """The same view of the whole tensor."""
+        return self.as_viewed(self.viewed.in_whole(whole) if isinstance(self.viewed, _Part) else whole)
+
+
+def as_sharded(tensor: DTensor) -> DTensor:
+    """Let a DTensor be a :class:`ShardedTensor`, in place."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = ShardedTensor
+    return tensor
+
+
+@contextmanager
+def plain_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """In here gradients are plain DTensors, on which operations cost less; nobody but this package's code runs."""
+    grads = [grad for grad in (parameter.grad for parameter in parameters) if type(grad) is ShardedTensor]
+    for grad in grads:
+        grad.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for grad in grads:
+            grad.__class__ = ShardedTensor
+
+
+def _as_sharded(result: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """The result of an operation on sharded tensors; a view that became a copy remembers what it is a view of."""
+    as_sharded(result)
+    base = args[0] if args else None
+    is_view = any(one.alias_info is not None for one in func._schema.returns)  # noqa: SLF001 (torch has no other word)
+    if not is_view or not isinstance(base, ShardedTensor):
+        return result
+    if isinstance(base, _Part) or _storage(result) != _storage(base):
+        several = len(func._schema.returns) > 1 or "[]" in str(func._schema.returns[0].type)  # noqa: SLF001
+        if several:
+            raise UnsupportedError(
+                f"{func} cuts a sharded tensor into views that no one rank holds",
+                cure="Cut p.full_tensor() instead, on every rank, and write with `p.copy_(whole)`.",
+            )
+        result.__class__ = _Part
+        assert isinstance(result, _Part)
+        result.viewed = base
+        result.as_viewed = lambda whole: func(whole, *args[1:], **kwargs)
+    return result
+
+
+def _storage(tensor: DTensor) -> int:
+    address: int = tensor._local_tensor.untyped_storage()._cdata  # noqa: SLF001 (an address that empty tensors have, too)
+    return address
+
+
+def _changes(func: Any, args: tuple[Any, ...]) -> ShardedTensor | None:
+    """The sharded tensor that an operation writes to; those on lists of tensors are element-wise."""
+    first = args[0] if args else None
+    return first if isinstance(first, ShardedTensor) and _writes_first(func) else None
+
+
+def _changes_plain(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation writes something that it is given of sharded tensors to a plain one."""
+    return bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor) and _writes_first(func)
+
+
+def _writes_first(func: Any) -> bool:
+    """Whether an operation writes to its first argument."""
+    if not func._schema.is_mutable:  # noqa: SLF001
+        return False
+    alias = func._schema.arguments[0].alias_info  # noqa: SLF001
+    return alias is not None and bool(alias.is_write)
+
+
+def _refuse_other_memory(func: Any) -> None:
+    """Operations that change what a tensor is, not its values: ``set_``, ``resize_``, ``t_``."""
+    name = func._schema.name  # noqa: SLF001
+    if torch.Tag.inplace_view in func.tags or name in {"aten::set_", "aten::resize_"}:
+        raise UnsupportedError(
+            f"{func} would change shape or memory of a sharded tensor",
+            cure="Make a plain tensor of the wanted values, on every rank, and write `p.copy_(values)`.",
+        )
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """The whole of it as a plain tensor. Collective over all ranks unless every rank has it."""
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return tensor._local_tensor  # noqa: SLF001
+    return DTensor.full_tensor(tensor).detach()
+
+
+def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:
+    """Change the whole tensor as one process would, and keep this rank's part. Collective over all ranks."""
+    if any(isinstance(placement, Partial) for placement in changes.placements):
+        raise UsageError(
+            f"{func} writes to a number that is not summed over the ranks yet",
+            cure="Write `x = x.full_tensor()` before it, on every rank.",
+        )
+    whole = _whole(changes).clone()
+    _run_on_whole(func, args, kwargs, whole)
+    _write(changes, whole)
+    return changes
+
+
+def _copy(changes: ShardedTensor, values: Any) -> ShardedTensor:
+    """Take rank 0's values, as ``prepare`` does: ranks may have made others. Collective over all ranks."""
+    whole = torch.empty(changes.shape, dtype=changes.dtype, device=_device(changes)).copy_(values)
+    _from_first_rank(whole)
+    _write(changes, whole)
+    return changes
+
+
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Tensor) -> None:
+    rest, named = pytree.tree_map_only(DTensor, _whole, (args[1:], kwargs))
+    func(whole, *rest, **named)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _from_first_rank(whole)
+
+
+def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor has no rule for is computed from whole tensors, on every rank. Collective over all ranks."""
+    like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+    everywhere = [Replicate()] * like.device_mesh.ndim
+
+    def give(whole: Tensor) -> DTensor:
+        made = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
+        return _as_sharded(made, func, args, kwargs)
+
+    return pytree.tree_map_only(Tensor, give, func(*whole_args, **whole_kwargs))
+
+
+def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers like a sharded tensor: those that rank 0 draws for the whole. Collective over all ranks."""
+    like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+    drawn = func(*whole_args, **whole_kwargs)
+    if not isinstance(drawn, Tensor) or drawn.shape != like.shape:
+        raise UnsupportedError(
+            f"{func} of a sharded tensor gives random numbers of another shape",
+            cure="Draw from p.full_tensor(), on every rank, with the same seed.",
+        )
+    _from_first_rank(drawn)
+    local = drawn[box_of(like)] if drawn.dim() else drawn
+    made = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return as_sharded(made)
+
+
+def _from_first_rank(whole: Tensor) -> None:
+    if dist.get_world_size() > 1:
+        sent = whole.contiguous()  # `fully_shard` has this job for itself: all ranks hold the model.
+        dist.broadcast(sent, src=0)
+        if sent is not whole:
+            whole.copy_(sent)
+
+
+def _device(tensor: DTensor) -> torch.device:
+    """Where collectives run: a shard may be offloaded to CPU memory."""
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _write(changes: DTensor, whole: Tensor) -> None:
+    """Keep this rank's part of the whole."""
+    local = changes._local_tensor  # noqa: SLF001
+    local.copy_(whole[box_of(changes)] if whole.dim() else whole)
+
+
+def _refuse_writing(tensor: DTensor, who: str) -> NoReturn:
+    size = operator.index(tensor.device_mesh.size())
+    raise UsageError(
+        f"{who} was given a tensor that is sharded over {size} ranks, and would write this rank's part of it",
+        cure="On every rank write accelerator.save(accelerator.get_state_dict(model), path), or "
+        "accelerator.save_model(model, folder); save_pretrained takes the former as its argument state_dict. "
+        "p.full_tensor() gathers one tensor, p.to_local() is this rank's part.",
+    )
+
+
+__all__ = ["ShardedTensor", "as_sharded", "plain_gradients"]

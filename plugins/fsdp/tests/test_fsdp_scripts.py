@@ -1,0 +1,484 @@
+"""What ordinary scripts do to parameters and gradients between steps: the numbers of one process, or a sentence."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain import Accelerator, load_config
+from drivetrain.api import DrivetrainError
+from drivetrain.testing import spawn
+
+WIDTH, BATCH, STEPS = 5, 12, 4
+
+
+class Net(nn.Module):
+    """Widths that three ranks share unevenly, tied weights, and a 0-d parameter, which no rank can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+        self.again = nn.Linear(WIDTH, 4)
+        self.again.weight = self.head.weight
+        self.gain = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = torch.tanh(block(x)) * self.gain
+        return self.head(x) + self.again(x.flip(-1))
+
+
+def mask_of(tensor: Tensor) -> Tensor:
+    """Some elements, by their place in the whole."""
+    return (torch.arange(tensor.numel()).view(tensor.shape) % 3 > 0).to(torch.float32)
+
+
+class Script:
+    """A training loop with places where a script may do something. Its own backward where ``plain``."""
+
+    window = 1
+    plain = False
+
+    def before_prepare(self, model: nn.Module) -> None: ...
+    def after_prepare(self, model: nn.Module) -> None: ...
+    def after_backward(self, model: nn.Module, step: int) -> None: ...
+    def after_step(self, model: nn.Module, step: int) -> None: ...
+
+    def run(self, backend: str) -> dict[str, Any]:
+        overrides = {"distributed_type": backend, "use_cpu": True, "gradient_accumulation_steps": self.window}
+        accelerator = Accelerator(config=load_config(overrides=overrides, environ={}))
+        torch.manual_seed(3)
+        net = Net()
+        self.found: list[float] = []
+        self.rank = accelerator.process_index
+        self.before_prepare(net)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.5))
+        inner = accelerator.unwrap_model(model)
+        self.after_prepare(inner)
+        share = slice(self.rank, None, accelerator.num_processes)
+        for step in range(STEPS * self.window):
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))[share]
+            with accelerator.accumulate(model):
+                loss = (model(x) - x[:, :4]).square().mean()
+                if self.plain:
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    self.after_backward(inner, step)
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    self.after_step(inner, step)
+                optimizer.zero_grad()
+        weights = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()}
+        accelerator.end_training()
+        return {"weights": weights, "found": self.found}
+
+
+class PruningMask(Script):
+    """Set before prepare, in windows."""
+
+    window = 2
+
+    def before_prepare(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            mask = mask_of(parameter)
+            parameter.register_hook(lambda grad, mask=mask: grad * mask)
+
+
+class ClampedGradients(Script):
+    """Not linear: the whole gradient of each micro-batch counts, on the 0-d parameter, too."""
+
+    window = 2
+
+    def after_prepare(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+
+
+class NormalisedByHook(Script):
+    """Two hooks, one after the other; the first is removed on the way."""
+
+    def after_prepare(self, model: nn.Module) -> None:
+        self.handle = model.head.weight.register_hook(lambda grad: grad / grad.norm())
+        model.head.weight.register_hook(lambda grad: self.found.append(float(grad.norm())))
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 1:
+            self.handle.remove()
+
+
+class FrozenRows(Script):
+    """The handle of a hook that was set before prepare still removes it."""
+
+    def before_prepare(self, model: nn.Module) -> None:
+        def keep(grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            grad[:2] = 0
+            return grad
+
+        self.handle = model.head.weight.register_hook(keep)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 2:
+            self.handle.remove()
+
+
+class PostAccumulate(Script):
+    """Sees what has gathered so far, once for each micro-batch."""
+
+    window = 2
+
+    def before_prepare(self, model: nn.Module) -> None:
+        def clamp(parameter: Tensor) -> None:
+            parameter.grad.clamp_(-0.03, 0.03)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp)
+
+    def after_prepare(self, model: nn.Module) -> None:
+        model.head.bias.register_post_accumulate_grad_hook(lambda one: self.found.append(float(one.grad.abs().sum())))
+
+
+class HookOfPlainBackward(Script):
+    """The script's own ``loss.backward()``."""
+
+    plain = True
+
+    def before_prepare(self, model: nn.Module) -> None:
+        model.gain.requires_grad_(False)
+
+    def after_prepare(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+
+
+class NormsByHand(Script):
+    """Norms of gradients and of parameters, which scripts log, clip or stop by."""
+
+    def after_backward(self, model: nn.Module, step: int) -> None:
+        grads = [one.grad for one in model.parameters() if one.dim()]
+        self.found += [float(sum((grad**2).sum() for grad in grads))]
+        self.found += [sum(float(grad.norm()) ** 2 for grad in grads), float(grads[0].mean()), grads[1].max().item()]
+        self.found += [float(bool((grads[0] > 0.01).any())), float((grads[0] > 0).sum())]
+        self.found += [float(f"{grads[0].norm():.4f}")]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        self.found += [float(norm)]
+
+
+class EditedGradients(Script):
+    """By a mask, by rows, in a slice of a slice, and by noise."""
+
+    def after_backward(self, model: nn.Module, step: int) -> None:
+        weight, bias = model.head.weight, model.head.bias
+        weight.grad.mul_(mask_of(weight))
+        weight.grad[0] = 0.01
+        weight.grad[1:].view(3, WIDTH)[1][2:].zero_()
+        model.body[0].weight.grad[[0, 4]] *= 0.5
+        torch.manual_seed(step + 10 * self.rank)
+        bias.grad.add_(torch.randn_like(bias), alpha=0.01)
+        model.body[1].bias.grad = None
+
+
+class WrittenParameters(Script):
+    """Weight clipping, decay, rows set to zero, layers made anew with seeds that differ by rank."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        first = model.body[0].weight
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+        with torch.no_grad():
+            first.mul_(0.9)
+            first[1] = torch.linspace(0, 1, WIDTH)
+            first[:, 2] += 0.1
+            first.masked_fill_(mask_of(first) == 0, 0.05)
+            model.head.weight[3].fill_(0.2)
+        if step == 1:
+            torch.manual_seed(step + 10 * self.rank)
+            model.body[1].reset_parameters()
+            nn.init.trunc_normal_(model.head.bias, std=0.1)
+            nn.init.eye_(first)
+
+
+class LoadedInBetween(Script):
+    """Whole tensors from elsewhere, the state of an earlier step, and an average by hand."""
+
+    def after_prepare(self, model: nn.Module) -> None:
+        self.average = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for name, one in model.named_parameters():
+            self.average[name].mul_(0.8).add_(one.detach(), alpha=0.2)
+        if step == 0:
+            self.best = copy.deepcopy(model.state_dict())
+        elif step == 1:
+            torch.manual_seed(9 + 10 * self.rank)
+            model.head.load_state_dict(nn.Linear(WIDTH, 4).state_dict())
+        elif step == 2:
+            model.load_state_dict(self.best)
+        else:
+            with torch.no_grad():
+                for name, one in model.named_parameters():
+                    one.copy_(self.average[name])
+
+
+SCRIPTS = [PruningMask, ClampedGradients, NormalisedByHook, FrozenRows, PostAccumulate, HookOfPlainBackward,
+           NormsByHand, EditedGradients, WrittenParameters, LoadedInBetween]  # fmt: skip
+
+
+def run_all(backend: str) -> dict[str, Any]:
+    return {kind.__name__: kind().run(backend) for kind in SCRIPTS}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return spawn(run_all, 1, "single")[0]
+
+
+@pytest.fixture(scope="module")
+def sharded() -> list[dict[str, Any]]:
+    return spawn(run_all, 3, "fsdp")
+
+
+@pytest.mark.parametrize("script", [kind.__name__ for kind in SCRIPTS])
+def test_scripts_give_the_numbers_of_one_process(
+    script: str, alone: dict[str, Any], sharded: list[dict[str, Any]]
+) -> None:
+    expected = alone[script]
+    for rank in sharded:
+        # Float32: three ranks add the parts of sums in another order.
+        assert rank[script]["found"] == pytest.approx(expected["found"], rel=2e-4, abs=1e-5)
+    found = sharded[0][script]["weights"]
+    assert list(found) == list(expected["weights"])
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+# ---- refused in words -----------------------------------------------------------------------------------------------
+
+
+def answer(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except DrivetrainError as error:
+        return str(error)
+    return "not refused"
+
+
+def refusals() -> dict[str, str]:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    net = Net()
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    inner, trainable = accelerator.unwrap_model(model), accelerator._trainer.records[0].trainable
+    x = torch.randn(4, WIDTH)
+    accelerator.backward(model(x).square().mean())
+    weight = inner.head.weight
+
+    def penalty() -> None:
+        wanted = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(wanted).sum(), wanted, create_graph=True)
+        accelerator.backward(slope.square().mean())
+
+    def assign() -> None:
+        weight.data = weight.data * 2
+
+    found = {
+        "data": answer(assign),
+        "pickle": answer(lambda: torch.save(inner.state_dict(), io.BytesIO())),
+        "part": answer(lambda: torch.save({"w": inner.state_dict()["head.weight"].cpu()}, io.BytesIO())),
+        "alone": answer(lambda: inner.head(x)),
+        "mixed": answer(lambda: weight.grad * mask_of(weight)),
+        "memory": answer(lambda: nn.init.orthogonal_(inner.body[0].weight.view(1, -1))),
+        "copy": answer(trainable.before_copy),
+        "dtype": answer(trainable.before_conversion),
+        "layer": answer(lambda: trainable.before_registration(inner, "new", nn.Linear(2, 2))),
+        "buffer": answer(lambda: trainable.before_registration(inner, "new", torch.ones(2))),
+        "penalty": answer(penalty),
+    }
+    accelerator.end_training()
+    return found
+
+
+def test_what_cannot_be_honoured_is_refused_in_words() -> None:
+    wanted = {
+        "data": "param.copy_(value)",
+        "pickle": "accelerator.get_state_dict(model)",
+        "part": "accelerator.get_state_dict(model)",
+        "alone": "forward_methods",
+        "mixed": "full_tensor()",
+        "copy": "p.detach().clone()",
+        "dtype": "before accelerator.prepare(model)",
+        "layer": "before accelerator.prepare(model)",
+        "buffer": "not refused",
+        "penalty": "create_graph=True",
+    }
+    for found in spawn(refusals, 2):
+        for name, words in wanted.items():
+            assert words in found[name], (name, found[name])
+
+
+class Lamb(torch.optim.Optimizer):
+    """One trust ratio for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(one.grad * (one.norm() / one.grad.norm()), alpha=-group["lr"])
+
+
+class Lion(Lamb):
+    """Signs alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                momentum = state.setdefault("momentum", torch.zeros_like(one))
+                one.sub_(torch.sign(momentum * 0.9 + one.grad * 0.1), alpha=group["lr"])
+                momentum.lerp_(one.grad, 0.01)
+
+
+def with_optimizer(kind: Any, backend: str) -> dict[str, Tensor] | str:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": backend, "use_cpu": True}, environ={}))
+    torch.manual_seed(3)
+    net: Any = nn.Sequential(OrderedDict(one=nn.Linear(WIDTH, 7, bias=False), two=nn.Linear(7, 3, bias=False)))
+    optimizer = kind(net.parameters())
+    try:
+        net, optimizer = accelerator.prepare(net, optimizer)
+    except DrivetrainError as error:
+        accelerator.end_training()
+        return str(error)
+    x = torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH).sin()
+    for _ in range(3):
+        accelerator.backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: one.clone() for name, one in accelerator.get_state_dict(net).items()}
+    accelerator.end_training()
+    return weights
+
+
+KINDS = [torch.optim.Muon, torch.optim.Adafactor, Lamb, Lion, torch.optim.Adagrad]
+
+
+def with_each(backend: str) -> list[Any]:
+    return [with_optimizer(kind, backend) for kind in KINDS]
+
+
+def test_optimizers_that_are_not_elementwise_are_refused_by_a_trial() -> None:
+    alone, sharded = spawn(with_each, 1, "single")[0], spawn(with_each, 3, "fsdp")
+    for rank in sharded:
+        for kind, found in zip(KINDS[:3], rank, strict=False):
+            assert f"{kind.__name__} is not element-wise" in found
+    for expected, found in zip(alone[3:], sharded[0][3:], strict=True):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=name)
+
+
+def tied() -> bool:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model = accelerator.prepare(Net())
+    state = accelerator.get_state_dict(model)
+    # DCP and torch's own functions are given shards, on every rank.
+    own = torch.distributed.checkpoint.state_dict.get_model_state_dict(accelerator.unwrap_model(model))
+    same = not state or state["head.weight"] is state["again.weight"]
+    accelerator.end_training()
+    return same and all(isinstance(one, DTensor) for one in own.values() if one.dim())
+
+
+def test_tied_weights_stay_tied_in_the_whole_state() -> None:
+    assert spawn(tied, 2) == [True, True]
+
+
+def gradient_of_former() -> str:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    net = Net()
+    kept = list(net.parameters())
+    model = accelerator.prepare(net)
+    accelerator.backward(model(torch.ones(BATCH, WIDTH)).square().mean())
+    said = answer(lambda: torch.nn.utils.clip_grad_norm_(kept, 0.1))
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) > 0
+    accelerator.end_training()
+    return said
+
+
+def test_parameters_of_before_prepare_have_no_gradient_in_silence() -> None:
+    for said in spawn(gradient_of_former, 2):
+        assert "taken from the model before accelerator.prepare" in said
+
+
+def evaluated_statistics() -> tuple[Tensor, Tensor, Tensor]:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(3):
+        seed = 10 * step + accelerator.process_index
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    own = model[1].running_mean.clone()
+    model.eval()
+    with torch.no_grad():
+        output = model(torch.ones(2, WIDTH)).clone()
+    agreed = model[1].running_mean.clone()
+    accelerator.end_training()
+    return own, agreed, output
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_every_rank_evaluates_with_the_main_processes_statistics(world: int) -> None:
+    ranks = spawn(evaluated_statistics, world)
+    (first, _, expected) = ranks[0]
+    for own, agreed, output in ranks[1:]:
+        assert not torch.equal(own, first)
+        torch.testing.assert_close(agreed, first, rtol=0, atol=0)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+class Hidden:
+    """No tree walk of torch looks into it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(self.layer(x))
+
+
+def train_hidden() -> str:
+    accelerator = Accelerator(distributed_type="fsdp", cpu=True)
+    net = Hiding()
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    try:
+        accelerator.backward(model(torch.ones(2, WIDTH)).value.sum())
+    except DrivetrainError as error:
+        return str(error)
+    return ""
+
+
+def test_an_output_that_hides_its_tensors_is_refused() -> None:
+    for said in spawn(train_hidden, 2):
+        assert "returns Hidden, in which fully_shard finds no tensors" in said
