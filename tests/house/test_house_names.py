@@ -80,6 +80,6 @@ def test_the_reference_backend_comes_by_the_same_door(core):
 
 
 def test_no_backend_claims_the_name_of_a_core_key(house):
-    from drivetrain.config.schema import CORE_KEYS
+    from drivetrain.config.keys import CORE_KEYS
 
     assert not {found.folder.name for found in house} & CORE_KEYS

@@ -1,4 +1,4 @@
-"""Rules that can be read off the text: sizes, words, silence."""
+"""Rules that can be read off the text: words, silence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 import subprocess
 
 import pytest
-
-LONGEST = 400
 
 # Files of the core that may hold a backend's name, each with the reason.
 NAMING = {
@@ -38,11 +36,6 @@ def texts(root):
 
 def sources(texts):
     return {name: text for name, text in texts.items() if name.endswith(".py") and "/src/" in name}
-
-
-def test_no_file_is_longer_than_a_reader_can_hold(texts):
-    sizes = {name: len(text.splitlines()) for name, text in sources(texts).items()}
-    assert {name: size for name, size in sizes.items() if size > LONGEST} == {}
 
 
 def test_no_path_of_anybodys_machine(texts):

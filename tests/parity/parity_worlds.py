@@ -1,0 +1,245 @@
+"""Runs the scripts of ``scripts/`` under each backend and compares them with plain torch on one process.
+
+Many scripts share one group of ranks, one after the other, each with an accelerator and a process group of its own;
+after a failure the rest continue on fresh ranks, since the failed script may have left the others anywhere.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from parity_common import Result, Script, load
+from parity_plain import Plain
+
+from drivetrain import Accelerator
+from drivetrain.errors import DrivetrainError
+from drivetrain.testing import RankFailedError, spawn
+
+TOLERANCE = 2e-5
+"""Largest difference of a loss or a weight, both of the order of 1, after some steps in float32: sums over ranks are
+added in another order, and adaptive optimizers magnify that a little in each step. A wrong factor shows in the first
+digits."""
+
+SECONDS = 60
+"""After which a script hangs; on a free machine one takes less than a second."""
+
+SAME, REFUSED, DIFFERENT, RAW = "same", "refused", "different", "raw error"
+DEFECTS = (DIFFERENT, RAW)
+RECORD = Path(__file__).with_name("scripts") / "outcomes.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend with its section of the configuration, on a number of processes."""
+
+    name: str
+    world_size: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    data_parallel: bool = True
+
+
+def _deepspeed(stage: int) -> Place:
+    return Place(f"deepspeed-{stage}", 2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": stage}})
+
+
+def _megatron(short: str, axis: str) -> Place:
+    section = {f"{axis}_parallel_size": 2}
+    return Place(short, 2, {"distributed_type": "megatron", "megatron": section}, data_parallel=False)
+
+
+PLACES = {
+    place.name: place
+    for place in (
+        Place("single", 1, {"distributed_type": "single"}, data_parallel=False),
+        Place("ddp-2", 2, {"distributed_type": "ddp"}),
+        Place("ddp-3", 3, {"distributed_type": "ddp"}),
+        Place("ddp-4", 4, {"distributed_type": "ddp"}),
+        Place("fsdp-2", 2, {"distributed_type": "fsdp"}),
+        _deepspeed(1),
+        _deepspeed(2),
+        _deepspeed(3),
+        _megatron("tp-2", "tensor"),
+        _megatron("pp-2", "pipeline"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a script ended in a place.
+
+    Args:
+        kind: one of :data:`SAME`, :data:`REFUSED`, :data:`DIFFERENT`, :data:`RAW`.
+        text: the refusal's or error's own words, or what differs and by how much.
+        traceback: of a failure; not recorded.
+    """
+
+    kind: str
+    text: str = ""
+    traceback: str = field(default="", compare=False)
+
+
+def train_in_rank(config: Mapping[str, Any] | None, names: list[str], folder: str) -> None:
+    """Be a rank: run these scripts in turn and write each result; ``None`` runs them in plain torch."""
+    scripts = load()
+    rank = os.environ["RANK"]
+    # A script is run as users run theirs: a warning is printed.
+    warnings.simplefilter("default")
+    for name in names:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        print(f"---- {name}", flush=True)
+        found = _train(scripts[name], config, Path(folder, name))
+        with Path(folder, f"{name}.{rank}").open("wb") as file:
+            pickle.dump(found, file)
+        gc.collect()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _train(script: Script, config: Mapping[str, Any] | None, folder: Path) -> Result:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    if config is None:
+        return script.train(Plain(str(folder))) if script.reference is None else script.reference()
+    file = folder / f"config-{os.environ['RANK']}.yaml"
+    file.write_text(json.dumps({**config, "use_cpu": True, "dataloader": {"split_batches": True}}), encoding="utf-8")
+    accelerator = Accelerator(config=str(file), project_dir=str(folder), **script.settings)
+    found = script.train(accelerator)
+    accelerator.end_training()
+    return found
+
+
+def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, list[Result]]:
+    """Results by rank of the scripts that every rank finished."""
+    found = {}
+    for name in names:
+        files = [Path(folder, f"{name}.{rank}") for rank in range(world_size)]
+        if all(file.exists() for file in files):
+            found[name] = [pickle.loads(file.read_bytes()) for file in files]
+    return found
+
+
+def references(names: list[str]) -> dict[str, Result]:
+    """What plain torch gives, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        # One that fails here is a mistake in the script; the log's last line names it.
+        spawn(train_in_rank, 1, None, names, folder, timeout=SECONDS * len(names))
+        return {name: results[0] for name, results in _results(names, 1, folder).items()}
+
+
+def outcomes(place: Place, names: list[str], expected: Mapping[str, Result]) -> dict[str, Outcome]:
+    """How each of these scripts ends there."""
+    found: dict[str, Outcome] = {}
+    remaining = list(names)
+    while remaining:
+        with tempfile.TemporaryDirectory() as folder:
+            failure = None
+            try:
+                spawn(
+                    train_in_rank, place.world_size, place.config, remaining, folder, timeout=SECONDS * len(remaining)
+                )
+            except RankFailedError as error:
+                failure = error
+            results = _results(remaining, place.world_size, folder)
+            found |= {name: compared(results[name], expected[name]) for name in results}
+            if failure is not None:
+                # Ranks that went on are at most one script ahead of the one that failed.
+                name = next(name for name in remaining if name not in results)
+                found[name] = failed(failure)
+            remaining = [name for name in remaining if name not in found]
+    return {name: found[name] for name in names}
+
+
+def compared(results: list[Result], expected: Result) -> Outcome:
+    """Losses of every rank, and weights of every rank that holds them, against the reference."""
+    losses, weights = expected
+    for rank, (found_losses, found_weights) in enumerate(results):
+        if len(found_losses) != len(losses):
+            return Outcome(DIFFERENT, f"{len(found_losses)} losses instead of {len(losses)}")
+        # The main process holds all; another one holds the same, a part, or nothing.
+        missing = weights.keys() - found_weights.keys() if rank == 0 else set()
+        extra = found_weights.keys() - weights.keys()
+        if missing or extra:
+            return Outcome(DIFFERENT, f"weights missing: {sorted(missing)}, not expected: {sorted(extra)}")
+    apart = max(_distance(torch.tensor(found), torch.tensor(losses)) for found, _ in results)
+    worst, where = apart, "losses"
+    for rank, (_, found_weights) in enumerate(results):
+        for name, weight in found_weights.items():
+            if weight.shape != weights[name].shape:
+                return Outcome(DIFFERENT, f"{name} has shape {tuple(weight.shape)}")
+            apart = _distance(weight, weights[name])
+            if apart > worst:
+                worst, where = apart, f"{name} of rank {rank}"
+    return Outcome(SAME) if worst <= TOLERANCE else Outcome(DIFFERENT, f"{worst:.1e} in {where}")
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.numel() == 0:
+        return 0.0
+    apart = (found.double() - expected.double()).abs().max().item()
+    return apart if apart == apart else float("inf")  # noqa: PLR0124 - not a number differs from everything
+
+
+def failed(error: RankFailedError) -> Outcome:
+    """Whether it was a refusal: an error of Drivetrain's own classes, which says what to write instead."""
+    cause = error.cause
+    if isinstance(cause, DrivetrainError):
+        words = " ".join(str(cause).split())
+        return Outcome(REFUSED, f"{type(cause).__name__}: {_general(words)}", error.traceback)
+    text = " ".join(error.what.partition(": ")[2].split())
+    if text.startswith("died with exit code 1,"):
+        text = f"hangs, ended after {SECONDS} s"  # what `dump_traceback_later` ends a rank with
+    return Outcome(RAW, _general(text)[:300], error.traceback)
+
+
+def _general(text: str) -> str:
+    """Without what changes from run to run."""
+    text = re.sub(r"/\S*/tmp\S*|/tmp/\S+", "FOLDER", text)
+    text = re.sub(r"[\w./-]*/((?:tests|plugins|core)/[\w./-]+|site-packages/[\w./-]+)", r"\1", text)
+    return re.sub(r"\b0x[0-9a-f]+", "0x...", text)
+
+
+def recorded() -> dict[str, dict[str, Outcome]]:
+    """The committed outcomes: script, place, outcome."""
+    if not RECORD.exists():
+        return {}
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    return {script: {place: _cell(cell) for place, cell in row.items()} for script, row in rows.items()}
+
+
+def _cell(written: str | dict[str, str]) -> Outcome:
+    return Outcome(written) if isinstance(written, str) else Outcome(*next(iter(written.items())))
+
+
+def record(found: Mapping[str, Mapping[str, Outcome]]) -> None:
+    """Write these outcomes over the committed ones, and forget scripts that are gone."""
+    scripts, before = load(), recorded()
+    rows: dict[str, Any] = {}
+    for name in scripts:
+        row = {**before.get(name, {}), **found.get(name, {})}
+        rows[name] = {
+            place: cell.kind if not cell.text else {cell.kind: cell.text}
+            for place in PLACES
+            if (cell := row.get(place)) is not None and runs(scripts[name], PLACES[place])
+        }
+    RECORD.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def runs(script: Script, place: Place) -> bool:
+    """Whether the script has numbers to compare there."""
+    return not (script.whole_batch and place.data_parallel)

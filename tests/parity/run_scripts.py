@@ -1,0 +1,57 @@
+"""Run the scripts of ``scripts/`` and show how each ends: ``python tests/parity/run_scripts.py --backend ddp gan``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import parity_worlds as worlds
+from parity_common import load
+
+from drivetrain.testing import preload
+
+
+def main() -> None:
+    """Run, print each outcome that is not "same", and with ``--record`` keep them in ``outcomes.json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
+    parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
+    parser.add_argument("--record", action="store_true", help="keep the outcomes")
+    parser.add_argument("--traceback", action="store_true", help="show where each failure was raised")
+    arguments = parser.parse_args()
+    scripts = load()
+    names = arguments.scripts or list(scripts)
+    wanted = tuple(arguments.backend or [""])
+    places = [place for place in worlds.PLACES.values() if place.name.startswith(wanted)]
+    if any("deepspeed" in place.name for place in places):
+        preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+    preload("transformers.models.llama.modeling_llama")
+    with contextlib.redirect_stdout(io.StringIO()):
+        expected = worlds.references(names)
+    found: dict[str, dict[str, worlds.Outcome]] = {}
+    for place in places:
+        begun = time.monotonic()
+        mine = [name for name in names if worlds.runs(scripts[name], place)]
+        with contextlib.redirect_stdout(io.StringIO() if not arguments.traceback else sys.stdout):  # what ranks print
+            cells = worlds.outcomes(place, mine, expected)
+        kinds = [cell.kind for cell in cells.values()]
+        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+        print(f"{place.name}: {counts} ({time.monotonic() - begun:.0f} s)", flush=True)
+        for name, cell in cells.items():
+            found.setdefault(name, {})[place.name] = cell
+            if cell.kind != worlds.SAME:
+                print(f"  {name}: {cell.kind}: {cell.text}", flush=True)
+                if arguments.traceback and cell.traceback:
+                    print(cell.traceback, flush=True)
+        if arguments.record:
+            worlds.record(found)
+
+
+if __name__ == "__main__":
+    main()
