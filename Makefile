@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-plugins test-xla lint format docs site reports pictures bench bench-xla clean force
+.PHONY: help setup train test test-core test-plugins test-xla lint format docs site reports parity pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -77,6 +77,10 @@ reports: $(STAMP) $(if $(filter xla,$(BACKENDS)),$(XLA_PYTHON))  ## run the conf
 		if [ $$name = xla ]; then python=$(XLA_PYTHON); export PJRT_DEVICE=CPU; fi; \
 		$$python -m pytest -q --report docs/reports/$$name.json $$tests || exit 1; \
 	done
+	$(BIN)/python docs/generate.py
+
+parity: $(STAMP)  ## run every script of tests/parity under every backend, and renew their table
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --record
 	$(BIN)/python docs/generate.py
 
 pictures: $(STAMP)  ## run the examples as the tutorial does, and renew its pictures and numbers

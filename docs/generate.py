@@ -14,6 +14,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from drivetrain.registry import get_registry
 from drivetrain.testing import report
@@ -72,6 +73,80 @@ def proofs() -> str:
         where, where_not = (f"`{case.rstrip('.')}`" if case else "" for case in pair)
         rows.append(f"| `{name}` | {where} | {where_not} |")
     return "\n".join(rows)
+
+
+COLUMNS = {
+    "single": ("single",),
+    "ddp": ("ddp-2", "ddp-3", "ddp-4"),
+    "fsdp": ("fsdp-2",),
+    "deepspeed 1": ("deepspeed-1",),
+    "deepspeed 2": ("deepspeed-2",),
+    "deepspeed 3": ("deepspeed-3",),
+    "tp": ("tp-2",),
+    "pp": ("pp-2",),
+}
+"""Columns of the table of scripts, and the places of ``outcomes.json`` that each stands for."""
+
+
+def parity() -> str:
+    """How each script of tests/parity ends under each backend: a table, then the words of the refusals and defects."""
+    folder = ROOT / "tests/parity/scripts"
+    outcomes = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
+    words: dict[str, list[str]] = {}
+    table, partial = [], []
+    for path in sorted(folder.glob("*.py")):
+        table += ["", f"**{purpose(path).rstrip('.')}**", "", "| script | " + " | ".join(COLUMNS) + " |"]
+        table.append("|---" * (len(COLUMNS) + 1) + "|")
+        for name, says, whole in scripts_of(path):
+            cells = [parity_cell(outcomes.get(name, {}), places, f"`{name}`", words) for places in COLUMNS.values()]
+            table.append(f"| `{name}`: {says} | " + " | ".join(cells) + " |")
+            if whole:
+                partial.append(f"- `{name}` is empty where data are shared out: {whole}.")
+    counts = {kind: sum(row.count(f"| {kind}") for row in table) for kind in ("same", "refused", "**")}
+    total = f"{counts['same']} cells are the same, {counts['refused']} refused, {counts['**']} defects."
+    told = [f"{number}. {text} ({', '.join(names)})" for number, (text, names) in enumerate(words.items(), 1)]
+    return "\n".join([total, *table, "", *partial, "", "## The words", "", *told])
+
+
+def parity_cell(row: dict[str, Any], places: tuple[str, ...], name: str, words: dict[str, list[str]]) -> str:
+    """What a column says; where its places differ, each outcome with its places. Words are collected on the way."""
+    found: dict[str, list[str]] = {}
+    for place in places:
+        if place not in row:
+            continue
+        kind, text = (row[place], "") if isinstance(row[place], str) else next(iter(row[place].items()))
+        said = "same" if kind == "same" else f"**{kind}**"
+        if kind == "refused":
+            text = plain(text)
+            users = words.setdefault(text, [])
+            users += [name] if name not in users else []
+            said = f"refused ({list(words).index(text) + 1})"
+        found.setdefault(said, []).append(place.rpartition("-")[2])
+    if len(found) <= 1:
+        return next(iter(found), "")
+    return ", ".join(f"{said} on {' and '.join(worlds)}" for said, worlds in found.items())
+
+
+def plain(text: str) -> str:
+    """Text as it stands, between its own code marks, whatever signs of Markdown it holds."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_\[\]<>{}$|])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def scripts_of(path: Path) -> list[tuple[str, str, str]]:
+    """Name, first line of the docstring and ``whole_batch`` of each function with the decorator ``script``."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            for each in node.decorator_list:
+                if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "script":
+                    says = (ast.get_docstring(node) or "").partition("\n")[0].rstrip(".").replace("``", "`")
+                    given = {keyword.arg: keyword.value for keyword in each.keywords}
+                    whole = given.get("whole_batch")
+                    reason = str(whole.value) if isinstance(whole, ast.Constant) else ""
+                    found.append((node.name, says.replace("|", "\\|"), reason))
+    return found
 
 
 def purpose(path: Path) -> str:
@@ -138,6 +213,7 @@ def documents() -> dict[Path, str]:
     readme, onboarding = ROOT / "README.md", ROOT / "docs/onboarding.md"
     tutorial = ROOT / "docs/tutorial/one-line.md"
     kit = ROOT / "docs/explanation/conformance.md"
+    scripts = ROOT / "docs/explanation/parity.md"
     tables = kit.read_text(encoding="utf-8")
     for name, table in (("runs of the kit", conformance()), ("cases", cases()), ("proofs", proofs())):
         tables = renewed(tables, name, table)
@@ -146,6 +222,7 @@ def documents() -> dict[Path, str]:
         onboarding: counted(renewed(onboarding.read_text(encoding="utf-8"), "tree", tree())),
         tutorial: renewed(tutorial.read_text(encoding="utf-8"), "runs", measured()),
         kit: tables,
+        scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
     }
 
 

@@ -137,7 +137,7 @@ def run_and_resume(folder, cut):
     trained, optimizer = prepared(accelerator)
     train(accelerator, trained, optimizer, 2 + LOCAL_STEPS)
     accelerator.save_state(str(Path(folder) / "saved"))
-    momenta = [momentum.clone() for momentum in trained.trainable.rounds[0].momenta().values()]
+    momenta = [momentum.clone() for momentum in trained._drivetrain.trainable.rounds[0].momenta().values()]
     inner = [slots["exp_avg"] for slots in optimizer.optimizer.state.values()]
     means = [accelerator.reduce(each, "mean") for each in inner]
     assert not all(torch.equal(mine, mean) for mine, mean in zip(inner, means, strict=True)), "workers never differed"
@@ -147,7 +147,7 @@ def run_and_resume(folder, cut):
     accelerator = make(folder, synchronous_steps=2)
     trained, optimizer = prepared(accelerator)
     accelerator.load_state(str(Path(folder) / "saved"))
-    again = trained.trainable.rounds[0]
+    again = trained._drivetrain.trainable.rounds[0]
     assert (again.steps, again.position, again.synchronous) == (2 + LOCAL_STEPS, 0, False)
     for mine, theirs in zip(again.momenta().values(), momenta, strict=True):
         assert torch.equal(mine, theirs)
@@ -180,7 +180,7 @@ def run_portable(folder):
     trained, optimizer = prepared(accelerator)
     train(accelerator, trained, optimizer, LOCAL_STEPS)
     accelerator.save_state(str(Path(folder) / "saved"))
-    before = [one.clone() for one in trained.trainable.rounds[0].momenta().values()]
+    before = [one.clone() for one in trained._drivetrain.trainable.rounds[0].momenta().values()]
     accelerator.end_training()
     plain = Accelerator(cpu=True)
     trained, optimizer = prepared(plain)
@@ -191,7 +191,7 @@ def run_portable(folder):
     accelerator = make(folder)
     trained, optimizer = prepared(accelerator)
     accelerator.load_state(str(Path(folder) / "copied"))
-    after = list(trained.trainable.rounds[0].momenta().values())
+    after = list(trained._drivetrain.trainable.rounds[0].momenta().values())
     assert len(after) == len(before) == 6
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, before, strict=True))
     accelerator.end_training()
@@ -227,9 +227,9 @@ def run_within_a_round(folder):
     assert trained.state_dict()["0.weight"].abs().max() < 0.1, "one step of AdamW is at most its learning rate, 0.05"
     # The next round is a whole one.
     train(accelerator, trained, optimizer, LOCAL_STEPS - 1, start=1)
-    assert trained.trainable.rounds[0].position == LOCAL_STEPS - 1
+    assert trained._drivetrain.trainable.rounds[0].position == LOCAL_STEPS - 1
     train(accelerator, trained, optimizer, 1, start=LOCAL_STEPS)
-    assert trained.trainable.rounds[0].position == 0
+    assert trained._drivetrain.trainable.rounds[0].position == 0
     accelerator.end_training()
 
 

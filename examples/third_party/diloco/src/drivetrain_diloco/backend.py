@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     Backend,
+    LocalGradients,
     Mesh,
     PortableState,
     StepResult,
@@ -23,6 +24,7 @@ from drivetrain.api import (
     Topology,
     TorchEngine,
     Trainable,
+    UnsupportedError,
     UsageError,
     clipping,
     collectives,
@@ -36,9 +38,26 @@ from drivetrain_diloco.plugin import DILOCO
 from drivetrain_diloco.rounds import RoundEnd, Rounds
 
 
+class _Parameters(nn.Module):
+    """A model's parameters, for DistributedDataParallel; its forward returns the loss unchanged.
+
+    Torch's reducer is thereby made ready by the loss, whichever way the script came to it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
 @final
 class DiLoCoTrainable(Trainable):
-    """A worker's replica. Behind ``DistributedDataParallel`` while steps are synchronous, bare afterwards."""
+    """A worker's replica. ``DistributedDataParallel`` reduces its gradients while steps are synchronous."""
+
+    settles_buffers = True
+    """Within a round each worker has buffers of its own; the end of the round joins them."""
 
     def __init__(
         self,
@@ -51,22 +70,71 @@ class DiLoCoTrainable(Trainable):
         self.wrapper, self._model, self.module, self._backend = wrapper, model, module, backend
         self.optimizers, self._engine = [], backend.engine
         self.rounds: list[Rounds] = []
+        self._ran, self._synchronises = False, True
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._local = None if wrapper is None else LocalGradients(module)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        replica = self.wrapper
-        if replica is None or not torch.is_grad_enabled():
-            return self._engine.forward(self._model, args, kwargs)
-        return self._engine.forward(replica, args, kwargs)
+        self._ran = self._ran or torch.is_grad_enabled()
+        return self._engine.forward(self._model, args, kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         # The mean over the workers is taken by DDP of gradients, or at the end of the round of what they led to.
+        self._check_trained()
+        reduced = [one for one in self._backend.trainables if one.reduces_next and (one is self or one._ran)]  # noqa: SLF001
+        for trainable in reduced:
+            loss = trainable.arm(loss)
         self._engine.backward(loss, scale * self._backend.topology.dp_size)
+        for trainable in reduced:
+            trainable.reduced()
+        for trainable in self._backend.trainables:
+            trainable._ran = False  # noqa: SLF001
+
+    @property
+    def reduces_next(self) -> bool:
+        """The next backward averages gradients over the workers."""
+        return self.wrapper is not None and self._synchronises
+
+    def arm(self, loss: Tensor) -> Tensor:
+        """Make DDP's reducer ready for a backward of this loss."""
+        assert self.wrapper is not None
+        armed: Tensor = self.wrapper(loss)
+        return armed
+
+    def _check_trained(self) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            raise UnsupportedError(
+                "parameters were frozen or unfrozen after prepare, and diloco's rounds do not know them",
+                cure="Call requires_grad_() before accelerator.prepare(model).",
+            )
+
+    def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        if self.wrapper is None and self._backend.topology.world_size > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} was not prepared, and no round would join what it does on each worker",
+                cure="Prepare it with its model: model, optimizer = accelerator.prepare(model, optimizer).",
+            )
+
+    def reduced(self) -> None:
+        """A backward has averaged gradients over the workers."""
+        if self._local is not None:
+            self._local.reduced()
+
+    def has_unreduced_gradients(self) -> bool:
+        return self.wrapper is not None and self._local is not None and self._local.exist()
+
+    def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        if self.rounds and isinstance(value, nn.Module | nn.Parameter):
+            raise UnsupportedError(
+                f"{name!r} came to the model after prepare, and diloco's outer optimizer does not know it",
+                cure="Add layers before accelerator.prepare(model, optimizer).",
+            )
 
     def synchronise_gradients(self, enabled: bool) -> None:
-        if self.wrapper is not None:
-            self.wrapper.require_backward_grad_sync = enabled
+        self._synchronises = enabled
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         clipping.multiply(clipping.gradients(self.module.parameters()), factor)
@@ -117,7 +185,9 @@ class DiLoCoTrainable(Trainable):
 
     def release(self) -> None:
         """Drop the wrapper, whose reducer must be gone before the process group is destroyed."""
-        self.wrapper = None
+        if self._local is not None:
+            self._local.release()
+        self.wrapper = self._local = None
 
 
 @final
@@ -154,7 +224,7 @@ class DiLoCoBackend(Backend):
         if self.topology.world_size > 1 and self.section.synchronous_steps and training and trained:
             index = None if self.topology.device == "cpu" else [int(self.topology.device.partition(":")[2] or 0)]
             unused = self.section.find_unused_parameters
-            wrapper = DistributedDataParallel(model, device_ids=index, find_unused_parameters=unused)
+            wrapper = DistributedDataParallel(_Parameters(model), device_ids=index, find_unused_parameters=unused)
         elif self.topology.world_size > 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
