@@ -81,7 +81,8 @@ def test_a_closure_runs_with_the_precision_of_the_notebook(run):
     done = run("""
 inside = []
 def show(a):
-    print(a, os.environ["WORLD_SIZE"], os.environ["DRIVETRAIN_MIXED_PRECISION"] + "\\n", end="")
+    # One string is one write: what two processes print with commas comes out mixed.
+    print(f"{a} {os.environ['WORLD_SIZE']} {os.environ['DRIVETRAIN_MIXED_PRECISION']}\\n", end="")
 notebook_launcher(lambda a: show(a), ("x",), num_processes=2, mixed_precision="bf16", use_port="0", rdzv_backend="c10d")
 notebook_launcher(lambda a: inside.append((a, os.environ["DRIVETRAIN_MIXED_PRECISION"])), ("y",), num_processes=1)
 print(inside, "DRIVETRAIN_MIXED_PRECISION" in os.environ)
