@@ -143,3 +143,7 @@ def test_two_accelerators_with_different_settings_coexist(world):
             "world": (world, world),
             "alive": float(world),
         }
+
+
+def test_runs_one_after_the_other_check_a_step_once():
+    assert spawn(jobs.checks_of_steps_after, 1, 3) == [1]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradientAccumulationPlugin
+from drivetrain.runtime.optimizer import before_step
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -186,3 +189,12 @@ def own_windows_of_items(batches: int, every: int) -> list[Tensor]:
     result = values(model)
     accelerator.end_training()
     return result
+
+
+def checks_of_steps_after(runs: int) -> int:
+    """How often torch would call the check of unprepared steps, when these runs have ended one after the other."""
+    for _ in range(runs):
+        Accelerator(cpu=True).end_training()
+        gc.collect()
+    watching = _global_optimizer_pre_hooks.values()
+    return sum(hook is before_step for hook in watching)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakSet
 
@@ -227,9 +228,14 @@ def watch_unprepared_steps(trainer: Trainer) -> None:
 
     torch calls the check for all optimizers of the process, before their step.
     """
-    if not _trainers:
-        register_optimizer_step_pre_hook(before_step)
+    _register_check()
     _trainers.add(trainer)
+
+
+@cache
+def _register_check() -> None:
+    """Once in a process. The hook stays when a run ends, so a further run must not add another."""
+    register_optimizer_step_pre_hook(before_step)
 
 
 def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
