@@ -14,12 +14,12 @@ BARE = "bare torch"
 AGAIN = "bare torch again"
 """The bare one a second time: how far apart two equal contenders are measured, which nothing below can be told."""
 PEERS = {"accelerate": "accelerate", "fabric": "lightning-fabric"}
-_MODULES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+MODULES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 
 def present() -> list[str]:
     """The peers that can be imported here."""
-    return [name for name, module in _MODULES.items() if util.find_spec(module) is not None]
+    return [name for name, module in MODULES.items() if util.find_spec(module) is not None]
 
 
 def versions() -> dict[str, str]:
