@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
@@ -75,9 +76,9 @@ class GradientReducer:
         self.joined = False
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
-        self._reached: set[Tensor] = set()
-        """Parameters that a backward has given something, since they were last looked at."""
-        self._local: set[Tensor] = set()
+        self._reached: list[Tensor] = []
+        """Parameters that a backward has given something, since they were last looked at; some twice if it is reentrant."""
+        self._local: list[Tensor] = []
         """Parameters with contributions of earlier backwards that were not reduced."""
         self._hooks: list[Any] = []
         self._starts = True
@@ -121,7 +122,7 @@ class GradientReducer:
             )
         trained = [parameter for parameter in self._all if parameter.requires_grad]
         dtypes = [parameter.dtype for parameter in trained]
-        same = len(trained) == len(self._trained) and all(map(_is, trained, self._trained))
+        same = len(trained) == len(self._trained) and all(map(is_, trained, self._trained))
         if same and dtypes == self._dtypes and not changed:
             return
         self.release()
@@ -134,9 +135,9 @@ class GradientReducer:
             carried = self._exact and not self._static
             self._flags = nn.Parameter(torch.zeros_like(self._told)) if carried else None
             self.wrapper = self._wrap(_Parameters(self._model, self._flags), self._static, self._starts)
-            # The bound method of a set: no Python frame for each parameter of each backward.
+            # The bound method of a list: no Python frame for each parameter of each backward.
             self._hooks = [
-                one.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
+                one.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
                 for one in trained
             ]
             if self._lazy:
@@ -176,7 +177,7 @@ class GradientReducer:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
-        self._local |= self._reached
+        self._local += self._reached
         self._reached.clear()
         if not self.enabled or not loss.requires_grad:
             return loss
@@ -208,7 +209,8 @@ class GradientReducer:
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
         one process, since an optimizer treats zeros otherwise.
         """
-        missing = [parameter for parameter in self._trained if parameter not in self._reached]
+        reached = set(map(id, self._reached))
+        missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
         if missing and self.joined:
             raise UnsupportedError(
@@ -277,9 +279,7 @@ class GradientReducer:
 
     def has_unreduced(self) -> bool:
         """Some gradient holds contributions of this rank alone."""
-        if not self._local and not self._reached:
-            return False
-        return any(parameter.grad is not None for parameter in self._local | self._reached)
+        return any(parameter.grad is not None for parameter in chain(self._local, self._reached))
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,3 @@ _BITS = 32
 """Of a digest of the parameters' values."""
 
 _VERSION = attrgetter("_version")
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
