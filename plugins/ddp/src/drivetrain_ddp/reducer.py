@@ -77,7 +77,7 @@ class GradientReducer:
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
         self._reached: list[Tensor] = []
-        """Parameters that a backward has given something, since they were last looked at; some twice if it is reentrant."""
+        """Parameters that a backward has given something, since they were last looked at; maybe some twice."""
         self._local: list[Tensor] = []
         """Parameters with contributions of earlier backwards that were not reduced."""
         self._hooks: list[Any] = []
