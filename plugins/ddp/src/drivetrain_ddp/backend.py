@@ -155,6 +155,7 @@ class DDPBackend(Backend):
                 self.topology,
                 partial(self._wrap, options),
                 static_graph=options.pop("static_graph", False),
+                exact=options.get("comm_hook", "no") == "no",
             )
             if not training:
                 # Rank 0's values have reached all, which is what a model that is not trained needs.

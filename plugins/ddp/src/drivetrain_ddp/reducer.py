@@ -8,9 +8,11 @@ submodules called alone and any number of forwards are then all the same to it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
@@ -22,10 +24,18 @@ from drivetrain.api import Topology, UnsupportedError, UsageError, collectives
 
 
 class _Parameters(nn.Module):
-    """A model's parameters, for DistributedDataParallel; its forward returns the loss unchanged."""
+    """A model's parameters, for DistributedDataParallel; its forward returns the loss unchanged.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the user's module.
+        flags: a parameter of ours, whose gradient is averaged with the others: ranks tell each other by it what they
+            reached. It stands first, since DistributedDataParallel fills its buckets from the end and the flags are
+            known last. ``None`` for none.
+    """
+
+    def __init__(self, model: nn.Module, flags: nn.Parameter | None) -> None:
         super().__init__()
+        self.flags = flags
         self.model = model
 
     def forward(self, loss: Tensor) -> Tensor:
@@ -45,6 +55,8 @@ class GradientReducer:
         wrap: makes the DistributedDataParallel of a module, given whether its graph is static, and whether to compare
             parameters over ranks and give them rank 0's values. Collective over all ranks.
         static_graph: the script asserts that every backward reaches the same parameters.
+        exact: gradients are averaged as they are. Where a communication hook may round them, what ranks tell each other
+            takes an all-reduce of its own.
     """
 
     def __init__(
@@ -54,18 +66,19 @@ class GradientReducer:
         wrap: Callable[[nn.Module, bool, bool], DistributedDataParallel],
         *,
         static_graph: bool,
+        exact: bool,
     ) -> None:
         self._model, self._topology, self._wrap = model, topology, wrap
-        self._static = static_graph
+        self._static, self._exact = static_graph, exact
         self.wrapper: DistributedDataParallel | None = None
         self.enabled = True
         """Whether the next backward reduces."""
         self.joined = False
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
-        self._reached: set[Tensor] = set()
-        """Parameters that a backward has given something, since they were last looked at."""
-        self._local: set[Tensor] = set()
+        self._reached: list[Tensor] = []
+        """Parameters that a backward has given something, since they were last looked at; maybe some twice."""
+        self._local: list[Tensor] = []
         """Parameters with contributions of earlier backwards that were not reduced."""
         self._hooks: list[Any] = []
         self._starts = True
@@ -76,6 +89,8 @@ class GradientReducer:
         self._trained: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._told = torch.empty(0)
+        """What this rank tells in the ordinary case: 1 for each trained parameter, then zeros for the digest."""
+        self._flags: nn.Parameter | None = None
         self._pending: Any = None
         self._writes = -1
         """Writes to the parameters that torch had counted when this was last in order; -1 before the first time."""
@@ -107,18 +122,22 @@ class GradientReducer:
             )
         trained = [parameter for parameter in self._all if parameter.requires_grad]
         dtypes = [parameter.dtype for parameter in trained]
-        same = len(trained) == len(self._trained) and all(map(_is, trained, self._trained))
+        same = len(trained) == len(self._trained) and all(map(is_, trained, self._trained))
         if same and dtypes == self._dtypes and not changed:
             return
         self.release()
         self._trained, self._dtypes = trained, dtypes
         if trained:
-            self.wrapper = self._wrap(_Parameters(self._model), self._static, self._starts)
-            self._told = torch.ones(len(trained) + 2, dtype=torch.float64, device=trained[0].device)
-            self._told[-2:] = 0
-            # The bound method of a set: no Python frame for each parameter of each backward.
+            # In the parameters' dtype they share a bucket with them; in 16 bits an average would be rounded.
+            dtype = max(dtypes[0], torch.float32, key=lambda each: each.itemsize)
+            self._told = torch.ones(len(trained) + _BITS, dtype=dtype, device=trained[0].device)
+            self._told[-_BITS:] = 0
+            carried = self._exact and not self._static
+            self._flags = nn.Parameter(torch.zeros_like(self._told)) if carried else None
+            self.wrapper = self._wrap(_Parameters(self._model, self._flags), self._static, self._starts)
+            # The bound method of a list: no Python frame for each parameter of each backward.
             self._hooks = [
-                one.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
+                one.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
                 for one in trained
             ]
             if self._lazy:
@@ -158,7 +177,7 @@ class GradientReducer:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
-        self._local |= self._reached
+        self._local += self._reached
         self._reached.clear()
         if not self.enabled or not loss.requires_grad:
             return loss
@@ -190,7 +209,8 @@ class GradientReducer:
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
         one process, since an optimizer treats zeros otherwise.
         """
-        missing = [parameter for parameter in self._trained if parameter not in self._reached]
+        reached = set(map(id, self._reached))
+        missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
         if missing and self.joined:
             raise UnsupportedError(
@@ -198,24 +218,38 @@ class GradientReducer:
                 "without batches cannot tell whether they reached them before",
                 cure="Freeze them with requires_grad_(False), or use even_batches=True without join_uneven_inputs.",
             )
-        told, digest = self._told, 0.0
+        told = self._told
         if missing or written:
             used = [float(one.grad is not None) for one in self._trained]
-            digest = self._digest() if written else 0.0
-            told = torch.tensor([*used, digest, -digest], dtype=torch.float64, device=told.device)
-            if missing:
-                torch.autograd.backward(missing, [self._zeros(one) for one in missing])
-        self._reached.clear()
-        if self.joined:
-            return
+            digest = self._digest() if written else [0.0] * _BITS
+            told = torch.tensor([*used, *digest], dtype=told.dtype, device=told.device)
         # Every rank tells, since any other may have to know; one that reached everything and saw no write to its
-        # parameters tells the same each time, and does not wait for the answer.
-        self._pending = dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
-        if not missing and not written:
+        # parameters tells the same each time, and does not read the answer, which a device would have to wait for.
+        late, zeros = list(missing), [self._zeros(one) for one in missing]
+        if self._flags is not None:
+            late.append(self._flags)
+            zeros.append(told)
+        if late:
+            torch.autograd.backward(late, zeros)
+        self._reached.clear()
+        if self._flags is not None:
+            average, self._flags.grad = self._flags.grad, None
+        elif self.joined:
             return
-        self._pending.wait()
-        *are_used, highest, lowest = told.tolist()
-        if written and (highest, lowest) != (digest, -digest):
+        else:
+            average = told.clone()
+            self._pending = dist.all_reduce(average, async_op=True)
+        if self.joined or not (missing or written):
+            return
+        assert average is not None
+        if self._flags is None:
+            self._pending.wait()
+            average /= self._topology.dp_size
+        values = average.tolist()
+        are_used, averaged = values[:-_BITS], values[-_BITS:]
+        # Ranks that agree on a bit average to it; where they do not, each is off by one part in their number or more.
+        tolerance = 0.5 / self._topology.dp_size
+        if written and any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True)):
             raise UsageError(
                 f"the script wrote to parameters of {type(self._model).__name__} after prepare, and their values are "
                 "not the same on all ranks",
@@ -235,18 +269,17 @@ class GradientReducer:
         return sum(map(_VERSION, self._trained))
 
     @torch.no_grad()
-    def _digest(self) -> float:
-        """A number that replicas with the same values share: a different one means different values. Not collective."""
+    def _digest(self) -> list[float]:
+        """Bits that replicas with the same values share; others differ in some of them. Not collective."""
         norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._trained])
         sums = torch.stack([one.sum(dtype=torch.float64) for one in self._trained])
-        at = torch.arange(1, len(self._trained) + 1, dtype=torch.float64, device=norms.device)
-        return float((norms * at).sum() + (sums / at).sum().abs() + 1.0)
+        values = torch.stack([norms, sums]).cpu().numpy().tobytes()
+        hashed = int.from_bytes(hashlib.blake2b(values, digest_size=_BITS // 8).digest())
+        return [float(hashed >> at & 1) for at in range(_BITS)]
 
     def has_unreduced(self) -> bool:
         """Some gradient holds contributions of this rank alone."""
-        if not self._local and not self._reached:
-            return False
-        return any(parameter.grad is not None for parameter in self._local | self._reached)
+        return any(parameter.grad is not None for parameter in chain(self._local, self._reached))
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 
@@ -297,8 +330,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 _PIECE = 2**26
 """Bytes of a broadcast: as torch's own pieces, a fraction of what a model holds."""
 
+_BITS = 32
+"""Of a digest of the parameters' values."""
+
 _VERSION = attrgetter("_version")
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
