@@ -5,7 +5,8 @@ It is registered by the tests, not installed. The wrong backends next door deriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from drivetrain.api import (
 )
 from drivetrain.registry import get_registry
 
-CAPABILITIES = Capabilities(mesh_axes=frozenset({"dp_replicate"}))
+CAPABILITIES = Capabilities(mesh_axes=frozenset({"dp_replicate"}), join_uneven_inputs=True)
 
 
 class FlatParameters:
@@ -85,10 +86,7 @@ class ToyTrainable(Trainable):
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self.engine.backward(loss, scale * self.backend.topology.dp_size)
-        # One loss may reach several models: each of them is averaged. Averaging what is equal already changes nothing.
-        for trainable in self.backend.trainables:
-            if trainable.synchronising:
-                trainable.average()
+        self.backend.average()
 
     def average(self) -> None:
         """Give every rank the mean of the ranks' gradients."""
@@ -150,6 +148,7 @@ class ToyBackend(Backend):
         self.engine = TorchEngine(settings.precision, device)
         self.scaler = self.engine.scaler
         self.trainables: list[ToyTrainable] = []
+        self.joining, self.training, self.rounds = False, 0, 0
         return self.topology
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
@@ -163,6 +162,39 @@ class ToyBackend(Backend):
         """Start from rank 0's values."""
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.copy_(self.broadcast(tensor.data))
+
+    def average(self) -> None:
+        """Average the gradients of all models: one loss may reach several. What is equal already stays as it is."""
+        waiting = [trainable for trainable in self.trainables if trainable.synchronising]
+        if self.joining and waiting:
+            self.announce(1)
+        for trainable in waiting:
+            trainable.average()
+
+    def announce(self, trains: int) -> int:
+        """How many ranks still train; said before each round of averages inside of ``join``."""
+        self.training = int(self.reduce(torch.tensor(trains)))
+        self.rounds += trains
+        return self.training
+
+    @contextmanager
+    def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
+        """Ranks that have run out of batches take part in the others' means with nothing, and end where they end."""
+        self.joining, self.rounds = True, 0
+        yield
+        while self.announce(0):
+            for trainable in self.trainables:
+                trainable.module.zero_grad()
+                trainable.average()
+        self.joining = False
+        rounds = self.gather(torch.tensor([self.rounds])).tolist()
+        self.share_all(rounds.index(max(rounds)))
+
+    def share_all(self, source: int) -> None:
+        """Go on with what this rank has."""
+        for trainable in self.trainables:
+            for tensor in (*trainable.module.parameters(), *trainable.module.buffers()):
+                tensor.data.copy_(self.broadcast(tensor.data, source))
 
     def stop(self) -> None:
         self.group.release()

@@ -56,6 +56,23 @@ class ForgetsBuffers(Mistake):
             super().load_portable_state(state)
 
 
+class KeepsItsBuffers(Mistake):
+    """Saves buffers, and goes on with those that it has when it loads."""
+
+    caught_by = ("state.load_undoes",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def load_portable_state(self, state: PortableState) -> None:
+            before = self.kept
+            super().load_portable_state(state)
+            for tensor, kept in zip(self.module.buffers(), before, strict=True):
+                tensor.copy_(kept)
+
+        def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+            self.kept = [tensor.clone() for tensor in self.module.buffers()]
+            return super().portable_template(saved)
+
+
 class SavesPart(Mistake):
     """Leaves the last parameter out of what it saves."""
 

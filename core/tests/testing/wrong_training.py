@@ -124,6 +124,64 @@ class IgnoresCorrection(Mistake):
             pass
 
 
+class BakesInTheScale(Mistake):
+    """Reads a scale that is a number once and takes it for all later losses, as a compiled graph takes a constant."""
+
+    caught_by = ("uneven.last_batch", "uneven.fewer_samples_than_ranks", "uneven.three_ranks")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        first: float | Tensor | None = None
+
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            self.first = scale if self.first is None else self.first
+            super().backward(loss, scale if isinstance(scale, Tensor) else self.first)
+
+
+class NeverWeighsNothing(Mistake):
+    """Takes a scale of 0 for none at all, and uses the one before."""
+
+    caught_by = ("uneven.fewer_samples_than_ranks", "uneven.three_ranks")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        before: float | Tensor = 1.0
+
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            self.before = scale or self.before
+            super().backward(loss, self.before)
+
+
+class TakesOneScaleForAll(Mistake):
+    """Gives all ranks the mean of their scales, where these are on the device."""
+
+    caught_by = ("gradients.counted_labels",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            super().backward(loss, self.backend.reduce(scale, "mean") if isinstance(scale, Tensor) else scale)
+
+
+class DividesByThePresent(Mistake):
+    """Where ranks have run out of batches, averages over those that have not."""
+
+    caught_by = ("uneven.ranks_that_end_early", "uneven.three_ranks")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            super().average()
+            if self.backend.joining:
+                factor = self.backend.topology.dp_size / self.backend.training
+                clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+
+
+class LeavesThoseThatEndBehind(Mistake):
+    """Ranks that have run out of batches keep the parameters that they had then."""
+
+    caught_by = ("honesty.joins_uneven_inputs",)
+
+    def share_all(self, source: int) -> None:
+        pass
+
+
 class DropsMicroBatches(Mistake):
     """Gradients of micro-batches before the last one are lost (seen with ZeRO-2)."""
 

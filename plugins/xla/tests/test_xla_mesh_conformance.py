@@ -16,7 +16,7 @@ def _four_devices(monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
 
 
-ONE_PROCESS = "one process drives all devices of a mesh, and these cases start two"
+ONE_PROCESS = "one process drives all devices of a mesh, and these cases start several"
 
 
 class Requirements(BaseRequirements):  # noqa: F405
@@ -26,4 +26,9 @@ class Requirements(BaseRequirements):  # noqa: F405
     mesh: ClassVar = {1: {"dp_shard": 2, "tp": 2}}
     # The kit's parameters are small; all of them are cut that can be.
     section: ClassVar = {"min_shard_elements": 1}
-    gaps: ClassVar = {"mesh.dp_replicate": ONE_PROCESS, "mesh.dp_shard": ONE_PROCESS, "mesh.tp": ONE_PROCESS}
+    gaps: ClassVar = {
+        "mesh.dp_replicate": ONE_PROCESS,
+        "mesh.dp_shard": ONE_PROCESS,
+        "mesh.tp": ONE_PROCESS,
+        "uneven.three_ranks": ONE_PROCESS,
+    }

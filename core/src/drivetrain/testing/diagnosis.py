@@ -9,6 +9,7 @@ the gradient, and each step is compared with plain torch from the very parameter
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,6 +90,13 @@ def explain(scenario: Scenario, accelerator: Accelerator) -> str:
     dp_size = accelerator.backend.topology.dp_size
     plain = replace(scenario, optimizer=sgd, scheduler=None, epochs=1)
     steps = trained(plain, accelerator, dp_size)
+    said = _first_wrong(plain, steps, dp_size)
+    if plain.joined:  # Only ranks that had a sample to the end saw every step; rank 0 is one of them.
+        said = accelerator.backend.broadcast_object(said)
+    return said
+
+
+def _first_wrong(plain: Scenario, steps: list[Step], dp_size: int) -> str:
     expected_steps = -(-plain.micro_steps // plain.window)
     for number in range(len(steps)):
         said = judge(plain, steps, number, dp_size)
@@ -105,7 +113,7 @@ def explain(scenario: Scenario, accelerator: Accelerator) -> str:
 
 def trained(scenario: Scenario, accelerator: Accelerator, dp_size: int) -> list[Step]:
     """One epoch through ``Accelerator``; every step with what it began with and its gradients. Collective."""
-    from drivetrain.testing.scenario import full_state
+    from drivetrain.testing.scenario import backward_of, full_state, joined
 
     model: Any = models.build(scenario.model)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -115,22 +123,19 @@ def trained(scenario: Scenario, accelerator: Accelerator, dp_size: int) -> list[
     model.train()
     found: list[Step] = []
     before = full_state(accelerator, model)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            total, items = models.loss_sum(model(x), y), models.num_items(y)
-            if scenario.by_items:
-                accelerator.backward(total, num_items=items)
-            else:
-                accelerator.backward(total / items)
-            if accelerator.sync_gradients and scenario.max_norm is not None:
-                accelerator.clip_grad_norm_(model.parameters(), scenario.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            after = full_state(accelerator, model)
-            gradients = {name: (before[name] - after[name]).float() / rate for name in after if name in trainable}
-            found.append(Step(before, gradients))
-            before = after
+    with joined(scenario, accelerator, model):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                backward_of(scenario, accelerator, model, x, y)
+                if accelerator.sync_gradients and scenario.max_norm is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), scenario.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                after = full_state(accelerator, model)
+                gradients = {name: (before[name] - after[name]).float() / rate for name in after if name in trainable}
+                found.append(Step(before, gradients))
+                before = after
     return found
 
 
@@ -152,23 +157,28 @@ def judge(scenario: Scenario, steps: list[Step], number: int, dp_size: int) -> s
             f"clip_grad_norm_ had no effect: they are those without clipping, {1 / coefficient:.3g} times as large "
             f"as max_norm = {scenario.max_norm} allows"
         )
-    if number and (said := _kept(step, steps[number - 1], expected)):
-        return said
+    if number and _differ_by(step, expected, steps[number - 1].gradients) == 1.0:
+        return "they are the reference plus those of the step before: zero_grad left them in place"
+    repeated = parts.repeated()
+    if repeated is not None and _differ_by(step, expected, repeated):
+        return (
+            "they are the reference plus those of repeated samples, which ranks without one of their own are given to "
+            "take part in the step: a `scale` of 0 means that this loss weighs nothing"
+        )
     for words, guess in parts.guesses(coefficient):
         if (ratio := ratio_of(step.gradients, guess)) is not None and not close(guess, expected):
             return f"they are those of {words}{_times(ratio, parts)}; {CONTRACT}"
     if (ratio := ratio_of(step.gradients, expected)) is not None:
-        return f"all gradients are {ratio:.4g} of the reference{_named(ratio, parts)}; {CONTRACT}"
+        said = f"{_named(ratio, parts)}{parts.forgotten(ratio)}"
+        return f"all gradients are {ratio:.4g} of the reference{said}; {CONTRACT}"
     return _by_parameter(step.gradients, expected, parts)
 
 
-def _kept(step: Step, last: Step, expected: Gradients) -> str:
-    """Whether what the step before applied is still in there."""
+def _differ_by(step: Step, expected: Gradients, added: Gradients) -> float:
+    """The number of times that ``added`` is in a step's gradients beside what is expected; 0.0 for something else."""
     rest = {name: step.gradients[name] - expected[name] for name in expected}
-    ratio = ratio_of(rest, last.gradients)
-    if ratio is None or abs(ratio - 1.0) > 0.01:
-        return ""
-    return "they are the reference plus those of the step before: zero_grad left them in place"
+    ratio = ratio_of(rest, added)
+    return 0.0 if ratio is None else 1.0 if abs(ratio - 1.0) <= 0.01 else ratio
 
 
 @dataclass(frozen=True)
@@ -176,47 +186,64 @@ class Parts:
     """The gradient of one step in its summands, before they are divided.
 
     Args:
-        rows: by micro-batch and data-parallel rank, what its loss gives; a sum with ``num_items``, else a mean.
-        denominator: what their sum is to be divided by.
+        rows: by micro-batch and data-parallel rank, what its loss adds: a sum over items, or a mean times its number of
+            samples relative to a full batch.
+        means: the same, of means that nothing is multiplied with; those of repeated samples are among them.
+        weights: items or samples of each micro-batch, over all ranks.
+        denominator: what the sum of ``rows`` is to be divided by.
         dp_size: number of data-parallel ranks.
         num_micro: micro-batches of this step.
         window: of a full window.
-        by_items: losses are sums over items.
+        items: what the mean is over: ``"items"``, ``"labels"`` or ``"samples"``.
         max_norm: to which the step is clipped.
+        scale: with ``num_items``, 1 / what each loss is multiplied with until the denominator is known.
     """
 
     rows: Mapping[tuple[int, int], Gradients]
+    means: Mapping[tuple[int, int], Gradients]
+    weights: Sequence[float]
     denominator: float
     dp_size: int
     num_micro: int
     window: int
-    by_items: bool
+    items: str
     max_norm: float | None
+    scale: float
 
     def of(self, chosen: Callable[[tuple[int, int]], bool]) -> Gradients:
         """The sum of the chosen summands, divided as all of them are to be."""
-        picked = [gradients for where, gradients in self.rows.items() if chosen(where)]
-        return {name: torch.stack([each[name] for each in picked]).sum(0) / self.denominator for name in picked[0]}
+        return mean_of([gradients for where, gradients in self.rows.items() if chosen(where)], self.denominator)
 
     def guesses(self, coefficient: float) -> Iterator[tuple[str, Gradients]]:
         """What a backend may have taken for the whole."""
+        alike = f"means that weigh the same {{}}, however many {self.items} each of them is over"
+        by_micro = [[each for (at, _), each in self.means.items() if at == which] for which in range(self.num_micro)]
+        shared = [scaled(mean_of(each), weight) for each, weight in zip(by_micro, self.weights, strict=True)]
+        yield alike.format("on every rank"), mean_of(shared, sum(self.weights))
+        yield alike.format("in every micro-batch"), mean_of(list(self.means.values()))
         if self.num_micro > 1:
             last = self.num_micro - 1
             yield "the last micro-batch of the window alone", self.of(lambda at: at[0] == last)
             yield "the first micro-batch of the window alone", self.of(lambda at: at[0] == 0)
         if self.dp_size > 1:
-            for rank in range(self.dp_size):
+            for rank in sorted({rank for _, rank in self.rows}):
                 one = self.of(lambda at, rank=rank: at[1] == rank)  # type: ignore[misc]
                 yield f"data-parallel rank {rank}'s samples alone, not reduced over the ranks", one
         if coefficient < 1.0 and self.dp_size > 1:
             yield "ranks that clipped their own gradients each, before they were reduced", self.clipped_by_rank()
 
+    def repeated(self) -> Gradients | None:
+        """The sum of what repeated samples would give, where ranks have nothing else."""
+        found = [each for where, each in self.means.items() if where not in self.rows]
+        return mean_of(found, 1.0) if found else None
+
     def clipped_by_rank(self) -> Gradients:
         """The mean of what each rank has after it clipped its own mean."""
         assert self.max_norm is not None
-        own = [scaled(self.of(lambda at, rank=rank: at[1] == rank), self.dp_size) for rank in range(self.dp_size)]  # type: ignore[misc]
+        ranks = sorted({rank for _, rank in self.rows})
+        own = [scaled(self.of(lambda at, rank=rank: at[1] == rank), self.dp_size) for rank in ranks]  # type: ignore[misc]
         clipped = [scaled(each, min(1.0, self.max_norm / (norm_of(each) + 1e-6))) for each in own]
-        return {name: torch.stack([each[name] for each in clipped]).mean(0) for name in clipped[0]}
+        return mean_of(clipped, self.dp_size)
 
     def numbers(self) -> dict[str, float]:
         """What a gradient is most often multiplied or divided by in error."""
@@ -227,9 +254,22 @@ class Parts:
             found["micro-batches of the window"] = self.num_micro
         if self.window not in (1, self.num_micro):
             found["gradient_accumulation_steps"] = self.window
-        if self.by_items and self.denominator > 1:
+        if self.scale and self.denominator > 1:
             found["items of the step"] = self.denominator
+        if 1 < len(here := {rank for _, rank in self.rows}) < self.dp_size:
+            found["ranks that have a sample"] = len(here)
         return found
+
+    def forgotten(self, ratio: float) -> str:
+        """Which part of the contract gives gradients that are this multiple of the reference when it does nothing."""
+        # By an engine that adds the ranks' gradients, or by one that averages them.
+        unscaled = (self.scale, self.scale / self.dp_size)
+        if not _named(ratio, self) and any(abs(each / ratio - 1.0) < 0.01 for each in unscaled):
+            return ", as they are when backward() does not multiply the loss by `scale`"
+        guessed = self.scale or self.dp_size * self.window
+        if abs(self.denominator / guessed / ratio - 1.0) < 0.01:
+            return ", as they are when scale_gradients() does nothing"
+        return ""
 
 
 def parts_of(scenario: Scenario, step: Step, number: int, dp_size: int) -> Parts:
@@ -237,25 +277,59 @@ def parts_of(scenario: Scenario, step: Step, number: int, dp_size: int) -> Parts
     features, labels = scenario.tensors()
     first = number * scenario.window
     micro = range(first, min(first + scenario.window, scenario.micro_steps))
-    share = scenario.global_batch // dp_size
+    by_items = scenario.by_items or scenario.counted
     rows: dict[tuple[int, int], Gradients] = {}
-    items = 0.0
-    for at, rank in itertools.product(range(len(micro)), range(dp_size)):
-        begin = micro[at] * scenario.global_batch + rank * share
-        y = labels[begin : begin + share]
-        count = float(models.num_items(y))
-        model = models.build(scenario.model)
-        model.load_state_dict(dict(step.before))
-        loss = models.loss_sum(model(features[begin : begin + share]), y)
-        (loss if scenario.by_items else loss / count).backward()  # type: ignore[no-untyped-call]
-        items += count
-        rows[at, rank] = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-    denominator = max(items, 1.0) if scenario.by_items else float(len(rows))
-    return Parts(rows, denominator, dp_size, len(micro), scenario.window, scenario.by_items, scenario.max_norm)
+    means: dict[tuple[int, int], Gradients] = {}
+    weights: list[float] = []
+    for at, which in enumerate(micro):
+        begin, weight, repeated = which * scenario.global_batch, 0.0, 0
+        for rank, samples in enumerate(scenario.samples(which, dp_size)):
+            if not samples and scenario.joined:
+                continue
+            # A rank without a sample is given one from the head of the epoch, which weighs nothing.
+            chosen = slice(begin, begin + samples) if samples else slice(repeated, repeated + 1)
+            gradients, items = _gradients(scenario, step, features[chosen], labels[chosen])
+            means[at, rank] = scaled(gradients, 1 / max(items, 1.0))
+            if samples:
+                summand = samples * dp_size / sum(scenario.samples(first, dp_size))
+                rows[at, rank] = gradients if by_items else scaled(means[at, rank], summand)
+                weight += items if by_items else summand
+            begin, repeated = begin + samples, repeated + (not samples)
+        weights.append(weight)
+    denominator = max(sum(weights), 1.0) if by_items else sum(weights)
+    return Parts(
+        rows,
+        means,
+        weights,
+        denominator,
+        dp_size,
+        len(micro),
+        scenario.window,
+        "items" if scenario.by_items else "labels" if scenario.counted else "samples",
+        scenario.max_norm,
+        2.0 ** round(math.log2(max(_items_known(scenario, first), 1.0))) if scenario.by_items else 0.0,
+    )
+
+
+def _gradients(scenario: Scenario, step: Step, x: Tensor, y: Tensor) -> tuple[Gradients, float]:
+    """Of the sum of a batch's losses, at the parameters that a step began with; and the number of its items."""
+    model = models.build(scenario.model)
+    model.load_state_dict(dict(step.before))
+    total, items = scenario.loss(model, x, y)
+    total.backward()  # type: ignore[no-untyped-call]
+    found = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return found, float(items)
+
+
+def _items_known(scenario: Scenario, first: int) -> float:
+    """The items that a window's scale is made from: of the window before, in a run's first one of its first batch."""
+    rows = scenario.global_batch
+    labels = scenario.tensors()[1][max(first - scenario.window, 0) * rows : max(first, 1) * rows]
+    return float(models.num_items(labels))
 
 
 def norms(actual: Sequence[float], expected: Sequence[float], max_norm: float | None, dp_size: int) -> str:
@@ -281,6 +355,12 @@ def order_of(actual: Sequence[Any], parts: Sequence[Any]) -> str:
     if sorted(order) != list(range(len(parts))):
         return ""
     return f"the ranks' parts are all there, in the order {order} instead of by rank"
+
+
+def mean_of(each: Sequence[Gradients], denominator: float | None = None) -> Gradients:
+    """The sum of these divided by their number, or by another one."""
+    by = len(each) if denominator is None else denominator
+    return {name: torch.stack([one[name] for one in each]).sum(0) / by for name in each[0]}
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:

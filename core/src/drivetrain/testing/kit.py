@@ -51,6 +51,7 @@ _CASES: dict[str, Case] = {}
 ROOMS = (
     "gradients",
     "windows",
+    "uneven",
     "clipping",
     "precision",
     "scheduling",
@@ -167,6 +168,14 @@ class Kit:
     def replaced(self, config: Mapping[str, Any]) -> Kit:
         """A kit with another configuration file; its accelerators are ended with this kit's."""
         return replace(self, config=config)
+
+    def along(self, axis: str, size: int) -> Kit:
+        """A kit of so many processes along one mesh axis, under the section that the requirements name for it."""
+        config = {key: value for key, value in self.config.items() if key != self.backend}
+        section = self.axis_sections.get(axis)
+        if section:
+            config[self.backend] = dict(section)
+        return self.replaced({**config, "mesh": {axis: size}})
 
     def accelerator(self, **kwargs: Any) -> Accelerator:
         """An ``Accelerator`` of the backend under test, configured by a file as a user's script is."""

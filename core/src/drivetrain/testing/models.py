@@ -57,6 +57,21 @@ class Words(nn.Module):
         return output
 
 
+class Speaking(Words):
+    """Computes its own loss from labels: the mean over those of the next positions, as in Transformers.
+
+    ``(B, T), (B, T) -> {"loss": (), "logits": (B, T, V)}``.
+    """
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        if labels is None:
+            return {"logits": logits}
+        each, following = shifted(logits, labels)
+        loss = F.cross_entropy(each.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+        return {"loss": loss, "logits": logits}
+
+
 class Frozen(Dense):
     """:class:`Dense` whose first layer is not trained."""
 
@@ -112,6 +127,20 @@ class Normed(nn.Module):
         return output
 
 
+class BatchNormed(nn.Module):
+    """Normalises by statistics of the batch, and keeps running ones in buffers; ``(B, F) -> (B, C)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return output
+
+
 class Labelled(nn.Module):
     """Computes its own loss where it is given labels; ``(B, F), (B,) -> {"loss": (), "logits": (B, C)}``."""
 
@@ -143,10 +172,12 @@ class Indexed(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {
     "dense": Dense,
     "words": Words,
+    "speaking": Speaking,
     "frozen": Frozen,
     "counting": Counting,
     "branching": Branching,
     "normed": Normed,
+    "batch_normed": BatchNormed,
     "labelled": Labelled,
     "indexed": Indexed,
 }
@@ -178,6 +209,11 @@ def loss_sum(output: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy summed over the labels that count; 0-d, reaches every parameter even when none counts."""
     logits = output.flatten(0, -2).float()
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """``(B, T - 1, V)`` and ``(B, T - 1)``: what each position says of the next one, and that one's label."""
+    return logits[:, :-1], labels[:, 1:]
 
 
 def num_items(labels: Tensor) -> Tensor:

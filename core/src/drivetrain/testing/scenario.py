@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,13 @@ class Scenario:
         model: name in :data:`models.MODELS`.
         ragged: words with ragged labels instead of dense features.
         by_items: the loss is a sum and its items are counted (``num_items``); else each loss is a mean.
+        counted: the loss is the mean that the model computes from labels, as a language model of Transformers does, and
+            ``count_items`` reads from it how many labels that is.
         global_batch: samples in one micro-step over all ranks; divisible by every world size.
         micro_steps: micro-steps in an epoch.
+        last_batch: samples in the last of them, over all ranks, where the epoch does not divide; 0: a full one.
+        joined: train inside of ``join_uneven_inputs`` with ``even_batches=False``: ranks without a sample of the last
+            micro-step do not take part in it.
         epochs: passes over the data.
         window: micro-steps between two optimizer steps; the last window of an epoch may be shorter.
         max_norm: clip gradients to this norm.
@@ -55,8 +61,11 @@ class Scenario:
     model: str = "dense"
     ragged: bool = False
     by_items: bool = False
+    counted: bool = False
     global_batch: int = 12
     micro_steps: int = 4
+    last_batch: int = 0
+    joined: bool = False
     epochs: int = 1
     window: int = 1
     max_norm: float | None = None
@@ -71,12 +80,25 @@ class Scenario:
         if self.data is not None:
             return self.data
         make = models.ragged_data if self.ragged else models.dense_data
-        return make(self.global_batch * self.micro_steps)
+        return make(self.global_batch * self.micro_steps - (self.global_batch - self.last_batch) % self.global_batch)
 
     def loader(self, dp_size: int) -> DataLoader[Any]:
         """What a script gives to ``prepare``: batches of one rank's size."""
         assert self.global_batch % dp_size == 0, f"{self.global_batch} samples over {dp_size} ranks"
         return DataLoader(TensorDataset(*self.tensors()), batch_size=self.global_batch // dp_size)
+
+    def samples(self, micro_step: int, dp_size: int) -> list[int]:
+        """How many samples of a micro-step each data-parallel rank has: none has two more than another."""
+        rest = self.last_batch if micro_step == self.micro_steps - 1 and self.last_batch else self.global_batch
+        return [rest // dp_size + (rank < rest % dp_size) for rank in range(dp_size)]
+
+    def loss(self, model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of a batch's losses and number of its items, both 0-d, by an ordinary module."""
+        if self.counted:
+            logits, y = models.shifted(model(x)["logits"], y)
+        else:
+            logits = model(x)
+        return models.loss_sum(logits, y), models.num_items(y)
 
 
 @dataclass
@@ -109,7 +131,8 @@ def reference(scenario: Scenario) -> Outcome:
             stop = min(first + scenario.window, scenario.micro_steps)
             x, y = features[first * rows : stop * rows], labels[first * rows : stop * rows]
             optimizer.zero_grad()
-            loss = models.loss_sum(model(x), y) / models.num_items(y).clamp(min=1)
+            total, items = scenario.loss(model, x, y)
+            loss = total / items.clamp(min=1)
             backward(loss)
             _finish_reference_step(scenario, model, optimizer, scheduler, outcome, loss)
     outcome.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -152,7 +175,8 @@ def accelerated(scenario: Scenario, accelerator: Accelerator, dp_size: int) -> O
         if scenario.explicit:
             _explicit_epoch(scenario, accelerator, model, loader, scheduler, outcome)
         else:
-            _epoch(scenario, accelerator, model, optimizer, loader, scheduler, outcome)
+            with joined(scenario, accelerator, model):
+                _epoch(scenario, accelerator, model, optimizer, loader, scheduler, outcome)
     outcome.state = full_state(accelerator, model)
     return outcome
 
@@ -168,11 +192,7 @@ def _epoch(
 ) -> None:
     for x, y in loader:
         with accelerator.accumulate(model):
-            total, items = models.loss_sum(model(x), y), models.num_items(y)
-            if scenario.by_items:
-                accelerator.backward(total, num_items=items)
-            else:
-                accelerator.backward(total / items)
+            backward_of(scenario, accelerator, model, x, y)
             if accelerator.sync_gradients and scenario.max_norm is not None:
                 outcome.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), scenario.max_norm)))
             optimizer.step()
@@ -181,6 +201,23 @@ def _epoch(
                 if accelerator.sync_gradients:
                     outcome.rates.append(scheduler.get_last_lr()[0])
             optimizer.zero_grad()
+
+
+def joined(scenario: Scenario, accelerator: Accelerator, model: Any) -> AbstractContextManager[None]:
+    """What the scenario's epochs run in. Collective over all ranks at the end."""
+    return accelerator.join_uneven_inputs([model], even_batches=False) if scenario.joined else nullcontext()
+
+
+def backward_of(scenario: Scenario, accelerator: Accelerator, model: Any, x: Tensor, y: Tensor) -> None:
+    """Forward and ``accelerator.backward`` of one micro-batch, with the loss that the scenario names."""
+    if scenario.counted:
+        accelerator.backward(model(x, labels=y)["loss"])
+        return
+    total, items = models.loss_sum(model(x), y), models.num_items(y)
+    if scenario.by_items:
+        accelerator.backward(total, num_items=items)
+    else:
+        accelerator.backward(total / items)
 
 
 def _explicit_epoch(
@@ -230,7 +267,8 @@ def full_state(accelerator: Accelerator, model: Any) -> dict[str, Tensor]:
 
 def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
     """Same names, shapes and values."""
-    assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
+    missing, added = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+    assert not missing + added, f"names differ from the user's: {missing} are missing, {added} are not the user's"
     for name, tensor in expected.items():
         torch.testing.assert_close(
             actual[name].to(tensor.dtype), tensor, rtol=0, atol=atol, msg=functools.partial("{}: {}".format, name)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.testing import diagnosis, models
 from drivetrain.testing.hygiene import own_environment
 from drivetrain.testing.kit import Kit, case
@@ -57,6 +58,21 @@ def dense(kit: Kit) -> None:
 def ragged_labels(kit: Kit) -> None:
     """Losses summed over labels of which some do not count; one micro-batch of some rank has none that count."""
     compare(kit, Scenario("words", ragged=True, by_items=True, global_batch=4))
+
+
+@case(guards="accelerate#3193, transformers#34191")
+def counted_labels(kit: Kit) -> None:
+    """``count_items``: the loss that a model returns, a mean over ragged labels, is that of one big batch.
+
+    Where several ranks compute one loss together, along ``tp`` or ``pp``, it may be refused.
+    """
+    scenario = Scenario("speaking", ragged=True, counted=True, micro_steps=3, last_batch=7, window=2)
+    try:
+        compare(kit, scenario, count_items=True)
+    except (UnsupportedError, UsageError) as error:
+        mesh = kit.made[-1].backend.topology.mesh
+        if mesh.dp_size == mesh.world_size or "count_items" not in str(error):
+            raise
 
 
 @case(guards="transformers#35203")
@@ -130,7 +146,8 @@ def buffers_start_alike(kit: Kit) -> None:
     model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
     start = full_state(accelerator, model)
     everywhere = accelerator.gather(torch.stack([start["scale"].flatten()[0], start["calls"].float()]).unsqueeze(0))
-    assert everywhere.tolist() == [[0.25, 7.0]] * len(everywhere), f"scale and calls by rank: {everywhere.tolist()}"
+    said = f"after prepare the buffers are not those of rank 0: scale and calls by rank are {everywhere.tolist()}"
+    assert everywhere.tolist() == [[0.25, 7.0]] * len(everywhere), said
 
 
 @case(guards="pytorch#177844, pytorch#185239")
@@ -144,8 +161,9 @@ def parameters_that_are_no_floats(kit: Kit) -> None:
         state = full_state(accelerator, model)
         for key, expected in models.build("indexed").state_dict().items():
             if not expected.is_floating_point():
-                assert state[key].dtype == expected.dtype, f"{name}: {key} is {state[key].dtype}"
-                assert torch.equal(state[key], expected), f"{name}: {key} has changed"
+                dtype = f"mixed_precision {name}: prepare made the {expected.dtype} parameter {key} {state[key].dtype}"
+                assert state[key].dtype == expected.dtype, dtype
+                assert torch.equal(state[key], expected), f"mixed_precision {name}: prepare changed {key}"
 
 
 @case()

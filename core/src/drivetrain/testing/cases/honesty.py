@@ -121,7 +121,8 @@ def joins_uneven_inputs(kit: Kit) -> None:
     after = full_state(accelerator, model)
     assert any(not torch.equal(after[name], before[name]) for name in after), "nothing was trained"
     everywhere = accelerator.gather(torch.cat([tensor.flatten() for tensor in after.values()]).unsqueeze(0))
-    torch.testing.assert_close(everywhere, everywhere[:1].expand_as(everywhere), rtol=0, atol=kit.atol)
+    with diagnosis.meaning("after join_uneven_inputs ranks hold different parameters"):
+        torch.testing.assert_close(everywhere, everywhere[:1].expand_as(everywhere), rtol=0, atol=kit.atol)
 
 
 @case(applies=lambda capabilities: not capabilities.join_uneven_inputs)
@@ -150,7 +151,8 @@ def no_sync_keeps_gradients_local(kit: Kit) -> None:
     _backward(accelerator, model, seed=70 + rank)
     mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     everyones = accelerator.gather(mine.unsqueeze(0))
-    torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=kit.atol)
+    with diagnosis.meaning("after no_sync, the backward that reduces left ranks with different gradients"):
+        torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=kit.atol)
     optimizer.step()
 
 
@@ -172,7 +174,16 @@ def trains_alone_and_averages(kit: Kit) -> None:
 
     accelerator, model, optimizer = _ready(kit)
     ends = []
-    for rank in range(accelerator.backend.topology.dp_size):
+    size = accelerator.backend.topology.dp_size
+    together = models.build("dense")
+    all_steps = SGD(together.parameters(), lr=0.5)
+    for turn in range(2):
+        all_steps.zero_grad()
+        for rank in range(size):
+            x, y = models.dense_data(6, seed=10 * rank + turn)
+            backward(F.cross_entropy(together(x), y) / size)
+        all_steps.step()
+    for rank in range(size):
         plain = models.build("dense")
         step = SGD(plain.parameters(), lr=0.5)
         for turn in range(2):
@@ -188,7 +199,12 @@ def trains_alone_and_averages(kit: Kit) -> None:
             optimizer.zero_grad()
             local.step()
     expected = {name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]}
-    assert_same_state(full_state(accelerator, model), expected, kit.atol)
+    end = full_state(accelerator, model)
+    said = "after LocalSGD's ranks trained alone, parameters are not the mean of those that each rank would have alone"
+    if all(torch.allclose(end[name], tensor, atol=1e-5) for name, tensor in together.state_dict().items()):
+        said = "gradients were reduced in every step, although synchronise_gradients(False) asked to keep them local"
+    with diagnosis.meaning(said):
+        assert_same_state(end, expected, kit.atol)
 
 
 @case(applies=lambda capabilities: capabilities.replicated)
@@ -203,7 +219,8 @@ def replicas_are_whole_and_equal(kit: Kit) -> None:
     assert shapes == {name: tuple(parameter.shape) for name, parameter in models.build("dense").named_parameters()}
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     everyones = accelerator.gather(mine.unsqueeze(0))
-    torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=0)
+    with diagnosis.meaning("replicated, and after two steps ranks hold different parameters"):
+        torch.testing.assert_close(everyones, everyones[:1].expand_as(everyones), rtol=0, atol=0)
 
 
 @case()
@@ -213,7 +230,9 @@ def pipelined_means_deferred(kit: Kit) -> None:
     x, _ = models.dense_data(6)
     output = model(x.to(accelerator.device))
     deferred = type(output) is not torch.Tensor
-    assert deferred is accelerator.backend.capabilities.pipelined, f"the output is a {type(output).__name__}"
+    declared = accelerator.backend.capabilities.pipelined
+    said = f"pipelined is {declared}, and the output of a training forward is a {type(output).__name__}"
+    assert deferred is declared, said
 
 
 @case()
@@ -270,12 +289,15 @@ def every_rank_saves_its_part(kit: Kit) -> None:
     total = sum(parameter.numel() for parameter in models.build("dense").parameters())
     everyones = Ranks(accelerator.backend).gather(boxes)
     together = sum(math.prod(sizes) for _, _, sizes in set().union(*everyones))
-    assert together == total, f"ranks hold {together} different elements of {total}"
+    assert together == total, f"sharded_save: all ranks together hold {together} different elements of {total}"
     if mesh.dp_size == mesh.world_size:  # Along other axes some parameters are whole by design.
         every = sum(math.prod(sizes) for part in everyones for _, _, sizes in part)
-        assert every == total * copies, f"ranks hold {every} elements, {total} in each of {copies} replica(s) expected"
+        twice = (
+            f"sharded_save: ranks hold {every} elements of the {total * copies} that {copies} replica(s) have: some "
+        )
+        assert every == total * copies, f"{twice}parameters are held by several ranks, each of which would save them"
     if mesh.world_size > copies:
-        assert held < total, "one rank holds all parameters of its replica"
+        assert held < total, "sharded_save: one rank holds all parameters of its replica"
 
 
 @case(applies=lambda capabilities: not capabilities.sharded_save)
@@ -295,7 +317,8 @@ def _assert_held_by_all(accelerator: Any, model: Any) -> None:
         if name in shapes
     }
     for everyones in Ranks(accelerator.backend).gather(held):
-        assert everyones == {name: [shape] for name, shape in shapes.items()}, f"a rank holds {everyones}"
+        said = f"not sharded_save, and a rank holds {everyones}, not every tensor whole"
+        assert everyones == {name: [shape] for name, shape in shapes.items()}, said
 
 
 def _boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -8,13 +8,7 @@ from drivetrain.testing.scenario import Scenario
 
 
 def _axis(kit: Kit, axis: str) -> None:
-    """Two processes along one axis, under the section that the requirements name for it."""
-    section = kit.axis_sections.get(axis)
-    config = {key: value for key, value in kit.config.items() if key != kit.backend}
-    if section:
-        config[kit.backend] = dict(section)
-    config["mesh"] = {axis: 2}
-    along = kit.replaced(config)
+    along = kit.along(axis, 2)
     compare(along, Scenario(window=2, max_norm=0.1))
     sizes = along.made[-1].backend.topology.mesh.sizes
     assert sizes[axis] == 2, f"the mesh is {sizes}, although mesh.{axis} is 2"

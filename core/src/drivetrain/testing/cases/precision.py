@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from drivetrain.testing import models
+from drivetrain.testing import diagnosis, models
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import Scenario, accelerated, adamw, assert_same_state, full_state, reference
 
@@ -17,28 +17,39 @@ TOLERANCE = {"bf16": 3e-2, "fp16": 5e-3}
 """Three digits of bfloat16's 8-bit mantissa, and of float16's 11, after four small AdamW-free steps."""
 
 
+def _list(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
+
+
+def _in_float32(name: str, model: Any, when: str) -> None:
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    said = f"mixed_precision {name}: {when} parameters are {_list(dtypes)}; the optimizer steps float32 ones"
+    assert dtypes == {torch.float32}, said
+
+
 def _policy(kit: Kit, name: str) -> None:
     accelerator = kit.accelerator(mixed_precision=name)
     model: Any = models.build("dense")
     module = model
     optimizer: Any = adamw(model)
     model, optimizer = accelerator.prepare(model, optimizer)
+    _in_float32(name, model, "after prepare")
     x, y = models.dense_data(6)
     output = model(x.to(accelerator.device))
     assert accelerator.mixed_precision == name
-    assert output.dtype == torch.float32, f"output is {output.dtype}"
+    assert output.dtype == torch.float32, f"mixed_precision {name}: the model's output is {output.dtype}, not float32"
     accelerator.backward(F.cross_entropy(output, y.to(accelerator.device)))
     optimizer.step()
-    assert module.seen[-1] == COMPUTE[name], f"computed in {module.seen[-1]}, not in {COMPUTE[name]}"
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    assert dtypes == {torch.float32}, f"parameters are {dtypes}"
+    computed = f"mixed_precision {name}: forward computed in {module.seen[-1]}, not in {COMPUTE[name]}"
+    assert module.seen[-1] == COMPUTE[name], computed
+    _in_float32(name, model, "after a step")
     moments = {
         tensor.dtype
         for state in optimizer.state.values()
         for slot, tensor in state.items()
         if isinstance(tensor, torch.Tensor) and slot != "step"
     }
-    assert moments <= {torch.float32}, f"optimizer state is {moments}"
+    assert moments <= {torch.float32}, f"mixed_precision {name}: the optimizer's state is in {_list(moments)}"
     if kit.capabilities.replicated:
         assert moments, "the optimizer has no state after a step"
     with accelerator.autocast():
@@ -74,13 +85,15 @@ def bf16_model_gets_float32_masters(kit: Kit) -> None:
         model: Any = models.build("dense").to(torch.bfloat16)
         model, _ = accelerator.prepare(model, adamw(model))
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        assert dtypes == {expected}, f"{name}: parameters are {dtypes}"
+        said = f"mixed_precision {name}: a model in bfloat16 has parameters in {_list(dtypes)}, not in {expected}"
+        assert dtypes == {expected}, said
 
 
 def _close(kit: Kit, name: str, scenario: Scenario) -> None:
     accelerator = kit.accelerator(mixed_precision=name, gradient_accumulation_steps=scenario.window)
     actual = accelerated(scenario, accelerator, accelerator.backend.topology.dp_size)
-    assert_same_state(actual.state, reference(scenario).state, TOLERANCE[name])
+    with diagnosis.meaning(f"mixed_precision {name} leaves the float32 run by more than its rounding"):
+        assert_same_state(actual.state, reference(scenario).state, TOLERANCE[name])
 
 
 @case(applies=lambda capabilities: "bf16" in capabilities.precisions)
@@ -117,7 +130,9 @@ def overflow_is_skipped(kit: Kit) -> None:
         scheduler.step()
         optimizer.zero_grad()
         rates.append(scheduler.get_last_lr()[0])
-        assert accelerator.optimizer_step_was_skipped is poison, f"skipped is not {poison} on rank {topology.rank}"
+        said = f"an overflow on the last rank: optimizer_step_was_skipped is not {poison} on rank {topology.rank}"
+        assert accelerator.optimizer_step_was_skipped is poison, said
         if poison:
-            assert_same_state(full_state(accelerator, model), before, 0.0)
+            with diagnosis.meaning("a step that is not finite was applied"):
+                assert_same_state(full_state(accelerator, model), before, 0.0)
     assert [round(rate, 9) for rate in rates] == [0.025, 0.025, round(0.05 / 3, 9)], f"learning rates {rates}"

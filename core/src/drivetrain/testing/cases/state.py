@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.checkpoint.saving import SaveWork
-from drivetrain.errors import CheckpointMismatchError
+from drivetrain.errors import CheckpointMismatchError, UnsupportedError
 from drivetrain.testing import diagnosis, models
 from drivetrain.testing.kit import Kit, case
 from drivetrain.testing.scenario import Scenario, adamw, assert_same_state, full_state, reference
@@ -74,31 +74,110 @@ class Run:
 
 def first_part(kit: Kit) -> dict[str, Tensor]:
     """Train, save in the middle of the first epoch, and go on to the end: what an uninterrupted run gives."""
+    return _first_part(kit)[1]
+
+
+def _first_part(kit: Kit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters where it was cut, and at the end."""
     run = Run(kit)
+    cut: dict[str, Tensor] = {}
     for number, (x, y) in enumerate(run.loader, start=1):
         run.micro_step(x, y)
         if number == CUT:
             run.accelerator.save_state(str(kit.shared / "cut"))
+            cut = run.state()
     run.epoch()
-    return run.state()
+    return cut, run.state()
 
 
-def _load(accelerator: Any, kit: Kit) -> None:
+def _load(accelerator: Any, kit: Kit, name: str = "cut") -> None:
     """Load what was cut; that a larger world has random states of its own making is told, and not of interest here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*random state.*")
-        accelerator.load_state(str(kit.shared / "cut"))
+        accelerator.load_state(str(kit.shared / name))
 
 
 def second_part(kit: Kit) -> dict[str, Tensor]:
     """Build everything anew from other parameters, load, and train to the end."""
+    return _second_part(kit)[1]
+
+
+def _second_part(kit: Kit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters after the load, and at the end."""
     run = Run(kit, seed=77)
     _load(run.accelerator, kit)
+    cut = run.state()
     rest = run.epoch()
     assert rest == MICRO_STEPS - CUT, f"{rest} micro-steps left of the epoch, not {MICRO_STEPS - CUT}"
     whole = run.epoch()
     assert whole == MICRO_STEPS, f"{whole} micro-steps in the next epoch, not {MICRO_STEPS}"
-    return run.state()
+    return cut, run.state()
+
+
+# ---- buffers, over two jobs; see ``suite.test_state_travels`` -------------------------------------------------------
+
+
+def _batch_normed(kit: Kit, seed: int) -> tuple[Any, Any, Any] | None:
+    """A model whose buffers are a function of the seed, prepared; ``None`` where the backend takes no batch norms."""
+    accelerator = kit.accelerator()
+    model: Any = models.build("batch_normed", seed)
+    with models.seeded(seed):
+        model.norm.running_mean.uniform_(-1, 1)
+        model.norm.running_var.uniform_(0.5, 2)
+    model.norm.num_batches_tracked.fill_(seed)
+    try:
+        return accelerator, *accelerator.prepare(model, adamw(model))
+    except UnsupportedError:
+        return None
+
+
+def departure(kit: Kit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """:func:`first_part`, then a run with batch norms that is saved: the end of the one, what the other saved."""
+    end = first_part(kit)
+    kit.made.pop().end_training()
+    made = _batch_normed(kit, seed=5)
+    if made is None:
+        return end, {}
+    accelerator, model, optimizer = made
+    x, y = models.dense_data(12)
+    x, y = x.to(accelerator.device), y.to(accelerator.device)
+    try:
+        for _ in range(2):
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError:
+        pass  # Statistics that mix what an engine takes apart: they travel as they were made.
+    accelerator.save_state(str(kit.shared / "buffers"))
+    return end, full_state(accelerator, model)
+
+
+def arrival(kit: Kit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """:func:`second_part`, then what a load brings of the run with batch norms, which evaluation must use."""
+    end = second_part(kit)
+    made = _batch_normed(kit, seed=6) if (kit.shared / "buffers").exists() else None
+    if made is None:
+        return end, {}
+    accelerator, model, _ = made
+    _load(accelerator, kit, "buffers")
+    state = full_state(accelerator, model)
+    x, _ = models.dense_data(6)
+    plain = models.build("batch_normed").eval()
+    plain.load_state_dict(state)
+    with torch.no_grad(), diagnosis.meaning("evaluation after the load does not use the statistics that were loaded"):
+        output = model.eval()(x.to(accelerator.device)).cpu()
+        torch.testing.assert_close(output, plain(x), rtol=0, atol=max(kit.atol, 1e-5))
+    return end, state
+
+
+def assert_arrived(saved: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    """The state of the run with batch norms, to the last bit; nothing where one of the two backends takes none."""
+    if saved and loaded:
+        buffers = {name for name, _ in models.build("batch_normed").named_buffers()}
+        for what, chosen in (("buffers", buffers), ("parameters", set(saved) - buffers)):
+            with diagnosis.meaning(f"load_state did not bring back the {what} that another job saved"):
+                here, there = ({name: state[name] for name in state if name in chosen} for state in (loaded, saved))
+                assert_same_state(here, there, 0.0)
 
 
 def _killed(kit: Kit, method: str, victim: str) -> None:
@@ -135,9 +214,16 @@ killed_parts = {"writing": killed_while_writing, "completing": killed_while_comp
 @case(guards="accelerate#3306, TensorAuto/OpenTau#180")
 def resumed_equals_uninterrupted(kit: Kit) -> None:
     """Cut in the middle of an epoch and resumed in the same process: parameters, moments, scheduler, position."""
-    expected = first_part(kit)
+    saved, expected = _first_part(kit)
     kit.made.pop().end_training()
-    assert_same_state(second_part(kit), expected, kit.atol)
+    loaded, end = _second_part(kit)
+    with diagnosis.meaning("load_state did not bring back the parameters that were saved"):
+        assert_same_state(loaded, saved, 0.0)
+    with diagnosis.meaning(
+        "load_state brought back the parameters, and the run then goes another way: the optimizer's state, its rates, "
+        "the scheduler or the accumulation window did not come back"
+    ):
+        assert_same_state(end, expected, kit.atol)
     assert_same_state(expected, reference(RUN).state, max(kit.atol, 1e-5))
 
 
@@ -191,8 +277,10 @@ def parameter_groups_come_back(kit: Kit) -> None:
     optimizer.param_groups[0]["momentum"] = 0.0
     accelerator.load_state(str(kit.shared / "rates"))
     rates = {name: optimizer.param_groups[0][name] for name in ("lr", "momentum")}
-    assert rates == {"lr": 0.5, "momentum": 0.9}, f"after the load: {rates}"
-    assert_same_state(step(), expected, kit.atol)
+    said = f"load_state did not bring back the parameter groups that were saved: lr 0.5 and momentum 0.9 are {rates}"
+    assert rates == {"lr": 0.5, "momentum": 0.9}, said
+    with diagnosis.meaning("load_state brought back the parameter groups, and the next step does not use them"):
+        assert_same_state(step(), expected, kit.atol)
 
 
 @case()
@@ -319,7 +407,8 @@ def loss_scale_travels(kit: Kit) -> None:
             accelerator.load_state(str(kit.shared / "scale"))
         scales.append(accelerator.scaler.get_scale())
         kit.made.pop().end_training()
-    assert scales[0] == scales[1] == 32768.0, scales
+    assert scales[0] == 32768.0, f"an overflow lowered the loss scale to {scales[0]}, not from 65536 to 32768"
+    assert scales[1] == scales[0], f"load_state did not bring back the loss scale: {scales[0]} is {scales[1]}"
 
 
 # ---- the order of samples, over two jobs; see ``suite.test_samples_after_resume`` -----------------------------------
