@@ -24,6 +24,7 @@ class BatchInfo:
         is_last: no batch follows for this rank.
         serial: changes with every batch that any loader yields.
         nominal_rows: the batch size of one rank, 0 where there is none.
+        beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
     """
 
     loader: Any
@@ -33,6 +34,7 @@ class BatchInfo:
     is_last: bool
     serial: int
     nominal_rows: int = 0
+    beyond: Rows | None = None
 
     @property
     def local_rows(self) -> int | None:
@@ -87,6 +89,7 @@ class LoopState(NamedTuple):
         rows: what the batch holds, where its rows are what a loss is a mean over; else ``None``.
         unknown: why :attr:`is_last` cannot be known; empty otherwise.
         conflict: why one loss of this batch has no weight; empty otherwise.
+        beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
     """
 
     batch: int = 0
@@ -94,6 +97,7 @@ class LoopState(NamedTuple):
     rows: Rows | None = None
     unknown: str = ""
     conflict: str = ""
+    beyond: Rows | None = None
 
 
 _OUTSIDE = LoopState()
@@ -154,7 +158,7 @@ class ActiveLoaders:
             return self._state_of_several()
         info = entries[0][1]
         self._seen = info.serial
-        return LoopState(info.serial, info.is_last, info.rows)
+        return LoopState(info.serial, info.is_last, info.rows, beyond=info.beyond)
 
     def next_serial(self) -> int:
         """A new number for a batch about to be yielded."""
@@ -203,9 +207,9 @@ class ActiveLoaders:
         infos = [info for _, info in moved]
         rows, conflict = _rows_of(infos)
         if len(moved) == 1:
-            return LoopState(serial, infos[0].is_last, rows)
+            return LoopState(serial, infos[0].is_last, rows, beyond=infos[0].beyond)
         is_last, unknown = _ends(moved)
-        return LoopState(serial, is_last, rows, unknown, conflict)
+        return LoopState(serial, is_last, rows, unknown, conflict, infos[0].beyond)
 
     def _still_together(self) -> list[tuple[Pass, BatchInfo]]:
         by_pass = dict(self._entries)

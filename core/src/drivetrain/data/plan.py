@@ -149,7 +149,7 @@ def plan_samples(order: Order, cut: Cut, start: int, dp_rank: int | None) -> Ite
         dp_rank: whose batches; ``None`` yields the global batches, all ranks' chunks one after the other.
 
     Yields:
-        This coordinate's units and what the global batch holds; nothing for a global batch without rows for it.
+        This coordinate's units and what the global batch holds; an empty list where it has no rows for this coordinate.
     """
     size, length, full = cut.units, order.length, cut.full
     lower, upper = (0, size) if dp_rank is None else (dp_rank * cut.batch_size, (dp_rank + 1) * cut.batch_size)
@@ -163,9 +163,7 @@ def plan_samples(order: Order, cut: Cut, start: int, dp_rank: int | None) -> Ite
             return
         rows, head = cut.rows(len(block)), order.head(cut.dp_size)
         ranks = range(cut.dp_size) if dp_rank is None else (dp_rank,)
-        mine = [unit for rank in ranks for unit in chunk(block, head, rows, rank)]
-        if mine:
-            yield mine, rows
+        yield [unit for rank in ranks for unit in chunk(block, head, rows, rank)], rows
         if len(block) < size:
             return
         start += size
@@ -212,10 +210,8 @@ def plan_split(
         (batch,) = batches
         rows = replace(cut.rows(len(batch)), units=1)
         ranks = range(dp_size) if dp_rank is None else (dp_rank,)
-        mine = [unit for rank in ranks for unit in chunk(list(batch), list(batch), rows, rank)]
+        yield [unit for rank in ranks for unit in chunk(list(batch), list(batch), rows, rank)], rows
         starved = 0 if min(rows.loaded) else len(batch)
-        if mine:
-            yield mine, rows
         start += 1
 
 

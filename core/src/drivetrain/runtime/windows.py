@@ -79,7 +79,7 @@ class Window:
         """
         if self.closing:
             self.reset()
-        batch, is_last_batch, rows, unknown, self.conflict = loop
+        batch, is_last_batch, rows, unknown, self.conflict, beyond = loop
         if batch != self._batch:
             self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
         self._steps_in_batch += 1
@@ -104,6 +104,9 @@ class Window:
         self.closing = self.position >= self.length or (
             is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
         )
+        if self.closing and beyond is not None and self._first is not None and self.position < self.length:
+            # Other ranks' windows go on with a batch that this rank has no part of.
+            self._covered += beyond.total / self._first.total
         return self.closing
 
     def _weigh(self, rows: Rows | None) -> None:

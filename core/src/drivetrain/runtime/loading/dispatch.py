@@ -53,6 +53,8 @@ class DispatchSource:
                 )
             if item is not None and item.rows.loaded[topology.dp_rank]:
                 yield item._replace(batch=self._part(item, topology.dp_rank, topology.dp_size))
+            elif item is not None:
+                yield item._replace(batch=None, absent=True)
 
     def _read(self, start: Start) -> Iterator[tuple[Item | None, bool]]:
         """``(item, nothing follows)`` until the end."""

@@ -59,3 +59,5 @@ class ForeignSource:
                 yield Item(batch_list, rows, mark=mark)
             elif self._dp_rank < len(batch_list):
                 yield Item(batch_list[self._dp_rank], rows, mark=mark)
+            else:
+                yield Item(None, rows, absent=True)

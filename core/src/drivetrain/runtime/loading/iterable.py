@@ -85,14 +85,14 @@ class StreamShard(IterableDataset[Any]):
         order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
         if cut.batch_size:
             for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
-                yield stream, rows.units, [], self._collate(mine)
+                yield stream, rows.units, [], self._collate(mine) if mine else None
             return
         for batches, real in plan_rounds(order, cut, skip):
             sizes = [num_rows(batch) for batch in batches]
             if self.dp_rank is None:
                 yield stream, real, sizes, [self._collate(batch) for batch in batches]
-            elif self.dp_rank < len(batches):
-                yield stream, real, sizes, self._collate(batches[self.dp_rank])
+            else:
+                yield stream, real, sizes, self._collate(batches[self.dp_rank]) if self.dp_rank < len(batches) else None
 
 
 def _deferred(dataset: Any) -> Iterator[Any]:
@@ -134,7 +134,7 @@ class IterableSource:
     def __init__(
         self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, outlives: bool = False
     ) -> None:
-        self.cut, self._shares = cut, shares
+        self.cut, self._shares, self._dp_rank = cut, shares, dp_rank
         self.round_units = cut.units
         self.num_streams = max(loader.num_workers, 1)
         self._dataset = loader.dataset
@@ -163,5 +163,6 @@ class IterableSource:
             if real == _NO_BATCH:
                 continue
             rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
-            yield Item(batch, rows, stream, hidden=discard > 0)
+            absent = self._dp_rank is not None and not rows.loaded[self._dp_rank]
+            yield Item(batch, rows, stream, hidden=discard > 0, absent=absent)
             discard -= 1

@@ -140,14 +140,14 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
             with torch.random.fork_rng(devices=[]) if resumed else nullcontext():
-                following = next(items, None)
+                following, beyond = _next(items)
             if following is not None and accept is not None:
                 following = accept(following)
             while following is not None:
                 if interruption is not None and interruption.stepped_in is self:
                     interruption.step_ends()
                 item: Item = following
-                following = next(items, None)
+                following, beyond = _next(items)
                 if following is not None and accept is not None:
                     following = accept(following)
                 is_last = following is None
@@ -160,7 +160,7 @@ class PreparedDataLoader(DataLoader[Any]):
                     self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
                 nominal = _larger(nominal, rows)
-                info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal)
+                info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal, beyond)
                 active.show(token, info)
                 index += 1
                 if feeder is not None:
@@ -368,6 +368,16 @@ class PreparedDataLoader(DataLoader[Any]):
             number=self.number,
             skip=num_batches,
         )
+
+
+def _next(items: Iterator[Item]) -> tuple[Item | None, Rows | None]:
+    """This rank's next batch, and what the last batch holds that others have and this rank has not."""
+    beyond = None
+    for item in items:
+        if not item.absent:
+            return item, None
+        beyond = item.rows
+    return None, beyond
 
 
 def _larger(nominal: int, rows: Rows | None) -> int:

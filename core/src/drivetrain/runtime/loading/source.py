@@ -27,6 +27,7 @@ class Item(NamedTuple):
         stream: the worker it came from, where workers read streams of their own.
         mark: the loader's own state after this batch, for loaders that keep one.
         hidden: it counts as consumed but is not shown.
+        absent: the ranks that come first have a batch here, and this rank has none.
     """
 
     batch: Any
@@ -34,6 +35,7 @@ class Item(NamedTuple):
     stream: int = 0
     mark: Any = None
     hidden: bool = False
+    absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,10 @@ def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[An
 
 @final
 class PlannedSampler:
-    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and notes what they were."""
+    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and notes what they were.
+
+    A global batch without units for this rank is noted, and the ``DataLoader`` does not hear of it.
+    """
 
     def __init__(self) -> None:
         self._plan: Iterator[tuple[Any, Rows]] = iter(())
@@ -123,7 +128,8 @@ class PlannedSampler:
         plan, note = self._plan, self._notes.append
         for units, rows in plan:
             note(rows)
-            yield units
+            if units is not None:
+                yield units
 
 
 @final
@@ -173,16 +179,22 @@ class MapSource:
                 for _ in range(others):
                     notes.popleft()
             yield Item(batch, rows)
+        for rows in notes:
+            yield Item(None, rows, absent=True)
 
     def _plan(self, order: Order, cut: Cut, begin: int) -> Iterator[tuple[Any, Rows]]:
         if cut.batch_size:
-            yield from plan_samples(order, cut, begin, self._dp_rank)
+            yield from _or_none(plan_samples(order, cut, begin, self._dp_rank))
         elif self._split:
-            yield from plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches)
+            yield from _or_none(plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches))
         else:
             for batches, real in plan_rounds(order, cut, begin):
                 rows = round_rows([self._reading.rows(batch) for batch in batches], real, cut.dp_size)
                 if self._dp_rank is None:
                     yield from ((batch, rows) for batch in batches)
-                elif self._dp_rank < len(batches):
-                    yield batches[self._dp_rank], rows
+                else:
+                    yield (batches[self._dp_rank] if self._dp_rank < len(batches) else None), rows
+
+
+def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any] | None, Rows]]:
+    return ((units or None, rows) for units, rows in plan)
