@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.api import Topology, UnsupportedError, UsageError, collectives
+from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
 
 
 class _Parameters(nn.Module):
@@ -35,9 +35,6 @@ class _Parameters(nn.Module):
 @final
 class GradientReducer:
     """Gradients of one model over the data-parallel ranks.
-
-    Invariant: a gradient that holds contributions of this rank alone belongs to a parameter in ``_local`` or
-    ``_reached``; a backward that reduces empties both.
 
     Args:
         model: the user's module, the same on all ranks but for values.
@@ -63,11 +60,8 @@ class GradientReducer:
         self.joined = False
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
-        self._reached: set[Tensor] = set()
-        """Parameters that a backward has given something, since they were last looked at."""
-        self._local: set[Tensor] = set()
-        """Parameters with contributions of earlier backwards that were not reduced."""
-        self._hooks: list[Any] = []
+        self.local = LocalGradients(model, lambda: self.enabled, self._arm_once)
+        """Gradients that hold contributions of this rank alone."""
         self._starts = True
         self._lazy = False
         self._changed = True
@@ -110,19 +104,13 @@ class GradientReducer:
         same = len(trained) == len(self._trained) and all(map(_is, trained, self._trained))
         if same and dtypes == self._dtypes and not changed:
             return
-        self.release()
+        self._drop_wrapper()
         self._trained, self._dtypes = trained, dtypes
         if trained:
             self.wrapper = self._wrap(_Parameters(self._model), self._static, self._starts)
             self._told = torch.ones(len(trained) + 2, dtype=torch.float64, device=trained[0].device)
             self._told[-2:] = 0
-            # The bound method of a set: no Python frame for each parameter of each backward.
-            self._hooks = [
-                one.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
-                for one in trained
-            ]
-            if self._lazy:
-                self._hooks += [one.register_hook(self._arm_once) for one in trained]  # type: ignore[no-untyped-call]
+            self.local.watch()
         if changed:
             # torch has done it for parameters at the start; later, between a forward and its backward, its way would
             # count as a write to them.
@@ -142,8 +130,8 @@ class GradientReducer:
             self._lazy, self._static, self._changed = True, False, True
             self.refresh()
 
-    def _arm_once(self, _grad: Tensor) -> None:
-        if self._expected and not self._armed:
+    def _arm_once(self) -> None:
+        if self._lazy and self._expected and not self._armed:
             with torch.enable_grad():
                 self._arm(torch.zeros((), device=self._topology.device))
 
@@ -158,8 +146,7 @@ class GradientReducer:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
-        self._local |= self._reached
-        self._reached.clear()
+        self.local.before_backward()
         if not self.enabled or not loss.requires_grad:
             return loss
         if self._armed:
@@ -177,11 +164,9 @@ class GradientReducer:
         if not self._armed:
             return
         self._armed = False
-        if self._static:
-            self._reached.clear()
-        else:
+        if not self._static:
             self._complete()
-        self._local.clear()
+        self.local.forget()
 
     def _complete(self) -> None:
         """Reduce parameters too that this backward did not reach, some of which others or earlier ones did.
@@ -190,7 +175,7 @@ class GradientReducer:
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
         one process, since an optimizer treats zeros otherwise.
         """
-        missing = [parameter for parameter in self._trained if parameter not in self._reached]
+        missing = [parameter for parameter in self._trained if parameter not in self.local.reached]
         written = self._count_writes() != self._writes
         if missing and self.joined:
             raise UnsupportedError(
@@ -205,7 +190,6 @@ class GradientReducer:
             told = torch.tensor([*used, digest, -digest], dtype=torch.float64, device=told.device)
             if missing:
                 torch.autograd.backward(missing, [self._zeros(one) for one in missing])
-        self._reached.clear()
         if self.joined:
             return
         # Every rank tells, since any other may have to know; one that reached everything and saw no write to its
@@ -242,12 +226,6 @@ class GradientReducer:
         at = torch.arange(1, len(self._trained) + 1, dtype=torch.float64, device=norms.device)
         return float((norms * at).sum() + (sums / at).sum().abs() + 1.0)
 
-    def has_unreduced(self) -> bool:
-        """Some gradient holds contributions of this rank alone."""
-        if not self._local and not self._reached:
-            return False
-        return any(parameter.grad is not None for parameter in self._local | self._reached)
-
     # ---- the rest --------------------------------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[Any]:
@@ -271,9 +249,10 @@ class GradientReducer:
 
     def release(self) -> None:
         """Let go of the wrapper, whose reducer must be gone before the process group is destroyed."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.local.release()
+        self._drop_wrapper()
+
+    def _drop_wrapper(self) -> None:
         if self._pending is not None:
             self._pending.wait()
         self.wrapper = self._pending = None
