@@ -279,6 +279,8 @@ def refuse(backend, mistake):
                 optimizer.step()
             elif mistake == "no backward":
                 optimizer.step()
+            elif mistake == "gradients taken":
+                torch.autograd.grad(loss, net.head.weight)
             elif mistake == "other values on each rank":
                 torch.manual_seed(accelerator.process_index)
                 nn.init.normal_(model.head.weight)
@@ -299,6 +301,7 @@ def refuse(backend, mistake):
         ("step after no_sync", "gradients of this rank alone"),
         ("backward after the reduction", "gradients of this rank alone"),
         ("no backward", "no backward since its last step"),
+        ("gradients taken", "of this rank's samples alone"),
         ("other values on each rank", "not the same on all ranks"),
     ],
 )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.deferred import Recording, deferred
     from drivetrain.runtime.device import pick_device
     from drivetrain.runtime.engine import TorchEngine
-    from drivetrain.runtime.local_gradients import LocalGradients
+    from drivetrain.runtime.local_gradients import LocalGradients, is_taken
     from drivetrain.runtime.model import call_plainly, plain_state_dict
     from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
     from drivetrain.runtime.placing import original_module, place_model
@@ -80,6 +80,7 @@ _HEAVY = {
     "Recording": "drivetrain.runtime.deferred:Recording",
     "deferred": "drivetrain.runtime.deferred:deferred",
     "LocalGradients": "drivetrain.runtime.local_gradients:LocalGradients",
+    "is_taken": "drivetrain.runtime.local_gradients:is_taken",
     "call_plainly": "drivetrain.runtime.model:call_plainly",
     "plain_state_dict": "drivetrain.runtime.model:plain_state_dict",
     "temporary": "drivetrain.runtime.temporary:temporary",
@@ -152,6 +153,7 @@ __all__ = [
     "foreign",
     "get_registry",
     "hookimpl",
+    "is_taken",
     "load_config",
     "local_steps",
     "number",

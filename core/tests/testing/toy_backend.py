@@ -79,7 +79,7 @@ class ToyTrainable(Trainable):
         self.optimizers, self.engine = list(optimizers), backend.engine
         self.flat = FlatParameters(module)
         self.synchronising = True
-        self.local = LocalGradients(module)
+        self.local = LocalGradients(module, lambda: self.synchronising and backend.topology.dp_size > 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine.forward(self.model, args, kwargs)

@@ -405,6 +405,46 @@ def test_tied_weights_stay_tied_in_the_whole_state() -> None:
     assert spawn(tied, 2) == [True, True]
 
 
+def uses_of_former() -> dict[str, str]:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    net = Net()
+    # Without the 0-d parameter, which stays what it was.
+    kept: list[Any] = [one for one in net.parameters() if one.dim()]
+    optimizer = torch.optim.SGD(kept, lr=0.1)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    assert sum(one.numel() for one in kept) == sum(one.numel() for one in model.parameters() if one.dim())
+    first, graph = kept[0], torch.autograd.graph
+
+    def scale_all() -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(kept, 2.0)
+
+    found = {
+        "written": answer(lambda: torch.nn.init.zeros_(first)),
+        "written past autograd": answer(lambda: first.data.mul_(2)),
+        "given other values": answer(lambda: setattr(first, "data", torch.zeros(1))),
+        "written with others": answer(scale_all),
+        "read": answer(lambda: torch.ones_like(first).lerp_(first, 0.5)),
+        "computed with": answer(lambda: sum(one.square().sum() for one in kept)),
+        "frozen": answer(lambda: first.requires_grad_(False)),
+        "hook": answer(lambda: first.register_hook(lambda grad: None)),
+        "later hook": answer(lambda: first.register_post_accumulate_grad_hook(lambda one: None)),
+        "hook on several": answer(lambda: graph.register_multi_grad_hook(kept[:2], lambda grads: None)),
+        "hook on any": answer(lambda: graph.register_multi_grad_hook(kept[:2], lambda grad: None, mode="any")),
+    }
+    # An optimizer that was made of them is given the sharded ones.
+    accelerator.backward(model(torch.ones(BATCH, WIDTH)).square().mean())
+    optimizer.step()
+    accelerator.end_training()
+    return found
+
+
+def test_parameters_of_before_prepare_are_not_used_in_silence() -> None:
+    for found in spawn(uses_of_former, 3):
+        for use, said in found.items():
+            assert "taken from the model before accelerator.prepare" in said, (use, said)
+
+
 def gradient_of_former() -> str:
     accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
     net = Net()

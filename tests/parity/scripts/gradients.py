@@ -307,6 +307,22 @@ def gradients_taken(accelerator):
 
 
 @script()
+def gradients_taken_alone(accelerator):
+    """``torch.autograd.grad`` inside ``no_sync``, averaged by ``accelerator.reduce``, and an update by hand."""
+    model, _, batches = start(accelerator)
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        with accelerator.no_sync(model):
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.sub_(0.3 * accelerator.reduce(gradient, "mean"))
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
 def update_by_hand(accelerator):
     """``accelerator.backward`` and then ``p -= lr * p.grad`` by the script, without an optimizer."""
     model, _, batches = start(accelerator)

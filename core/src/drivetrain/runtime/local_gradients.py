@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from drivetrain.errors import UsageError
 
 
 @final
@@ -12,37 +18,108 @@ class LocalGradients:
     """Keeps account of the parameters that a backward has reached since gradients were last reduced.
 
     An engine makes one for each model, calls :meth:`reduced` after it has reduced the model's gradients, and answers
-    ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed, too.
+    ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed, too, and
+    ``torch.autograd.grad`` with parameters as inputs raises :class:`UsageError`: what it returns is never reduced.
+    With ``create_graph=True`` it does not raise, since what is computed from its result leads to a loss.
 
     Args:
         module: the model.
+        reduces: whether the script expects gradients over all ranks; false on one process and inside ``no_sync``.
+        begun: called at the first gradient of each backward that reaches the model, whoever began it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._reached: set[Tensor] = set()
+    def __init__(
+        self, module: nn.Module, reduces: Callable[[], bool], begun: Callable[[], None] = lambda: None
+    ) -> None:
+        self._module, self._reduces, self._begun = module, reduces, begun
+        self.reached: list[Tensor] = []
+        """Parameters that backwards have reached since :meth:`before_backward`; some may stand here twice."""
+        self._earlier: dict[int, Tensor] = {}
         self._hooks: dict[Tensor, Any] = {}
-        self._watch()
+        self._task = -1
+        """The backward that has last come here, by torch's number."""
+        self.watch()
 
-    def _watch(self) -> None:
-        for parameter in self._module.parameters():
+    def watch(self) -> None:
+        """Follow the model: parameters may have come, gone or been unfrozen."""
+        present = set(self._module.parameters())
+        for gone in self._hooks.keys() - present:
+            self._hooks.pop(gone).remove()
+        for parameter in present:
             if parameter.requires_grad and parameter not in self._hooks:
-                # The bound method of a set: no Python frame for each parameter of each backward.
-                hook = parameter.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
-                self._hooks[parameter] = hook
+                self._hooks[parameter] = parameter.register_hook(self._hook(parameter))  # type: ignore[no-untyped-call]
+
+    def _hook(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        task, reached, passes = torch._C._current_graph_task_id, self.reached.append, self._passes  # noqa: SLF001
+
+        # Runs for each parameter in each backward, hence a list: a set would call Tensor.__hash__. Of one parameter in
+        # each backward more is asked.
+        def at(_grad: Tensor) -> None:
+            if task() == self._task or passes(parameter):
+                reached(parameter)
+
+        return at
+
+    def _passes(self, parameter: Tensor) -> bool:
+        """A gradient of another backward than before has come: whether it goes into ``.grad``."""
+        if not is_taken(parameter):
+            self._task = torch._C._current_graph_task_id()  # noqa: SLF001 (as torch.utils.checkpoint asks)
+            if len(self.reached) > 8 * len(self._hooks):
+                # The script calls backward() itself, again and again, inside of no_sync.
+                self.reached[:] = {id(each): each for each in self.reached}.values()
+            self._begun()
+            return True
+        if self._reduces() and not torch.is_grad_enabled():
+            names = {id(one): name for name, one in self._module.named_parameters()}
+            raise UsageError(
+                f"torch.autograd.grad was asked for the gradient of {names.get(id(parameter), 'a parameter')} of "
+                f"{type(self._module).__name__}, and would return that of this rank's samples alone",
+                cure="Call accelerator.backward(loss), which leaves gradients over all ranks in p.grad. Where this "
+                "rank's own is meant, as in an inner step of meta-learning, write `with "
+                "accelerator.no_sync(model):` around torch.autograd.grad; accelerator.reduce(gradient, 'mean') "
+                "averages it over ranks.",
+            )
+        return False
+
+    def before_backward(self) -> None:
+        """A backward of the engine's own begins: :attr:`reached` tells from now on what this one reaches."""
+        self._earlier.update(zip(map(id, self.reached), self.reached, strict=True))
+        self.reached.clear()
 
     def reduced(self) -> None:
         """All gradients of the model are the same on every rank now."""
-        self._reached.clear()
-        self._watch()
+        self.forget()
+        self.watch()
+
+    def forget(self) -> None:
+        """As :meth:`reduced`, for an engine that calls :meth:`watch` itself when the model changes."""
+        self._earlier.clear()
+        self.reached.clear()
 
     def exist(self) -> bool:
         """Whether some gradient holds contributions of this rank alone. Not collective."""
-        return any(parameter.grad is not None for parameter in self._reached)
+        return any(parameter.grad is not None for parameter in chain(self._earlier.values(), self.reached))
 
     def release(self) -> None:
         """Stop watching."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._reached.clear()
+        self.forget()
+
+
+def is_taken(parameter: Tensor) -> bool:
+    """Whether the backward under way is a ``torch.autograd.grad`` that returns the gradient of this parameter.
+
+    To be called in a hook of the parameter, or of something that the backward comes to before it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        node = get_gradient_edge(parameter).node
+    try:
+        torch._C._will_engine_execute_node(node)  # noqa: SLF001
+    except RuntimeError as problem:
+        # torch does not answer for a leaf of torch.autograd.grad, and says why.
+        if "autograd.grad" not in str(problem):
+            raise
+        return True
+    return False

@@ -78,7 +78,7 @@ class DDPTrainable(Trainable):
             self.reducer.enabled = enabled
 
     def has_unreduced_gradients(self) -> bool:
-        return self.reducer is not None and self.reducer.has_unreduced()
+        return self.reducer is not None and self.reducer.local.exist()
 
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
         # A forward that counts in a buffer registers it anew each time; the reducer has nothing to do with buffers.

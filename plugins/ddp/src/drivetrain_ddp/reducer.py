@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, final
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.api import Topology, UnsupportedError, UsageError, collectives
+from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
 
 
 class _Parameters(nn.Module):
@@ -45,9 +44,6 @@ class _Parameters(nn.Module):
 @final
 class GradientReducer:
     """Gradients of one model over the data-parallel ranks.
-
-    Invariant: a gradient that holds contributions of this rank alone belongs to a parameter in ``_local`` or
-    ``_reached``; a backward that reduces empties both.
 
     Args:
         model: the user's module, the same on all ranks but for values.
@@ -76,11 +72,8 @@ class GradientReducer:
         self.joined = False
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
-        self._reached: list[Tensor] = []
-        """Parameters that a backward has given something, since they were last looked at; maybe some twice."""
-        self._local: list[Tensor] = []
-        """Parameters with contributions of earlier backwards that were not reduced."""
-        self._hooks: list[Any] = []
+        self.local = LocalGradients(model, lambda: self.enabled, self._arm_once)
+        """Gradients that hold contributions of this rank alone."""
         self._starts = True
         self._lazy = False
         self._changed = True
@@ -125,7 +118,7 @@ class GradientReducer:
         same = len(trained) == len(self._trained) and all(map(is_, trained, self._trained))
         if same and dtypes == self._dtypes and not changed:
             return
-        self.release()
+        self._drop_wrapper()
         self._trained, self._dtypes = trained, dtypes
         if trained:
             # In the parameters' dtype they share a bucket with them; in 16 bits an average would be rounded.
@@ -135,13 +128,7 @@ class GradientReducer:
             carried = self._exact and not self._static
             self._flags = nn.Parameter(torch.zeros_like(self._told)) if carried else None
             self.wrapper = self._wrap(_Parameters(self._model, self._flags), self._static, self._starts)
-            # The bound method of a list: no Python frame for each parameter of each backward.
-            self._hooks = [
-                one.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
-                for one in trained
-            ]
-            if self._lazy:
-                self._hooks += [one.register_hook(self._arm_once) for one in trained]  # type: ignore[no-untyped-call]
+            self.local.watch()
         if changed:
             # torch has done it for parameters at the start; later, between a forward and its backward, its way would
             # count as a write to them.
@@ -161,8 +148,8 @@ class GradientReducer:
             self._lazy, self._static, self._changed = True, False, True
             self.refresh()
 
-    def _arm_once(self, _grad: Tensor) -> None:
-        if self._expected and not self._armed:
+    def _arm_once(self) -> None:
+        if self._lazy and self._expected and not self._armed:
             with torch.enable_grad():
                 self._arm(torch.zeros((), device=self._topology.device))
 
@@ -177,8 +164,7 @@ class GradientReducer:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
-        self._local += self._reached
-        self._reached.clear()
+        self.local.before_backward()
         if not self.enabled or not loss.requires_grad:
             return loss
         if self._armed:
@@ -196,11 +182,9 @@ class GradientReducer:
         if not self._armed:
             return
         self._armed = False
-        if self._static:
-            self._reached.clear()
-        else:
+        if not self._static:
             self._complete()
-        self._local.clear()
+        self.local.forget()
 
     def _complete(self) -> None:
         """Reduce parameters too that this backward did not reach, some of which others or earlier ones did.
@@ -209,7 +193,7 @@ class GradientReducer:
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
         one process, since an optimizer treats zeros otherwise.
         """
-        reached = set(map(id, self._reached))
+        reached = set(map(id, self.local.reached))
         missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
         if missing and self.joined:
@@ -231,7 +215,6 @@ class GradientReducer:
             zeros.append(told)
         if late:
             torch.autograd.backward(late, zeros)
-        self._reached.clear()
         if self._flags is not None:
             average, self._flags.grad = self._flags.grad, None
         elif self.joined:
@@ -277,10 +260,6 @@ class GradientReducer:
         hashed = int.from_bytes(hashlib.blake2b(values, digest_size=_BITS // 8).digest())
         return [float(hashed >> at & 1) for at in range(_BITS)]
 
-    def has_unreduced(self) -> bool:
-        """Some gradient holds contributions of this rank alone."""
-        return any(parameter.grad is not None for parameter in chain(self._local, self._reached))
-
     # ---- the rest --------------------------------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[Any]:
@@ -304,9 +283,10 @@ class GradientReducer:
 
     def release(self) -> None:
         """Let go of the wrapper, whose reducer must be gone before the process group is destroyed."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.local.release()
+        self._drop_wrapper()
+
+    def _drop_wrapper(self) -> None:
         if self._pending is not None:
             self._pending.wait()
         self.wrapper = self._pending = None

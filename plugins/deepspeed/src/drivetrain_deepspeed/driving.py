@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, clipping, collectives
+from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, clipping, collectives, is_taken
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
 from drivetrain_deepspeed.guard import Guard
@@ -109,31 +110,24 @@ class Driver:
     # ---- what a backward comes to ----------------------------------------------------------------------------------
 
     def _watch(self, module: nn.Module) -> list[tuple[Any, Any]]:
-        """A hook on each trained parameter, before DeepSpeed's own, which tells whether a backward comes here.
+        """A hook on each trained parameter, called before DeepSpeed's own, which tells whether a backward comes here.
 
         DeepSpeed's hooks on the tensors that a forward returns see those in lists, tuples and dictionaries alone, and
         none where a script calls a part of the model.
         """
-        hooks = []
-        each: Any
-        for each in module.parameters():
-            if each.requires_grad:
-                handle = each.register_post_accumulate_grad_hook(self._at_parameter)
-                each._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # noqa: SLF001
-                hooks.append((each, handle))
-        return hooks
+        trained: list[Any] = [each for each in module.parameters() if each.requires_grad]
+        return [(each, each.register_hook(partial(self._at_parameter, each))) for each in trained]
 
     def _check_hooks(self) -> None:
         """Raise where the script has set hooks that find no gradient, or one rank's of one micro-batch."""
-        for each, handle in self._hooks:
-            if len(each._post_accumulate_grad_hooks) > 1:  # noqa: SLF001
-                others = each._post_accumulate_grad_hooks.keys() - self._their_hooks - {handle.id}  # noqa: SLF001
-                if others:
-                    raise UnsupportedError(
-                        f"{self._guard.named(id(each))} has a hook by register_post_accumulate_grad_hook, and ZeRO "
-                        f"stage {self.stage} takes gradients out of the parameters while backward runs",
-                        cure="Use register_hook, which is given the gradient itself, or zero_stage: 0.",
-                    )
+        for each, _ in self._hooks:
+            hooks = each._post_accumulate_grad_hooks  # noqa: SLF001
+            if hooks and hooks.keys() - self._their_hooks:
+                raise UnsupportedError(
+                    f"{self._guard.named(id(each))} has a hook by register_post_accumulate_grad_hook, and ZeRO "
+                    f"stage {self.stage} takes gradients out of the parameters while backward runs",
+                    cure="Use register_hook, which is given the gradient itself, or zero_stage: 0.",
+                )
 
     def _at_output(self) -> None:
         """A gradient has come to what this engine's forward returned."""
@@ -146,8 +140,11 @@ class Driver:
                 cure="Use zero_stage 0, 1 or 2 for gradient penalties and other second derivatives.",
             )
 
-    def _at_parameter(self, parameter: Tensor) -> None:
-        """A gradient has been added to one of the parameters; DeepSpeed has not seen it yet."""
+    def _at_parameter(self, parameter: Tensor, _grad: Tensor) -> None:
+        """A gradient has come to one of the parameters; DeepSpeed has not seen it yet."""
+        if not self._running and is_taken(parameter):
+            self._check_taken(parameter)
+            return
         self._used.add(id(parameter))
         if self._reached:
             return
@@ -158,6 +155,19 @@ class Driver:
                 "loss.backward() has come to a model under DeepSpeed, which reduces gradients in a backward that it "
                 "knows of",
                 cure="Write accelerator.backward(loss).",
+            )
+
+    def _check_taken(self, parameter: Tensor) -> None:
+        """Raise where ``torch.autograd.grad`` returns a gradient that the script expects to be that of all ranks."""
+        alone = self._topology.dp_size == 1 or not self.engine.is_gradient_accumulation_boundary()
+        # With create_graph=True, what is computed from its result leads to a loss.
+        if not alone and not torch.is_grad_enabled():
+            raise UsageError(
+                f"torch.autograd.grad was asked for the gradient of {self._guard.named(id(parameter))}, and would "
+                "return that of this rank's samples alone",
+                cure="Call accelerator.backward(loss) and optimizer.step(). Where this rank's own is meant, as in an "
+                "inner step of meta-learning, write `with accelerator.no_sync(model):` around torch.autograd.grad; "
+                "accelerator.reduce(gradient, 'mean') averages it over ranks.",
             )
 
     def _arrive(self) -> None:

@@ -32,6 +32,7 @@ from drivetrain.api import (
     collectives,
     deferred,
     ensure_process_group,
+    is_taken,
     optimizer_kinds,
     original_module,
     pick_device,
@@ -76,6 +77,8 @@ class FSDPTrainable(Trainable):
         """By optimizer, the number of its parameter groups that are known to be element-wise."""
         self.keeps_whole = bool(whole.parameters)
         """Some trained parameters could not be cut."""
+        uncut = set(whole.parameters)
+        self._uncut = [(name, one) for name, one in self.module.named_parameters() if one in uncut]
         self._dp_size = backend.topology.dp_size
         self._without_sync = backend.section.accumulate_without_sync
         self._spares_all_reduce = not self._without_sync and backend.topology.mesh.sizes["dp_replicate"] > 1
@@ -155,9 +158,19 @@ class FSDPTrainable(Trainable):
             )
         self._reached_through.add(self._output_type)
 
-    def reached(self) -> None:
+    def reached(self, unit: Any) -> None:
         """A backward reaches a unit; one that the script began itself has not been heard of."""
-        if not self._driven and not self._hooks.begun and self._hooks.active:
+        if self._driven:
+            return
+        for name, parameter in (*hidden.gathered(unit), *self._uncut):
+            if parameter.requires_grad and is_taken(parameter):
+                raise UsageError(
+                    f"torch.autograd.grad was asked for the gradient of {name} of {type(self.module).__name__}, and "
+                    "would return that of this rank's samples alone, of a parameter that is whole for one forward",
+                    cure="Call accelerator.backward(loss), which leaves gradients over all ranks in p.grad of "
+                    "model.parameters().",
+                )
+        if not self._hooks.begun and self._hooks.active:
             self._hooks.before_backward()
             # FSDP's own callback, which reduces what is left, is in the queue before it.
             torch.autograd.Variable._execution_engine.queue_callback(self._hooks.after_backward)  # noqa: SLF001

@@ -33,10 +33,18 @@ def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) 
             group._partial_reduce_output = None  # noqa: SLF001
 
 
-def hear_of_backwards(modules: Iterable[FSDPModule], reached: Callable[[], None]) -> None:
-    """Call ``reached`` in each backward, whoever began it, before it reaches a unit. Not collective."""
+def hear_of_backwards(modules: Iterable[FSDPModule], reached: Callable[[Any], None]) -> None:
+    """Call ``reached`` with a unit in each backward, whoever began it, before it reaches that. Not collective."""
     for group in groups(modules):
-        group.pre_backward = partial(_pre_backward, group.pre_backward, reached)
+        group.pre_backward = partial(_pre_backward, group.pre_backward, partial(reached, group))
+
+
+def gathered(group: Any) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters of a unit that a forward has used, with their names. Not collective."""
+    for one in group.fsdp_params:
+        whole = getattr(one, "_unsharded_param", None)
+        if whole is not None:
+            yield one._param_fqn, whole  # noqa: SLF001
 
 
 def give_sharded_tensors(modules: Iterable[FSDPModule]) -> None:

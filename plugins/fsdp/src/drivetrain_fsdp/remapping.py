@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class FormerParameters:
         return name if alive is not None and alive() is parameter else None
 
     def close(self, module: nn.Module) -> None:
-        """From now on those that were replaced raise where their gradient is asked for: they never get one."""
+        """From now on those that were replaced raise where they are used: nothing of it would reach the model."""
         present = set(map(id, module.parameters()))
         for _, alive in self._names.values():
             one: Any = alive()
@@ -46,22 +46,51 @@ class FormerParameters:
         return any(self.name(parameter) is not None for parameter in parameters)
 
 
+_ABOUT = frozenset(
+    {
+        *("shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "__len__", "stride", "is_contiguous"),
+        *("dtype", "device", "layout", "get_device", "itemsize", "element_size", "nbytes", "names", "name", "__repr__"),
+        *("requires_grad", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_version", "_backward_hooks"),
+        *("is_floating_point", "is_complex", "is_signed", "is_sparse", "is_quantized", "is_nested", "is_inference"),
+        *("is_cuda", "is_cpu", "is_xpu", "is_hpu", "is_npu", "is_mps", "is_mtia", "is_xla", "is_meta", "is_mkldnn"),
+    }
+)
+"""What may be asked of a parameter that was replaced: its successor's answer is the same."""
+
+
 class _Replaced(nn.Parameter):
     """A parameter that the model has no more."""
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what is known of the parameter, and raise for all that reads, writes or computes with its values."""
+        name = str(getattr(func, "__name__", func))
+        if name == "__get__":
+            name = str(func.__self__.__name__)
+        if name not in _ABOUT:
+            _refuse(name)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            return func(*args, **kwargs or {})
+
     @property
     def grad(self) -> Any:
-        raise UsageError(
-            "the gradient of a parameter was asked for that was taken from the model before accelerator.prepare; fsdp "
-            "put a sharded one in its place, and this one gets no gradient",
-            cure="Call model.parameters() after prepare, and again where a list of them is kept.",
-        )
+        _refuse("grad")
 
     @grad.setter
     def grad(self, value: Any) -> None:
         """Dropping what is not there is right."""
         if value is not None:
             self.grad  # noqa: B018 (raises)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UsageError(
+        f"`{name}` was called on a parameter that was taken from the model before accelerator.prepare; fsdp put a "
+        "sharded one in its place, and this one trains no more and gets no gradient",
+        cure="Call model.parameters() after prepare, and again where a list of them is kept.",
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -30,7 +30,7 @@ class OverProcesses:
         self._averaged = False
         """``.grad`` holds means."""
         self._aside: dict[Tensor, Tensor] = {}
-        self._local = LocalGradients(module)
+        self._local = LocalGradients(module, lambda: self.enabled)
         self._trained = False
 
     def ran(self) -> None:

@@ -72,7 +72,7 @@ class DiLoCoTrainable(Trainable):
         self.rounds: list[Rounds] = []
         self._ran, self._synchronises = False, True
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._local = None if wrapper is None else LocalGradients(module)
+        self._local = None if wrapper is None else LocalGradients(module, lambda: self._synchronises)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
