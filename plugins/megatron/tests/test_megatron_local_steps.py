@@ -94,8 +94,8 @@ def test_every_elementwise_optimizer_steps_as_in_one_process():
             assert found["applies"], name
             assert found["laid_out"], name
             # Parameters and their state are what they were before, for checkpoints.
-            assert found["kinds"] <= {"DTensor", "Parameter", "Tensor", "float"}, (name, found["kinds"])
-            assert "DTensor" in found["kinds"], name
+            assert found["kinds"] <= {"CutTensor", "Parameter", "Tensor", "float"}, (name, found["kinds"])
+            assert "CutTensor" in found["kinds"], name
             # The first rank is given the whole weights.
             for key, value in alone[name]["weights"].items() if number == 0 else ():
                 # Float32: matrices on two ranks add in another order.
@@ -105,10 +105,10 @@ def test_every_elementwise_optimizer_steps_as_in_one_process():
 def test_whoever_may_look_at_parameters_sees_them_as_they_are():
     own = spawn(train, 2, Watched, TENSOR_PARALLEL, timeout=100)[0]
     assert not own["applies"]
-    assert "DTensor" in own["seen"]
+    assert "CutTensor" in own["seen"]
     watched = spawn(train_with_hook, 2, timeout=100)[0]
     assert not watched["applies"]
-    assert "DTensor" in watched["seen"]
+    assert "CutTensor" in watched["seen"]
 
 
 def train_with_hook():

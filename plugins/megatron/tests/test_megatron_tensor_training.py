@@ -456,7 +456,7 @@ def test_a_model_is_constructed_part_by_part(tmp_path: Path) -> None:
     for rank, found in enumerate(spawn(constructed_without_memory, 2, str(tmp_path))):
         assert found["empty"]
         assert found["drawn"] == drawn
-        assert found["held"]["up.weight"] == found["held"]["down.weight"] == ("DTensor", False)
+        assert found["held"]["up.weight"] == found["held"]["down.weight"] == ("CutTensor", False)
         assert found["held"]["out.weight"] == ("Parameter", False)
         if rank == 0:
             assert all(torch.equal(found["state"][name], tensor) for name, tensor in plain.state_dict().items())

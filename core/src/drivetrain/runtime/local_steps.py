@@ -40,11 +40,14 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
     Its state is DTensors again afterwards, and nobody but the optimizer's own step runs inside. Not collective.
     """
-    if not applies(optimizer):
+    # A subclass of DTensor may look at every attribute that a script reads; here nobody's code reads them.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
+        groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        pairs = [(one, _local(one)) for params in groups for one in params] if applies(optimizer) else None
+    if pairs is None:
         yield
         return
-    groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-    before, pairs = optimizer.state, [(one, _local(one)) for params in groups for one in params]
+    before = optimizer.state
     local = {id(one): part for one, part in pairs}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for one, part in pairs:
@@ -59,9 +62,10 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = params
         optimizer.state = before
-        for one, part in pairs:
-            if part in state:
-                before[one].update(_as_before(one, before[one], state[part]))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for one, part in pairs:
+                if part in state:
+                    before[one].update(_as_before(one, before[one], state[part]))
 
 
 def applies(optimizer: Optimizer) -> bool:

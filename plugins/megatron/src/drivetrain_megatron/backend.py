@@ -34,6 +34,7 @@ from drivetrain.api import (
     place_model,
 )
 from drivetrain_megatron import gradient_hooks
+from drivetrain_megatron.compiled import leave_uncompiled
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.filling import Filling
 from drivetrain_megatron.meeting import Meeting
@@ -148,6 +149,7 @@ class MegatronBackend(Backend):
         if self.topology.mesh.sizes["tp"] > 1:
             from drivetrain_megatron.tensor_parallel import apply_tensor_parallel
 
+            leave_uncompiled(model)
             with trainable.plain_calls():
                 keep = apply_tensor_parallel(module, self.mesh["tp"], self.section).part
         if filling:
@@ -157,6 +159,8 @@ class MegatronBackend(Backend):
         gradient_hooks.carry(before, module, lambda name, one: packed.whole(f"model.{name}", one), cut)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
+        if self.topology.mesh.sizes["tp"] > 1:
+            former.close(module)
         if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
             trainable.lay_out(self.section.data_parallel, self.mesh)
         if self._in_parts:

@@ -16,6 +16,7 @@ from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.sharding import part, shard
+from drivetrain_megatron.tensor.cut import CutTensor, as_cut_like, engine_side
 from drivetrain_megatron.zero1 import Parts
 
 
@@ -44,6 +45,8 @@ class Stepping:
         self._parts: Parts | None = None
         self._former: FormerParameters | None = None
         self.optimizers: list[Optimizer] = []
+        self._seen_state: dict[int, int] = {}
+        """By optimizer, of how many parameters it had state when that was last looked at."""
 
     def add(self, optimizer: Optimizer) -> None:
         """Take one whose parameters are the module's. Collective over the axes along which these are cut.
@@ -94,24 +97,29 @@ class Stepping:
                     f"clip_grad_norm_ with {max_norm:g}",
                     cure="Write it in one place.",
                 )
-        return self._engine.clip_grad_norm(self.held(parameters), max_norm, norm_type, self.optimizers)
+        with engine_side():
+            return self._engine.clip_grad_norm(self.held(parameters), max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
-        self._engine.clip_grad_value(self.held(parameters), clip_value, self.optimizers)
+        with engine_side():
+            self._engine.clip_grad_value(self.held(parameters), clip_value, self.optimizers)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of what this optimizer will step with."""
-        if self._parts is not None:
-            self._parts.expose()
-        self._engine.unscale(optimizer)
+        with engine_side():
+            if self._parts is not None:
+                self._parts.expose()
+            self._engine.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
         """One update, or none. Collective over all ranks where it clips or the state is in parts."""
         if self._max_norm is not None and not self._clipped:
             self.clip_grad_norm(list(self._module.parameters()), self._max_norm, 2.0)
         if self._parts is None:
-            return self._engine.step(optimizer, closure, local=True)
+            result = self._engine.step(optimizer, closure, local=True)
+            self._show_whole_state(optimizer)
+            return result
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."
@@ -122,12 +130,24 @@ class Stepping:
             self._parts.gather()
         return result
 
+    def _show_whole_state(self, optimizer: Optimizer) -> None:
+        """Let state that is new read as the whole to the script, as the parameters do."""
+        if self._seen_state.get(id(optimizer)) == len(optimizer.state):
+            return
+        self._seen_state[id(optimizer)] = len(optimizer.state)
+        with engine_side():
+            for parameter, state in optimizer.state.items():
+                if isinstance(parameter, CutTensor):
+                    for value in state.values():
+                        as_cut_like(parameter, value)
+
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the gradients of this optimizer's parameters, whole ones and parts."""
         self._clipped = False
         if self._parts is not None:
             self._parts.drop_gradients(optimizer)
-        optimizer.zero_grad(set_to_none)
+        with engine_side():
+            optimizer.zero_grad(set_to_none)
 
     def portable_state(self) -> PortableState:
         """What this rank holds."""
@@ -143,6 +163,7 @@ class Stepping:
         """Take it over. Collective over the data-parallel ranks where the state is in parts."""
         with self._names():
             state.load_portable_state(self._module, self.optimizers, self._engine, portable)
+        self._seen_state.clear()
         if self._parts is not None:
             self._parts.gather()
 

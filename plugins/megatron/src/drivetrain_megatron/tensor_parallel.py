@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from drivetrain.api import UnsupportedError
+from drivetrain_megatron.compiled import refuse_compiling
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.collectives import Ring
+from drivetrain_megatron.tensor.cut import CutTensor, as_cut, local_part
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.packing import Packing, remember
 from drivetrain_megatron.tensor.plan import Plan, make_plan
@@ -47,7 +50,9 @@ class TensorParallel:
             whole: its value; no gradient flows through this.
         """
         layout = self.layouts.get(name)
-        return whole if layout is None else as_dtensor(self.ring.part(whole, layout).clone(), layout, self.mesh)
+        if layout is None:
+            return whole
+        return as_cut(as_dtensor(self.ring.part(whole, layout).clone(), layout, self.mesh), layout, self.ring)
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: MegatronConfig) -> TensorParallel:
@@ -138,6 +143,10 @@ def parameters_come_back() -> Iterator[None]:
             _ENTERED.pop()()
 
 
+def _nothing() -> None:
+    """Nothing was put aside."""
+
+
 def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None]:
     """While the module's forward runs, its cut parameters are :class:`Sharded`; otherwise they are parameters."""
     put_aside: list[list[Any]] = []
@@ -147,6 +156,11 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
         return [(module if use.holder is user else use.holder)._parameters for use in uses]  # noqa: SLF001
 
     def enter(module: nn.Module, *_: Any) -> None:
+        try:
+            refuse_compiling(module)
+        except UnsupportedError:
+            _ENTERED.append(_nothing)  # `leave` is called all the same.
+            raise
         homes = places(module)
         before = [home[use.attribute] for home, use in zip(homes, uses, strict=True)]
         put_aside.append(before)
@@ -154,7 +168,8 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
             if isinstance(parameter, DTensor):
                 # Gradients are off where a later pipeline stage begins its forward, and on where it reads this.
                 with torch.enable_grad():
-                    home[use.attribute] = sharded(parameter.to_local(), use.layout, ring, use.name)
+                    layout = parameter.tp_layout if isinstance(parameter, CutTensor) else use.layout
+                    home[use.attribute] = sharded(local_part(parameter), layout, ring, use.name)
         _ENTERED.append(lambda: put_back(module))
 
     def put_back(module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
+from drivetrain_megatron.tensor.cut import engine_side
 from drivetrain_megatron.tensor_parallel import whole_tensors
 from drivetrain_megatron.whole import WholeState
 
@@ -79,13 +80,15 @@ class MegatronTrainable(Trainable):
         self._inputs.check(loss)
         self._engine.backward(loss, scale * self._dp_size)
         if self._syncs:
-            self._replicas.average_all(self.module)
+            with engine_side():
+                self._replicas.average_all(self.module)
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(local_gradients(self.module.parameters()), factor)
+        with engine_side():
+            clipping.multiply(local_gradients(self.module.parameters()), factor)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
@@ -143,6 +146,14 @@ class MegatronTrainable(Trainable):
             )
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
+        former = [one for group in optimizer.param_groups for one in group["params"]]
+        if self._former.replaced(former, self.module):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called on parameters that were taken from "
+                f"{type(self.module).__name__} before accelerator.prepare, which put cut ones in their place; these "
+                "get no gradients",
+                cure="Prepare the optimizer with its model, or make it of model.parameters() after prepare.",
+            )
         if self._stepping.in_parts:
             raise UsageError(
                 f"{type(optimizer).__name__} was not prepared, and data_parallel: zero1 steps on parts of parameters",

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.remapping import one_kernel
 from drivetrain_megatron.replicas import buckets, local_part
+from drivetrain_megatron.tensor.cut import CutTensor
 
 
 @final
@@ -43,6 +44,8 @@ class Parts:
         for parameter in self._module.parameters():
             dim = self._dim(parameter)
             if dim is not None and id(parameter) not in self._parts:
+                if isinstance(parameter, CutTensor):
+                    parameter.pinned = "data_parallel: zero1 steps on parts that lie in it"
                 part = nn.Parameter(self._part(parameter, parameter, dim))
                 self._parts[id(parameter)] = (parameter, part, dim)
         for optimizer in optimizers:

@@ -147,6 +147,11 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros([*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]])], dim)
 
 
+def _differentiably() -> bool:
+    """Whether a backward is to be differentiated itself, ``create_graph=True``: then it runs the functions above."""
+    return torch.is_grad_enabled()
+
+
 class _Enter(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, plain: Tensor, ring: Ring) -> Tensor:
@@ -155,7 +160,7 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.ring.add_up(grad), None
+        return (ctx.ring.sum(grad) if _differentiably() else ctx.ring.add_up(grad)), None
 
 
 class _Cut(Function):
@@ -166,7 +171,8 @@ class _Cut(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.ring.collect(grad, ctx.layout), None, None
+        ring, layout = ctx.ring, ctx.layout
+        return (ring.gather(grad, layout) if _differentiably() else ring.collect(grad, layout)), None, None
 
 
 class _Gather(Function):
@@ -177,7 +183,8 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.ring.part(grad, ctx.layout), None, None
+        ring, layout = ctx.ring, ctx.layout
+        return (ring.cut(grad, layout) if _differentiably() else ring.part(grad, layout)), None, None
 
 
 class _GatherAndEnter(Function):
@@ -188,17 +195,19 @@ class _GatherAndEnter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.ring.add_up_and_part(grad, ctx.layout), None, None
+        ring, layout = ctx.ring, ctx.layout
+        return (ring.sum_and_cut(grad, layout) if _differentiably() else ring.add_up_and_part(grad, layout)), None, None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
         return ring.add_up(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return (_Enter.apply(grad, ctx.ring) if _differentiably() else grad), None  # type: ignore[no-untyped-call]
 
 
 class _SumAndCut(Function):
@@ -209,4 +218,5 @@ class _SumAndCut(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.ring.collect(grad, ctx.layout), None, None
+        ring, layout = ctx.ring, ctx.layout
+        return (ring.gather_and_enter(grad, layout) if _differentiably() else ring.collect(grad, layout)), None, None

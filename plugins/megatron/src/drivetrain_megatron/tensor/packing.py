@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from drivetrain.api import PortableState, TensorSpec
+from drivetrain_megatron.tensor.cut import CutTensor, like
 from drivetrain_megatron.tensor.layout import Layout
 
 
@@ -46,6 +47,8 @@ class Packing:
 
     def whole(self, key: str, tensor: Tensor) -> Tensor:
         """The whole tensor in the model's own order, plain. Collective over the tensor's mesh."""
+        if isinstance(tensor, CutTensor):
+            return tensor.full_tensor()
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         layout = self.layout(key)
         if layout is None or not isinstance(tensor, DTensor) or tuple(full.shape) != layout.shape:
@@ -104,6 +107,8 @@ class Packing:
                 pieces = own.tensor_split(_edges(own.shape[dim], mesh.size(axis)), dim)
                 own = pieces[mesh.get_local_rank(axis)]
         own = own.to(parameter.to_local().device).contiguous()
+        if isinstance(parameter, CutTensor):
+            return like(parameter, own)
         return DTensor.from_local(
             own,
             mesh,

@@ -27,6 +27,9 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
 """By name of the operation; ``get:shape`` is the attribute ``shape``. Filled by the modules that :mod:`rules` names."""
 
+OTHERS: dict[type, Callable[[Any], Any]] = {}
+"""Other kinds of tensors that may stand beside sharded ones, and what exchanges them in nested arguments."""
+
 _BY_FUNCTION: dict[Any, Rule] = {}
 _TOLD: set[str] = set()
 
@@ -63,6 +66,10 @@ class Sharded(Tensor):
         found = _BY_FUNCTION.get(func)
         if found is None:
             found = _BY_FUNCTION[func] = RULES.get(operation(func), by_gathering)
+        if len(types) > 1:
+            for kind in types:
+                if kind in OTHERS:
+                    args, kwargs = OTHERS[kind](args), OTHERS[kind](kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
             return found(func, args, kwargs or {})
 

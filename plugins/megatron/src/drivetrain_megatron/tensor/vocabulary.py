@@ -140,12 +140,15 @@ class _VocabularyLoss(Function):
         if smoothing:
             losses = losses - smoothing / classes * total[2]
         ctx.save_for_backward(logits, log_total, index, here, counts)
-        ctx.smoothing, ctx.classes = smoothing, classes
+        ctx.smoothing, ctx.classes, ctx.ring = smoothing, classes, ring
         return losses.masked_fill(~counts, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, log_total, index, here, counts = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = _differentiable(ctx, grad, logits, log_total, index, here, counts)
+            return found.to(logits.dtype), None, None, None, None, None
         factor = (grad * counts).to(log_total.dtype).unsqueeze(-1)
         found = (logits.to(log_total.dtype) - log_total.unsqueeze(-1)).exp_()
         if ctx.smoothing:
@@ -154,6 +157,22 @@ class _VocabularyLoss(Function):
         if found.shape[-1]:
             found.scatter_add_(-1, index, -(1.0 - ctx.smoothing) * factor * here.unsqueeze(-1))
         return found.to(logits.dtype), None, None, None, None, None
+
+
+def _differentiable(
+    ctx: Any, grad: Tensor, logits: Tensor, log_total: Tensor, index: Tensor, here: Tensor, counts: Tensor
+) -> Tensor:
+    """The gradient as a function of the logits and of what comes back, for ``create_graph=True``. Collective."""
+    ring: Ring = ctx.ring
+    values, known = logits.to(log_total.dtype), log_total.detach()
+    total = known + ring.sum((values - known.unsqueeze(-1)).exp().sum(-1)).log()
+    factor = ring.enter((grad * counts).to(log_total.dtype)).unsqueeze(-1)
+    found = (values - ring.enter(total).unsqueeze(-1)).exp() - ctx.smoothing / ctx.classes
+    picked = torch.zeros_like(values)
+    if picked.shape[-1]:
+        picked.scatter_(-1, index, here.unsqueeze(-1).to(values.dtype))
+    slopes: Tensor = (found - (1.0 - ctx.smoothing) * picked) * factor
+    return slopes
 
 
 @rule("nll_loss")
