@@ -285,6 +285,40 @@ class Watching(Net):
         self.gradient = gradient
 
 
+class Features:
+    """Collects, as an object that a module keeps."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.found.append(output)
+
+
+class Collecting(nn.Module):
+    """A part of one stage, which uses what hooks on its own parts collect in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.features, self.last = Features(), None
+        self.parts[0].register_forward_hook(self.features)
+        self.parts[1].register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.last = output
+
+    def forward(self, x):
+        self.features.found.clear()
+        return self.parts(x) + self.features.found[0] + self.last
+
+
+class WithCollecting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Collecting()
+
+
 class Scaling(Net):
     """Changes a gradient on its way."""
 
@@ -316,8 +350,9 @@ def hooks_with_effects(section: dict[str, Any]) -> None:
         for when in ("before", "after"):
             refused(made, r"of a pipelined model, .* changes ", **{when: lambda model, how=how: register(how, model)})
     refused(made, "a hook that forward sets on a tensor of a pipelined model", Watching)
-    follow(made, Scaling)
-    made.free_memory()
+    for kind in (Scaling, WithCollecting):
+        follow(made, kind)
+        made.free_memory()
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     refused(made, "is a hook on all modules")
     handle.remove()

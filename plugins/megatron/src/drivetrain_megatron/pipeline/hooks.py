@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -40,7 +41,10 @@ _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 _OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-_LIBRARIES = ("torch", "drivetrain", "drivetrain_megatron")
+_LIBRARIES = ("torch", "drivetrain", "drivetrain_megatron", "logging")
+
+_MOST_ITEMS, _MOST_BYTES = 256, 1 << 20
+"""How much of a container or an array that a hook can reach is compared: data sets are named in hooks, too."""
 
 _CURE = (
     "Return what it keeps from forward beside the output, and use it in the loss: "
@@ -97,13 +101,15 @@ class ModuleHooks:
         """Whether some were set or removed since :meth:`follow`."""
         return bool(self._hooked) and self._now() != self._seen
 
-    def follow(self, memo: Mapping[int, Any]) -> None:
+    def follow(self, memo: dict[int, Any]) -> None:
         """Give the skeleton the hooks that there are now.
 
         Args:
-            memo: of the copy: which module of the skeleton stands for which.
+            memo: of the copy, in which what the skeleton keeps stands for what the module keeps.
         """
         self._seen = self._now()
+        # What modules keep by themselves is looked at where forwards are tried.
+        own = frozenset(map(id, memo.values()))
         for ours in self._hooked:
             name, theirs = self._counterparts[ours]
             if ours is self._root:
@@ -113,7 +119,7 @@ class ModuleHooks:
                     vars(theirs)[kind] = OrderedDict(vars(ours)[kind])
                 for kind in _FORWARD:
                     vars(theirs)[kind] = OrderedDict(
-                        (key, self._without_values(name, key, copied(hook, memo)))
+                        (key, self._without_values(name, key, copied(hook, memo), own))
                         for key, hook in vars(ours)[kind].items()
                     )
             found = [(kind, key, hook) for kind in _BACKWARD for key, hook in vars(ours)[kind].items()]
@@ -122,14 +128,16 @@ class ModuleHooks:
             if found:
                 theirs.register_forward_hook(functools.partial(self._try_backward, name, found))
 
-    def _without_values(self, name: str, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _without_values(
+        self, name: str, key: int, hook: Callable[..., Any], own: Collection[int]
+    ) -> Callable[..., Any]:
         if of_library(hook):
             return hook
 
         def called(*given: Any) -> Any:
             if key in self._tried:
                 return tried(hook, given, f"a hook on {name!r}")
-            with without_effects(hook, f"a hook on {name!r}"):
+            with without_effects(hook, f"a hook on {name!r}", own):
                 result = tried(hook, given, f"a hook on {name!r}")
             self._tried.add(key)
             return result
@@ -228,10 +236,10 @@ def _of_script(module: nn.Module, kind: str) -> list[tuple[int, Callable[..., An
 # ---- what a hook does ------------------------------------------------------------------------------------------------
 
 
-def copied(hook: Any, memo: Mapping[int, Any]) -> Any:
+def copied(hook: Any, memo: dict[int, Any]) -> Any:
     """The hook for a skeleton; itself where it cannot be copied."""
     try:
-        return copy.deepcopy(hook, dict(memo))
+        return copy.deepcopy(hook, memo)
     except Exception:  # noqa: BLE001 (a user's own __deepcopy__ raises anything)
         return hook
 
@@ -257,9 +265,15 @@ def tried(hook: Callable[..., Any], given: Sequence[Any], what: str) -> Any:
 
 
 @contextmanager
-def without_effects(hook: Any, what: str) -> Iterator[None]:
-    """Raise :class:`UnsupportedError` where a hook that is called in here changes what lies outside of its module."""
-    state = _Captured(hook)
+def without_effects(hook: Any, what: str, own: Collection[int] = ()) -> Iterator[None]:
+    """Raise :class:`UnsupportedError` where a hook that is called in here changes what lies outside of its module.
+
+    Args:
+        hook: is called.
+        what: it is, for the error.
+        own: identities of what it may change.
+    """
+    state = _Captured(hook, own)
     yield
     changed = state.changed()
     if changed:
@@ -274,7 +288,8 @@ def without_effects(hook: Any, what: str) -> Iterator[None]:
 class _Captured:
     """What a function can reach and change: its closure, globals that it names, its object and their content."""
 
-    def __init__(self, hook: Any) -> None:
+    def __init__(self, hook: Any, own: Collection[int]) -> None:
+        self._own = own
         self._places: list[tuple[str, Callable[[], Any]]] = []
         self._functions: set[int] = set()
         self._kept: list[Any] = []
@@ -327,19 +342,22 @@ class _Captured:
         if isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
             return value
         self._kept.append(value)
+        if id(value) in self._own:
+            return id(value)
         if isinstance(value, Tensor):
-            return id(value), value._version  # noqa: SLF001 (torch counts writes)
+            return id(value), 0 if value.is_inference() else value._version  # noqa: SLF001 (torch counts writes)
         if isinstance(value, np.ndarray):
-            return id(value), value.tobytes()
+            return id(value), value.tobytes() if value.nbytes <= _MOST_BYTES else b""
         if depth == 0 or isinstance(value, types.ModuleType) or of_library(value):
             return self._of_module(value) if isinstance(value, nn.Module) and depth else id(value)
         if isinstance(value, nn.Module):
             return self._of_module(value)
-        if isinstance(value, Mapping):
-            return id(value), tuple((key, self._content(one, depth - 1)) for key, one in value.items())
+        if isinstance(value, dict):
+            some = itertools.islice(value.items(), _MOST_ITEMS)
+            return id(value), len(value), tuple((key, self._content(one, depth - 1)) for key, one in some)
         if isinstance(value, (list, tuple, deque)):
-            # The ends of a long one: what grows, grows there.
-            few = value if len(value) <= 256 else [*list(value)[:128], *list(value)[-128:]]
+            # What grows, grows at its end, and has another length.
+            few = itertools.islice(value, _MOST_ITEMS)
             own = 0 if isinstance(value, tuple) else id(value)
             return own, len(value), tuple(self._content(one, depth - 1) for one in few)
         if isinstance(value, (set, frozenset)):

@@ -114,6 +114,8 @@ class Elsewhere(FakeTensor):
         # Torch has no public way to list them.
         before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # noqa: SLF001
         self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
+        # Where it refuses them.
+        vars(self).update({name: its for name, its in vars(parameter).items() if name.startswith("register_post_")})
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As torch's; see :meth:`call_hooks`."""
@@ -301,7 +303,7 @@ class Skeleton:
         """Take over what the module keeps as it is now: mode, buffers, the script's attributes, what is frozen.
 
         Returns:
-            The memo of a copy, in which the skeleton's modules stand for the module's.
+            The memo of the copy, in which what the skeleton keeps stands for what the module keeps.
         """
         pairs = list(zip(module.modules(), self.module.modules(), strict=True))
         memo: dict[int, Any] = {id(ours): theirs for ours, theirs in pairs}
@@ -323,7 +325,7 @@ class Skeleton:
                     continue
                 if not (buffer.is_meta or is_absent(now) or is_absent(buffer)):
                     theirs._buffers[name] = buffer.detach().to(now.device, copy=True)  # noqa: SLF001
-        return {id(ours): theirs for ours, theirs in pairs}
+        return memo
 
     def absent(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without a value."""
