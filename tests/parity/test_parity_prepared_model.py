@@ -223,8 +223,8 @@ def look_at_it(backend):
     assert model is net
     assert isinstance(model, Net)
     assert (type(model).__name__, type(model).__module__) == ("Net", Net.__module__)
-    assert model.module is model
     assert accelerator.unwrap_model(model) is model
+    follow_module(accelerator, model)
     x = torch.randn(4, 4)
     accelerator.backward(model(x).logits.sum())
     assert order == ["before", "after"]
@@ -244,14 +244,94 @@ def look_at_it(backend):
         copied(x)
     chain = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert type(chain[:1]) is nn.Sequential
+    inner = model.module
     accelerator.free_memory()
-    assert type(model) is Net
+    assert type(model) is type(inner) is Net
+    inner.scale = 5.0
+    assert model.scale == 5.0
     accelerator.end_training()
+
+
+def follow_module(accelerator, model):
+    inner = model.module
+    # Where the loops of scripts and libraries end.
+    assert not hasattr(inner, "module")
+    assert isinstance(inner, Net)
+    assert inner is model.module
+    assert (inner, hash(inner)) == (model, hash(model))
+    assert accelerator.unwrap_model(inner) is model
+    assert "_drivetrain" not in vars(copy.deepcopy(inner))
+    # One state under both names, for whatever is set later, too.
+    inner.scale = 2.0
+    inner.register_buffer("later", torch.ones(2))
+    inner.eval()
+    assert (model.scale, model.training, "later" in model.state_dict()) == (2.0, False, True)
+    inner.extra = nn.Linear(2, 2)
+    assert model.extra is inner.extra
+    del model.later, model.extra
+    inner.scale = 1.0
+    model.train()
+    assert (inner.training, hasattr(inner, "later"), hasattr(inner, "extra")) == (True, False, False)
 
 
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("dp", 1), ("ddp", 2)])
 def test_a_prepared_model_is_the_users_object(backend, world):
     spawn(look_at_it, world, backend)
+
+
+class WithModule(nn.Module):
+    """A submodule that is called ``module`` stays what ``model.module`` is."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.module(x)
+
+
+class WithSlots(Net):
+    __slots__ = ("mark",)
+
+
+def test_what_module_is_where_the_class_says_so():
+    accelerator = start("single")
+    for kind in (WithModule, WithSlots):
+        model = accelerator.prepare(kind())
+        assert getattr(model, "module", None) is model._modules.get("module")
+    accelerator.end_training()
+
+
+def save_as_transformers_does(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_utils import unwrap_model
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    accelerator = start("ddp")
+    model = accelerator.prepare(LlamaForCausalLM(config))
+    found = unwrap_model(model), unwrap_model(model.module)
+    assert not any(hasattr(one, "module") for one in found)
+    for number, one in enumerate((model, model.module, accelerator.unwrap_model(model))):
+        # Transformers lets the first process write.
+        one.save_pretrained(folder / str(number))
+        accelerator.wait_for_everyone()
+        saved = LlamaForCausalLM.from_pretrained(folder / str(number))
+        assert saved.config.architectures == ["LlamaForCausalLM"]
+        for name, value in accelerator.get_state_dict(model).items():
+            assert torch.equal(saved.state_dict()[name], value), name
+    accelerator.end_training()
+
+
+def test_transformers_comes_to_an_end_where_it_follows_module(tmp_path):
+    spawn(save_as_transformers_does, 2, tmp_path)
 
 
 def refuse(backend, mistake):

@@ -98,6 +98,31 @@ def attribute_after_prepare(accelerator):
     return fit(accelerator, model, optimizer, batches, loss_of)
 
 
+def followed(model):
+    """The loop with which scripts and libraries take off what wraps a model."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+@script()
+def module_followed(accelerator):
+    """``while hasattr(model, "module")``, then the inner model is called, written to and switched to evaluation."""
+    model, optimizer, batches = prepared(accelerator, Scaled)
+    inner = followed(model)
+    inner.scale = 3.0
+    probe = torch.linspace(-1, 1, FEATURES).expand(BATCH, FEATURES)
+
+    def loss_of(x, y):
+        inner.eval()
+        with torch.no_grad():
+            inner.scale *= 0.9 + 0.01 * float(followed(accelerator.unwrap_model(model))(probe).mean().tanh())
+        inner.train()
+        return F.cross_entropy(inner(x), y)
+
+    return fit(accelerator, model, optimizer, batches, loss_of)
+
+
 class Buffered(Net):
     def forward(self, x):
         return super().forward(x * self.gain if hasattr(self, "gain") else x)

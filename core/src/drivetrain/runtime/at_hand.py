@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from drivetrain.errors import UsageError
 from drivetrain.runtime.current import current_backend
+from drivetrain.runtime.model import record_of
 from drivetrain.runtime.placing import original_module
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep
     """The model itself: what ``prepare`` returns is the user's own object.
 
     Args:
-        model: a prepared model.
+        model: a prepared model, or its ``model.module``.
         keep_fp32_wrapper: accepted either way: there is no such wrapper.
         keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
     """
     del keep_fp32_wrapper
+    record = record_of(model)
+    model = model if record is None else record.source
     return model if keep_torch_compile else original_module(model)

@@ -145,9 +145,41 @@ def _new_of(plain: type[nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _inner_module(self: PreparedModel) -> Any:
-    """The model itself, without what ``torch.compile`` put around it; a submodule of this name where there is one."""
+    """The model without this attribute; behind ``torch.compile`` the module in it; a submodule of this name if any."""
     own = self.__dict__["_modules"].get("module")
-    return self.__dict__[_RECORD].trainable.module if own is None else own
+    if own is not None:
+        return own
+    record: Record = self.__dict__[_RECORD]
+    if record.trainable.module is not self:
+        return record.trainable.module
+    inner = record.inner
+    assert inner is not None, "made with the prepared model"
+    # A script may have replaced it since.
+    object.__setattr__(inner, "__dict__", self.__dict__)
+    return inner
+
+
+def _is_same_model(self: Any, other: object) -> Any:
+    """``model.module == model``: what is kept by module, such as torch's own state of it, is found by either."""
+    return vars(self) is vars(other) if isinstance(other, nn.Module) else NotImplemented
+
+
+def _make_inner(model: nn.Module, plain: type[nn.Module], bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+    """A second object with the attributes of the model, all of them and always, and no ``module``.
+
+    Scripts and libraries follow ``module`` until there is none. The call of this one runs the engine's forward too.
+    """
+    hash_of_model = object.__hash__(model)
+    if plain.__eq__ is object.__eq__ and plain.__hash__ is object.__hash__:
+        members = {**members, "__eq__": _is_same_model, "__hash__": lambda _: hash_of_model}
+    inner = object.__new__(type(plain.__name__, bases, members))
+    object.__setattr__(inner, "__dict__", model.__dict__)
+    return inner
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether its objects keep attributes outside of their ``__dict__``."""
+    return any(set(vars(one).get("__slots__", ())) - {"__dict__", "__weakref__"} for one in kind.__mro__)
 
 
 def _no_sync(self: PreparedModel) -> AbstractContextManager[None]:
@@ -175,13 +207,15 @@ def make_prepared(model: nn.Module, record: Record) -> nn.Module:
         "__new__": _new_of(plain),
     }
     # What the user's class has under these names stays the user's.
-    ours: dict[str, Any] = {"no_sync": _no_sync}
-    if not hasattr(current, "save_pretrained"):
-        # Transformers follows `module` until there is none, in `save_pretrained`, and would never come to an end.
-        ours["module"] = property(_inner_module)
-    members |= {name: its for name, its in ours.items() if not hasattr(current, name) and name not in vars(model)}
+    if not hasattr(current, "no_sync") and "no_sync" not in vars(model):
+        members["no_sync"] = _no_sync
+    bases = (PreparedModel, current)
     try:
-        made = type(plain.__name__, (PreparedModel, current), members)
+        if hasattr(current, "module") or "module" in vars(model) or _has_slots(current):
+            made = type(plain.__name__, bases, members)
+        else:
+            record.inner = _make_inner(model, current, bases, members)
+            made = type(plain.__name__, bases, {**members, "module": property(_inner_module)})
         model.__dict__[_RECORD] = record
         model.__class__ = made
     except TypeError as error:
@@ -203,7 +237,9 @@ def restore(model: nn.Module) -> None:
     record = record_of(model)
     if record is not None:
         forget_registrations(record)
-        model.__class__ = type(model).__bases__[1]
+        for one in (record.source, record.inner):
+            if one is not None:
+                one.__class__ = type(one).__bases__[1]
         del model.__dict__[_RECORD]
 
 

@@ -72,7 +72,7 @@ class Preparer:
         record = record_of(model)
         if record is not None:
             if record in self._trainer.records:
-                return model
+                return record.source
             # Another accelerator prepared it, which trains it no more.
             restore(model)
         capabilities = self._backend.capabilities

@@ -32,6 +32,7 @@ class Record:
         inside: identifiers of the threads in which the engine's forward runs.
         buffers: keeps them the same on all ranks; ``None`` where the engine does.
         replicated: the backend's capability of that name.
+        inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
     """
 
     trainable: Trainable
@@ -46,6 +47,7 @@ class Record:
     inside: set[int] = field(default_factory=set)
     buffers: Buffers | None = None
     replicated: bool = True
+    inner: nn.Module | None = None
 
     @property
     def run(self) -> Callable[..., Any]:

@@ -131,7 +131,9 @@ class MegatronBackend(Backend):
             )
             return prepare(job, model, module, optimizers, filling, training)
         former = FormerParameters(module)
-        gradient_hooks.refuse_steps_in_backward(module)
+        alone = self._pipeline is not None and self.topology.mesh.sizes["tp"] == 1 and self.topology.dp_size == 1
+        if not alone:
+            gradient_hooks.refuse_steps_in_backward(module)
         # Torch has no public way to list hooks.
         hooked = {name: one for name, one in module.named_parameters() if one._backward_hooks}  # noqa: SLF001
         before = dict(module.named_parameters()) if self.topology.mesh.sizes["tp"] > 1 else hooked
@@ -157,6 +159,8 @@ class MegatronBackend(Backend):
             module.to(home)
         packed = packing.packing_of(module)
         gradient_hooks.carry(before, module, lambda name, one: packed.whole(f"model.{name}", one), cut)
+        if self.topology.dp_size > 1:
+            gradient_hooks.refuse_accumulated(module)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
         if self.topology.mesh.sizes["tp"] > 1:

@@ -6,7 +6,7 @@ set before ``prepare`` or after: a mask or a normalisation then does what it doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.api import UnsupportedError
+from drivetrain_megatron.pipeline.skeleton import Elsewhere
 
 Whole = Callable[[str, Tensor], Tensor]
 Part = Callable[[Tensor, Tensor], Tensor]
@@ -66,6 +67,7 @@ def carry(former: Mapping[str, Tensor], module: nn.Module, whole: Whole, part: P
                     changed = hook(whole(name, gradient))
                     return None if changed is None else part(changed, new)
 
+            on_whole.of_script = hook  # type: ignore[attr-defined]
             return register(on_whole)
 
         def refuse(*_: Any, name: str = name) -> Any:
@@ -104,36 +106,77 @@ def refuse(former: Mapping[str, Tensor], module: nn.Module, why: str) -> None:
             parameter.register_post_accumulate_grad_hook = refused  # type: ignore[method-assign]
 
 
+def refuse_accumulated(module: nn.Module) -> None:
+    """From now on refuse hooks that run when a gradient is accumulated, which is before it is reduced over ranks."""
+    for name, parameter in module.named_parameters():
+
+        def refused(*_: Any, name: str = name) -> Any:
+            raise _refused(name)
+
+        parameter.register_post_accumulate_grad_hook = refused  # type: ignore[method-assign]
+
+
 @contextmanager
-def put_off(parameters: Iterable[nn.Parameter], factor: float) -> Iterator[None]:
+def put_off(
+    parameters: Iterable[nn.Parameter], factor: float, added_up: Collection[Tensor], absent: Iterable[Elsewhere]
+) -> Iterator[None]:
     """Backwards of micro-batches run in here; afterwards each hook is called once, with what they added together.
 
     Args:
         parameters: this rank's.
         factor: by which their gradients are larger than those of the script's loss.
+        added_up: those that several stages hold, of which each has its share of the gradient, with hooks or without.
+        absent: those of other stages, whose hooks are called with what refuses to be read.
     """
-    waiting: list[tuple[nn.Parameter, Any, dict[Any, Any], Tensor | None]] = []
-    for one in parameters:
-        hooks = one._backward_hooks  # noqa: SLF001 (torch has no public way to list them)
-        if hooks:
-            waiting.append((one, hooks, dict(hooks), one.grad))
-            hooks.clear()
-            one.grad = None
+    waiting = _take(parameters, {id(one) for one in added_up})
     try:
         yield
     except BaseException:
-        for one, hooks, called, before in waiting:
-            hooks.update(called)
-            one.grad = before
+        for one, several, grad in waiting:
+            _set(several)
+            one.grad = grad
         raise
-    for one, hooks, called, before in waiting:
-        hooks.update(called)
-        added = one.grad
-        if added is not None:
-            with torch.no_grad():
-                added = added / factor
-                for hook in called.values():
-                    changed = hook(added)
-                    added = added if changed is None else changed
-                added = added * factor
-        one.grad = before if added is None else added if before is None else before + added
+    for _, several, _ in waiting:
+        _set(several)
+    with torch.no_grad():
+        for one, ((_, before), (_, after)), grad in waiting:
+            added = one.grad if one.grad is None or not before else _changed(one.grad, before.values(), factor)
+            one.grad = grad if added is None else added if grad is None else grad + added
+            if added is not None:
+                for hook in after.values():
+                    hook(one)
+        for foreign in absent:
+            foreign.call_hooks()
+
+
+Hooks = list[tuple[Any, dict[Any, Any]]]
+"""Torch's dictionary of hooks, and what was in it."""
+
+
+def _take(parameters: Iterable[nn.Parameter], anyway: Collection[int]) -> list[tuple[nn.Parameter, Hooks, Any]]:
+    """Take hooks and gradients off those that have hooks, and off those of some identities."""
+    waiting: list[tuple[nn.Parameter, Hooks, Any]] = []
+    for one in parameters:
+        # Torch has no public way to list them.
+        before, after = one._backward_hooks, one._post_accumulate_grad_hooks  # noqa: SLF001
+        if before or after or id(one) in anyway:
+            waiting.append((one, [(hooks, dict(hooks or ())) for hooks in (before, after)], one.grad))
+            for hooks in (before, after):
+                if hooks:
+                    hooks.clear()
+            one.grad = None
+    return waiting
+
+
+def _changed(added: Tensor, hooks: Iterable[Callable[[Tensor], Any]], factor: float) -> Tensor:
+    added = added / factor
+    for hook in hooks:
+        changed = hook(added)
+        added = added if changed is None else changed
+    return added * factor
+
+
+def _set(several: Hooks) -> None:
+    for hooks, called in several:
+        if called:
+            hooks.update(called)

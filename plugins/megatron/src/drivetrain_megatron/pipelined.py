@@ -28,9 +28,9 @@ from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.deferred import Node
-from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign
+from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign, without_absent
 from drivetrain_megatron.pipeline.pipeline import Pipeline
-from drivetrain_megatron.pipeline.skeleton import passing_over
+from drivetrain_megatron.pipeline.skeleton import Elsewhere, passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
@@ -74,6 +74,7 @@ class PipelinedTrainable(Trainable):
         """Tells the state of the whole model."""
         self._syncs, self._dividing = True, False
         self._held: list[nn.Parameter] = []
+        self._absent: list[Elsewhere] = []
         self._shared: dict[str, nn.Parameter] = {}
         in_shards = self._how == "fsdp" and dp_size > 1
         self.pipeline = Pipeline(
@@ -98,6 +99,7 @@ class PipelinedTrainable(Trainable):
             self._stepping.lay_out(self._how, self._mesh)
         parameters = dict(self.module.named_parameters())
         self._held = [parameters[name] for name in parameters if share.holds(name)]
+        self._absent = [one for one in parameters.values() if isinstance(one, Elsewhere)]
         self._shared = {name: parameters[name] for name, _ in share.shared()}
         self._norm.leave_out(self._stepping.held([parameters[name] for name in self._shared if not share.mine(name)]))
         self._dividing = False
@@ -130,20 +132,12 @@ class PipelinedTrainable(Trainable):
             # The scaler makes its scale when it is first used, which the stages before the last do not.
             scaler.scale(torch.zeros((), device=self._engine.device))
         shared = {name: one for name, one in self._shared.items() if one.requires_grad}
-        before = {name: one.grad for name, one in shared.items()}
-        for one in shared.values():
-            one.grad = None
-        try:
-            with gradient_hooks.put_off(self._held, self._dp_size):
-                self.pipeline.train(
-                    call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
-                )
-        except BaseException:
-            for name, grad in before.items():
-                shared[name].grad = grad
-            raise
-        if shared and self._share is not None:
-            add_shared_gradients(before, shared, self._share, self._group)
+        with gradient_hooks.put_off(self._held, self._dp_size, shared.values(), self._absent):
+            self.pipeline.train(
+                call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
+            )
+            if shared and self._share is not None:
+                add_shared_gradients(shared, self._share, self._group)
         if self._syncs:
             self._replicas.average(self._held)
 
@@ -174,7 +168,8 @@ class PipelinedTrainable(Trainable):
                 cure="Use an optimizer that steps without one.",
             )
         self.pipeline.changed()
-        return self._stepping.step(optimizer, None)
+        with without_absent(optimizer):
+            return self._stepping.step(optimizer, None)
 
     @passing_over
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,9 @@ def drop_foreign(
                     parameter.data = parameter.data.to(device)
                 continue
             if id(parameter) not in absent:
-                blank = blanks.absent_parameter(parameter)
-                absent[id(parameter)] = Elsewhere.of(blank, first[id(parameter)])  # type: ignore[assignment]
+                blank = Elsewhere.of(blanks.absent_parameter(parameter), first[id(parameter)])
+                blank.take_hooks(parameter)
+                absent[id(parameter)] = blank  # type: ignore[assignment]
             part._parameters[name] = absent[id(parameter)]  # noqa: SLF001
     if device is not None:
         for part in module.modules():
@@ -100,14 +102,28 @@ def exchange(optimizer: Optimizer, absent: dict[int, nn.Parameter]) -> None:
                 group["params"][index] = absent[id(parameter)]
 
 
+@contextmanager
+def without_absent(optimizer: Optimizer) -> Iterator[None]:
+    """In here a script's own optimizer has this rank's parameters alone: not all ask whether there is a gradient."""
+    if type(optimizer) in local_steps.ELEMENTWISE:
+        # Torch's ask.
+        yield
+        return
+    before = [group["params"] for group in optimizer.param_groups]
+    for group, params in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = [one for one in params if not isinstance(one, Elsewhere)]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
+
+
 @torch.no_grad()
-def add_shared_gradients(
-    before: dict[str, Tensor | None], parameters: dict[str, nn.Parameter], share: Share, group: dist.ProcessGroup
-) -> None:
-    """Sum what this run added to the gradients of parameters that several stages hold. Collective over the pipeline.
+def add_shared_gradients(parameters: dict[str, nn.Parameter], share: Share, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters that several stages hold. Collective over the pipeline.
 
     Args:
-        before: their gradients before the run.
         parameters: by name, those that are trained, which are the same on all stages.
         share: who holds them.
         group: the ranks of the pipeline.
@@ -140,8 +156,4 @@ def add_shared_gradients(
         # In order of ranks, so that the sum has the same digits on all of them.
         pairs = sorted([(share.rank, total), *zip(elsewhere, others, strict=True)], key=lambda pair: pair[0])
         added = torch.stack([value for _, value in pairs]).sum(0)
-        old = before[name]
-        parameter = parameters[name]
-        if old is not None:
-            added = added + local_part(old)
-        parameter.grad = local_steps.laid_out_as(parameter, added)
+        parameters[name].grad = local_steps.laid_out_as(parameters[name], added)

@@ -15,7 +15,7 @@ from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, Usage
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients
-from drivetrain_megatron.pipeline import replay, schedules
+from drivetrain_megatron.pipeline import hooks, replay, schedules
 from drivetrain_megatron.pipeline.batches import Rows, cut
 from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.compiling import uncut
@@ -26,7 +26,7 @@ from drivetrain_megatron.pipeline.planning import Arguments, Planner
 from drivetrain_megatron.pipeline.programs import Programs
 from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
 from drivetrain_megatron.pipeline.running import StageRun
-from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.pipeline.skeleton import Elsewhere, is_absent
 from drivetrain_megatron.pipeline.transport import Stage, StageModule
 from drivetrain_megatron.pipeline.trying import Trials, failed, size_along
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
@@ -66,6 +66,7 @@ class Pipeline:
         data_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model, self._module, self._engine, self._section = model, module, engine, section
+        self._called = (model,) if model is module else (model, module)
         self._group, self._device, self._on_cut = group, torch.device(device), on_cut
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         num_stages = self.num_ranks * schedules.stages_per_rank(section)
@@ -109,6 +110,9 @@ class Pipeline:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output that the model will have: deferred tensors in the containers that its forward returns."""
+        return hooks.around(self._called, self._call, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = (args, kwargs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(arguments)):
             raise UnsupportedError(
@@ -136,6 +140,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward over the stages; every rank gets the output. Collective over the pipeline."""
+        return hooks.around(self._called, self._evaluate, args, kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         way = self._way((args, kwargs))
         self._check_inputs((args, kwargs))
         with self._own_randomness():
@@ -179,6 +186,7 @@ class Pipeline:
                 "an output of a pipelined model, whose value is not known before backward, is an input of another call",
                 cure="Put both models into one module and prepare that, or use pipeline_parallel_size: 1.",
             )
+        hooks.check_global_hooks()
         self.planner.look_at_parameters()
         cut_before = self.planner.cut is not None
         way = self.planner.passage(arguments)
@@ -226,8 +234,16 @@ class Pipeline:
         adjusting: Adjusting | None = None,
     ) -> Any:
         """One stage's output for one micro-batch: a tuple for the next stage, or the model's output."""
-        args, kwargs = arguments
         run = StageRun(stage, way, received, adjusting.paused if adjusting is not None else nullcontext)
+        with hooks.left_out(self._called):
+            try:
+                return self._computed(run, stage, arguments, adjusting)
+            except RuntimeError:
+                self._check_values()
+                raise
+
+    def _computed(self, run: StageRun, stage: int, arguments: Arguments, adjusting: Adjusting | None) -> Any:
+        args, kwargs = arguments
         intercepted = self.planner.interception.run
         if stage < len(self._rank_of) - 1:
             # Past the engine's cast of outputs: what goes to the next stage stays in the dtype of the computation.
@@ -237,6 +253,15 @@ class Pipeline:
             return self._engine.forward(
                 lambda: intercepted(run, lambda: call_plainly(self._model, *args, **kwargs)), (), {}
             )
+
+    def _check_values(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            if parameter.is_meta and not isinstance(parameter, Elsewhere):
+                raise UsageError(
+                    f"{name} has no values any more: {name}.data = ... gave it what is computed from a parameter of "
+                    "another pipeline stage",
+                    cure="Compute it from this parameter alone, or before accelerator.prepare.",
+                )
 
     def _through(self, arguments: Arguments, way: Passage, run: Callable[[int, Any], Any] | None = None) -> Any:
         """Run one batch forward over all stages; on the rank of the last one its output. Collective."""
@@ -309,6 +334,8 @@ class Pipeline:
                 "accelerator.backward(loss), where the forward runs",
                 cure="Call requires_grad_ before the forward.",
             )
+        if self.planner.hooks.changed():
+            raise hooks.changed_between()
         used = (leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs)))
         self._check_inputs(call.arguments, [leaf for leaf in used if isinstance(leaf, Tensor)])
         work = self._prepared(call, loss, call.living())

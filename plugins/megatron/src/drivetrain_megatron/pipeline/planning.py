@@ -22,6 +22,7 @@ from drivetrain.api import (
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import same_randomness, unchanged, without_gradients
 from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at, parameter_bytes
+from drivetrain_megatron.pipeline.hooks import ModuleHooks, TensorHooks, left_out
 from drivetrain_megatron.pipeline.passage import Passage, Survey, stubs_of, whole_output
 from drivetrain_megatron.pipeline.reductions import Counting, Reduction
 from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun
@@ -65,7 +66,8 @@ class Planner:
         """Grows when the script writes an attribute, or freezes parameters: forward may take another way."""
         self._parameters = list(module.parameters())
         self._trained = trained(self._parameters)
-        self.interception = Interception(module, self._written)
+        self.hooks = ModuleHooks(module, self.skeleton.module)
+        self.interception = Interception(module, self._written, self.hooks.registered)
         self.interception.install([name for name, _ in module.named_modules()])
         self._bare = Interception(self.skeleton.module)
 
@@ -91,6 +93,9 @@ class Planner:
         if self.frozen_since():
             self._trained = trained(self._parameters)
             self.version += 1
+        if self.hooks.changed():
+            self.version += 1
+            self.hooks.follow(self.skeleton.follow(self._module))
 
     def frozen_since(self) -> bool:
         """Whether something was frozen or unfrozen since the last look."""
@@ -162,9 +167,9 @@ class Planner:
         return found
 
     def _trace(self, arguments: Arguments) -> Timeline:
-        self.skeleton.follow(self._module)
+        self.hooks.follow(self.skeleton.follow(self._module))
         args, kwargs = arguments
-        with unchanged(self.skeleton.module, self._device) as state:
+        with unchanged(self.skeleton.module, self._device) as state, TensorHooks():  # type: ignore[no-untyped-call]
             timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
             for place, change in state.changes().items():
                 if change.tensors and not place.buffer:
@@ -185,7 +190,7 @@ class Planner:
 
     def _seconds(self, arguments: Arguments, candidates: Sequence[str]) -> Sequence[float]:
         args, kwargs = arguments
-        with unchanged(self._module, self._device), self.interception.plain():
+        with unchanged(self._module, self._device), self.interception.plain(), left_out((self._module,)):
             return seconds(
                 self._module,
                 lambda: self._engine.forward(partial(call_plainly, self._module), args, kwargs),

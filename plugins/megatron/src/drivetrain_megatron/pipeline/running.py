@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.api import UsageError
+from drivetrain_megatron.pipeline import hooks
 from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
 from drivetrain_megatron.pipeline.skeleton import is_absent, known_elsewhere
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
@@ -162,10 +163,16 @@ class Interception:
     Args:
         module: the model.
         written: called when the script writes a Python attribute of a module.
+        hooked: called when the script sets a hook on a module, with both.
     """
 
-    def __init__(self, module: nn.Module, written: Callable[[], None] = lambda: None) -> None:
-        self._module, self.written = module, written
+    def __init__(
+        self,
+        module: nn.Module,
+        written: Callable[[], None] = lambda: None,
+        hooked: Callable[[nn.Module, Any], None] = lambda *_: None,
+    ) -> None:
+        self._module, self.written, self._hooked = module, written, hooked
         self._changed: dict[str, tuple[nn.Module, type[nn.Module], type[nn.Module]]] = {}
         self._active: Run | None = None
         self._outside: Callable[..., Any] | None = None
@@ -248,7 +255,16 @@ class Interception:
             with known_elsewhere():
                 original.zero_grad(module, set_to_none)
 
-        members = {"__call__": call, "__setattr__": set_attribute, "zero_grad": zero_grad}
+        def registration(method: str) -> Callable[..., Any]:
+            def register(module: nn.Module, hook: Any, *args: Any, **kwargs: Any) -> Any:
+                if not interception.running:
+                    interception._hooked(module, hook)
+                return getattr(original, method)(module, hook, *args, **kwargs)
+
+            return register
+
+        members: dict[str, Any] = {"__call__": call, "__setattr__": set_attribute, "zero_grad": zero_grad}
+        members |= {method: registration(method) for method in hooks.REGISTRATIONS}
         made = type(original.__name__, (original,), {**members, "__module__": original.__module__})
         made.__qualname__ = original.__qualname__
         return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.module_state import OF_TORCH
@@ -79,13 +81,17 @@ class Elsewhere(FakeTensor):
     """
 
     fqn: str
+    _hooks: tuple[dict[int, Any], dict[int, Any]]
+    """What a script has set: hooks on its gradient, and on itself once that is accumulated."""
+    _shown: Elsewhere | None = None
+    """Its gradient for those."""
 
     @staticmethod
     def of(absent: Tensor, name: str) -> Elsewhere:
         """Turn a parameter without memory into one."""
         absent.__class__ = Elsewhere
         assert isinstance(absent, Elsewhere), "its class was exchanged"
-        absent.fqn = name
+        absent.fqn, absent._hooks = name, ({}, {})  # noqa: SLF001 (its own class)
         # Its copies are of this class too.
         vars(absent).pop("__deepcopy__", None)
         return absent
@@ -95,11 +101,57 @@ class Elsewhere(FakeTensor):
         """Not here."""
         if _KNOWN[0] or torch._C._current_graph_task_id() != -1:  # noqa: SLF001 (torch has no public name for it)
             return None
+        if self._shown is not None:
+            return self._shown
         raise self.refused("its gradient was read")
 
     @grad.setter
     def grad(self, value: Any) -> None:
         """Its own stage does it."""
+
+    def take_hooks(self, parameter: Tensor) -> None:
+        """Have the hooks of the parameter that it stands for; their handles remove them here too."""
+        # Torch has no public way to list them.
+        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # noqa: SLF001
+        self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
+        # Where it refuses them.
+        vars(self).update({name: its for name, its in vars(parameter).items() if name.startswith("register_post_")})
+
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's; see :meth:`call_hooks`."""
+        return self._register(hook, 0)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's; see :meth:`call_hooks`."""
+        return self._register(hook, 1)
+
+    def _register(self, hook: Callable[..., Any], kind: int) -> RemovableHandle:
+        hooks = self._hooks[kind]
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def call_hooks(self) -> None:
+        """Call its hooks with a gradient that refuses to be read: what they compute for it, its own stage computes.
+
+        A hook that keeps or measures gradients would otherwise know of one stage's, and nobody would notice.
+        """
+        if not (self._hooks[0] or self._hooks[1]):
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
+            if not self.requires_grad:
+                return
+        gradient = Elsewhere.of(self._copied().detach(), self.fqn)
+        known, _KNOWN[0] = _KNOWN[0], 0
+        try:
+            for hook in list(self._hooks[0].values()):
+                getattr(hook, "of_script", hook)(gradient)
+            self._shown = gradient
+            for hook in list(self._hooks[1].values()):
+                hook(self)
+        finally:
+            self._shown = None
+            _KNOWN[0] = known
 
     def refused(self, what: str) -> UsageError:
         """The error for what a script did with it."""
@@ -142,6 +194,9 @@ class Elsewhere(FakeTensor):
                 if isinstance(first, (list, tuple)):
                     return _of_those_here(func, args, kwargs)
             absent = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Elsewhere))
+            if name in _JOINING and _several(args, kwargs):
+                # What was cut out of it and written back, p.data = vector[:9], torch would take without a word.
+                raise absent.refused(f"{name} joins it with others")
             if name == "backward" or (name.endswith("_") and not name.endswith("__")):
                 raise absent.refused(f"{name} reads it")
             try:
@@ -154,6 +209,17 @@ class Elsewhere(FakeTensor):
                 if type(one) is FakeTensor:
                     Elsewhere.of(one, absent.fqn)
             return found
+
+
+_JOINING = frozenset(
+    {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
+)
+
+
+def _several(args: Any, kwargs: Any) -> bool:
+    """Whether a call is given tensors that come from more than one parameter."""
+    found = {getattr(one, "fqn", "") for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+    return len(found) > 1
 
 
 _CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous"})
@@ -233,8 +299,12 @@ class Skeleton:
         for name, part in self.module.named_modules():
             _make_robust(part, name, self.opaque)
 
-    def follow(self, module: nn.Module) -> None:
-        """Take over what the module keeps as it is now: mode, buffers, the script's attributes, what is frozen."""
+    def follow(self, module: nn.Module) -> dict[int, Any]:
+        """Take over what the module keeps as it is now: mode, buffers, the script's attributes, what is frozen.
+
+        Returns:
+            The memo of the copy, in which what the skeleton keeps stands for what the module keeps.
+        """
         pairs = list(zip(module.modules(), self.module.modules(), strict=True))
         memo: dict[int, Any] = {id(ours): theirs for ours, theirs in pairs}
         for one, flag in zip(self.module.parameters(), trained(list(module.parameters())), strict=True):
@@ -255,6 +325,7 @@ class Skeleton:
                     continue
                 if not (buffer.is_meta or is_absent(now) or is_absent(buffer)):
                     theirs._buffers[name] = buffer.detach().to(now.device, copy=True)  # noqa: SLF001
+        return memo
 
     def absent(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without a value."""
