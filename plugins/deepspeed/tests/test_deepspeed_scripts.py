@@ -928,9 +928,7 @@ def of_two_optimizers(accelerator: Accelerator | None) -> dict[str, Tensor]:
         kept[0]["drivetrain_part"] = {"rank": (accelerator.process_index + 1) % 3, "ranks": 3}
         with pytest.raises(UnsupportedError, match=r"is the part of rank \d of 3, and this AdamW holds"):
             mine[0].load_state_dict(kept[0])
-        with pytest.raises(
-            UnsupportedError, match="is that of whole parameters, and this"
-        ):
+        with pytest.raises(UnsupportedError, match="is that of whole parameters, and this"):
             mine[0].load_state_dict({"state": {}, "param_groups": []})
     return job.whole()
 

@@ -58,7 +58,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         return _evaluating(backend, model, module)
     for optimizer in optimizers:
         _check(optimizer, module)
-        elementwise.check(optimizer, backend.config.stage, backend.topology.device)
+        elementwise.check(optimizer, backend.config.stage)
     described = _described(backend, optimizers)
     config = _dictionary(backend, module, described)
     recorded = [RecordedGroups.of(optimizer) for optimizer in optimizers]
