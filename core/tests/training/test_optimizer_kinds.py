@@ -158,3 +158,23 @@ def test_a_trial_leaves_no_trace():
     for one, was in zip(optimizer.param_groups[0]["params"], before[1], strict=True):
         assert torch.equal(one, was)
         assert torch.equal(one.grad, torch.ones_like(one))
+
+
+def test_a_learning_rate_of_0_hides_nothing():
+    """As schedules with a warm-up set it before ``prepare``."""
+    with pytest.raises(UnsupportedError, match="in two parts"):
+        optimizer_kinds.check_elementwise(Layerwise(parameters(), lr=0.0), "fsdp")
+
+
+class DecaysMatrices(Own):
+    """What only a part with another number of dims shows."""
+
+    def update(self, group, one, grad):
+        one.sub_(grad + one * (one.dim() > 1), alpha=group["lr"])
+
+
+def test_flat_parts_have_one_dim():
+    optimizer = DecaysMatrices(parameters())
+    assert optimizer_kinds.why_not_elementwise(optimizer) is None
+    with pytest.raises(UnsupportedError, match=r"in two parts.*zero_stage: 0"):
+        optimizer_kinds.check_elementwise(optimizer, "ZeRO stage 1", flat=True, instead="zero_stage: 0")

@@ -129,7 +129,7 @@ def test_element_wise(make: Callable[[Any], Optimizer]) -> None:
     optimizer = make(trained.parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)  # starts at 0, and replaces `step` on the object
     state = len(optimizer.state)
-    elementwise.check(optimizer, 2, "cpu")
+    elementwise.check(optimizer, 2)
     assert all(torch.equal(*pair) for pair in zip(before, trained.parameters(), strict=True))
     assert len(optimizer.state) == state
     assert all(each.grad is None for each in trained.parameters())
@@ -140,20 +140,20 @@ def test_not_element_wise(make: Callable[[Any], Optimizer]) -> None:
     optimizer = make(model().parameters())
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedError, match=f"{type(optimizer).__name__} is not element-wise.*zero_stage: 0"):
-            elementwise.check(optimizer, stage, "cpu")
-    elementwise.check(optimizer, 0, "cpu")
+            elementwise.check(optimizer, stage)
+    elementwise.check(optimizer, 0)
 
 
 def test_a_trial_frees_nothing() -> None:
     optimizer = Native(model().parameters())
-    elementwise.check(optimizer, 2, "cpu")
+    elementwise.check(optimizer, 2)
     assert Native.freed == 0
 
 
 def test_matrices_only() -> None:
     muon = torch.optim.Muon([nn.Parameter(torch.ones(4, 3))])
     with pytest.raises(UnsupportedError, match="Muon is not element-wise"):
-        elementwise.check(muon, 1, "cpu")
+        elementwise.check(muon, 1)
 
 
 def test_of_the_section() -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,7 +257,121 @@ def average(job: Job) -> None:
     job.model.load_state_dict({name: each + 2 * now[name] for name, each in averaged.items()})
 
 
+@script
+def clamp_before_another_way(job: Job) -> None:
+    """What is written is there when a forward takes another way than the one before."""
+    for step in range(3):
+        job.train(step)
+        with torch.no_grad():
+            for each in job.model.parameters():
+                each.clamp_(-0.1, 0.1)
+            job.model(job.batch(step)[0])
+        job.backward(-job.model.encode(job.batch(step)[0]).mean() + 0.0 * job.loss(step))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+@script
+def assign_with_other_strides(job: Job) -> None:
+    """As ``model.to(memory_format=torch.channels_last)`` does: so are gradients then."""
+    job.train(0)
+    job.model.head.weight.data = job.model.head.weight.data.t().contiguous().t()
+    job.train(1)
+    job.model.first.weight.data = job.model.first.weight.data.t().contiguous().t()
+    job.train(2)
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@script
+def forget_zero_grad(job: Job) -> None:
+    for step in range(3):
+        job.backward(job.loss(step))
+        job.optimizer.step()
+
+
+@script
+def forget_zero_grad_and_clip(job: Job) -> None:
+    job.backward(job.loss(0))
+    job.optimizer.step()
+    job.backward(job.loss(1))
+    if job.accelerator is None:
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.05)
+    else:
+        job.accelerator.clip_grad_norm_(job.model.parameters(), 0.05)
+    job.optimizer.step()
+
+
+@script
+def zero_grad_before_backward(job: Job) -> None:
+    for step in range(4):
+        job.optimizer.zero_grad()
+        for micro_batch in range(2):
+            job.backward(job.loss(2 * step + micro_batch))
+        job.optimizer.step()
+
+
+@script
+def zero_grad_of_parts_after_step(job: Job) -> None:
+    for step in range(3):
+        job.backward(job.loss(step))
+        job.optimizer.step()
+        job.model.first.zero_grad()
+        job.model.head.zero_grad()
+
+
+@script
+def zero_grad_of_one_part_after_step(job: Job) -> None:
+    for step in range(3):
+        job.backward(job.loss(step))
+        job.optimizer.step()
+        job.model.head.zero_grad()
+
+
+@script
+def read_gradients_after_step(job: Job) -> None:
+    """The old way of ``zero_grad``."""
+    for step in range(3):
+        job.backward(job.loss(step))
+        job.optimizer.step()
+        for each in job.model.parameters():
+            if each.grad is not None:
+                each.grad.detach_()
+                each.grad.zero_()
+
+
+@script
+def move_after_step(job: Job) -> None:
+    for step in range(3):
+        job.optimizer.zero_grad()
+        job.backward(job.loss(step))
+        job.optimizer.step()
+        job.model.to("cpu")
+
+
+@script
+def gradients_set_to_zero(job: Job) -> None:
+    """With weight decay and momentum a gradient of zero moves what the next backward does not use."""
+    for step in range(4):
+        if step == 2:
+            job.backward(job.model.encode(job.batch(step)[0]).square().mean())
+        else:
+            job.backward(job.loss(step))
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=False)
+
+
+@script
+def restore_the_optimizers_state(job: Job) -> None:
+    for step in range(6):
+        job.train(step)
+        if step == 1:
+            kept = copy.deepcopy(job.optimizer.state_dict())
+        if step == 3:
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.5
+            job.optimizer.load_state_dict(kept)
 
 
 @script
@@ -566,6 +681,10 @@ SHARED = {
     "zero_grad_of_a_part": GRADIENTS,
     "accumulated_hook_after_prepare": "register_post_accumulate_grad_hook",
     "the_scripts_own_object": "was called by itself",
+    "forget_zero_grad": "AdamW.step.. needs gradients of Net that were not dropped",
+    "forget_zero_grad_and_clip": "clipping needs gradients of Net that were not dropped",
+    "zero_grad_of_one_part_after_step": "AdamW.step.. needs gradients of Net that were not dropped",
+    "read_gradients_after_step": GRADIENTS,
     "freeze_for_a_while": "has a gradient again",
     "use_now_and_then": "has a gradient again",
     "unfreeze_after_prepare": "was frozen when it was prepared",
@@ -578,7 +697,7 @@ IN_PARTS = dict.fromkeys(
     (
         *("clamp_under_no_grad", "clamp_data", "multiply_between_backward_and_step", "initialise_again"),
         *("copy_one_row", "assign_data", "vector_to_parameters", "assign_low_precision", "write_what_is_saved"),
-        "weight_decay_by_hand",
+        *("weight_decay_by_hand", "clamp_before_another_way", "assign_with_other_strides", "move_after_step"),
     ),
     ELEMENTS,
 ) | {"state_dict": f"{ELEMENTS}|state_dict.. would be this rank's part of a model that is sharded"}
@@ -642,7 +761,9 @@ def test_on_two_processes(variant: str, tmp_path: Path) -> None:
 
 LAYOUTS = [
     *("load_state_dict", "clamp_data", "copy_one_row", "assign_data", "write_what_is_saved", "never_use_some"),
-    "average",
+    *("average", "clamp_before_another_way", "assign_with_other_strides", "forget_zero_grad"),
+    *("zero_grad_before_backward", "zero_grad_of_parts_after_step", "gradients_set_to_zero"),
+    "restore_the_optimizers_state",
 ]
 """What depends on where a variant keeps masters and parts."""
 
@@ -673,6 +794,11 @@ def written_values_stay(section: dict[str, Any], folder: str, precision: str) ->
     job = Job(accelerator, model, optimizer, own)
     job.train(0)
     weight = model.head.weight
+    if section == {"zero_stage": 3}:
+        # A small parameter is whole now: what is written is not lost where it is gathered with others to be read.
+        weight.data.fill_(3.0)
+        with deepspeed.zero.GatheredParameters([model.first.weight, weight]):
+            torch.testing.assert_close(weight.data, torch.full_like(weight, 3.0), rtol=0, atol=0)
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         weight.data.copy_(torch.arange(weight.numel()).view(weight.shape) / 7)
     if section["zero_stage"] == 3:
@@ -777,6 +903,71 @@ def evaluated(section: dict[str, Any], folder: str) -> tuple[Tensor, Tensor]:
     return output, saved
 
 
+def of_two_optimizers(accelerator: Accelerator | None) -> dict[str, Tensor]:
+    """Each loads its own state back, and may change its groups afterwards."""
+    with models.seeded(9):
+        model: Any = Net()
+    mine: Any = torch.optim.AdamW(model.first.parameters(), lr=0.02), torch.optim.AdamW(model.head.parameters(), lr=0.3)
+    own = mine
+    if accelerator is not None:
+        model, *mine = accelerator.prepare(model, *mine)
+    job = Job(accelerator, model, None, own[0])
+    for step in range(5):
+        job.backward(job.loss(step))
+        for optimizer in mine:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in mine]
+        if step == 2:
+            mine[1].load_state_dict(kept[1])
+            mine[0].load_state_dict(kept[0])
+            mine[1].param_groups[0]["lr"] = 0.01
+    if "drivetrain_part" in kept[0]:
+        assert accelerator is not None
+        kept[0]["drivetrain_part"] = {"rank": (accelerator.process_index + 1) % 3, "ranks": 3}
+        with pytest.raises(UnsupportedError, match=r"is the part of rank \d of 3, and this AdamW holds"):
+            mine[0].load_state_dict(kept[0])
+        with pytest.raises(UnsupportedError, match="is that of whole parameters, and this"):
+            mine[0].load_state_dict({"state": {}, "param_groups": []})
+    return job.whole()
+
+
+def compiled_first(section: dict[str, Any], folder: str) -> None:
+    """A root module with parameters of its own, in which ``torch.compile`` captures graphs."""
+    with models.seeded(4):
+        plain, model = Scaled(), Scaled()
+        model.load_state_dict(plain.state_dict())
+    # What torch says to itself where it traces DeepSpeed's linear layers of stage 3.
+    warnings.simplefilter("default")
+    step = torch.optim.SGD(plain.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="aot_eager")
+    accelerator, compiled, optimizer = prepared(section, folder, compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        x, y = models.dense_data(12, seed=number)
+        F.cross_entropy(plain(x), y).backward()
+        step.step()
+        step.zero_grad()
+        x, y = share(accelerator, x, y)
+        accelerator.backward(F.cross_entropy(compiled(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = full_state(accelerator, compiled)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE)
+    accelerator.end_training()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(models.FEATURES))
+        self.head = nn.Linear(models.FEATURES, models.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
 def adagrad(accelerator: Accelerator | None) -> dict[str, Tensor]:
     with models.seeded(9):
         model: Any = Net()
@@ -804,12 +995,16 @@ def further(section: dict[str, Any], folder: str) -> tuple[Any, Any]:
     accelerator = Accelerator(config=path)
     found = adagrad(accelerator)
     accelerator.end_training()
+    accelerator = Accelerator(config=path)
+    found |= {f"of two: {name}": tensor for name, tensor in of_two_optimizers(accelerator).items()}
+    accelerator.end_training()
+    compiled_first(section, folder)
     return found, evaluated(section, folder)
 
 
-@pytest.mark.parametrize("variant", ["stage0", "stage1", "stage2-offload", "stage3", "stage3-offload"])
+@pytest.mark.parametrize("variant", ["stage0", "stage1", "stage2-offload", "stage3", "stage3-small", "stage3-offload"])
 def test_further(variant: str, tmp_path: Path) -> None:
-    expected = adagrad(None)
+    expected = adagrad(None) | {f"of two: {name}": tensor for name, tensor in of_two_optimizers(None).items()}
     results = spawn(further, 3, VARIANTS[variant], str(tmp_path), timeout=200)
     for state, (output, mean) in results:
         for name, tensor in expected.items():

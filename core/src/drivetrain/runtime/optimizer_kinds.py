@@ -42,6 +42,13 @@ _STEPS = 12
 _LARGEST_DIM = 160
 """Adafactor of several libraries factors dims from 128 on only; more costs time."""
 
+_FLAT_SHAPES = ((), (6144,), (96, 64), (48, 64, 2))
+"""By number of dims. As many elements as block-wise optimizers take for worth their blocks (4096), in halves of fewer:
+a flat row of many parameters has them although none of the parameters does."""
+
+_RATE = 0.1
+"""In the place of a learning rate of 0, as schedules with a warm-up begin: nothing would move."""
+
 _RELATIVE = 1e-5
 """Of the largest update. The same arithmetic on the same numbers differs by nothing, or by the rounding of float32."""
 
@@ -49,26 +56,30 @@ _PER_RUN = frozenset({"state", "param_groups", "step", "_optimizer_step_pre_hook
 """Attributes that the copy for the trial gets anew. A scheduler or a compiler puts a ``step`` on the instance."""
 
 
-def check_elementwise(optimizer: Optimizer, engine: str) -> None:
+def check_elementwise(
+    optimizer: Optimizer, engine: str, *, flat: bool = False, instead: str = "distributed_type: ddp"
+) -> None:
     """Refuse an optimizer that is not element-wise. Not collective.
 
     Args:
         optimizer: over the parameters that it will step.
         engine: what cuts parameters into parts, as users know it: ``"fsdp"``, ``"deepspeed stage 2"``.
+        flat: a part is a range of the elements in a row, with one dim; else it has the dims of the whole.
+        instead: the setting with which it may be used.
 
     Raises:
         UnsupportedError: with what was found and what to use instead.
     """
-    why = why_not_elementwise(optimizer)
+    why = why_not_elementwise(optimizer, flat=flat)
     if why is not None:
         raise UnsupportedError(
             f"{type(optimizer).__name__} is not element-wise: {why}. {engine} steps parts of parameters, where it "
             "would be another optimizer",
-            cure="Use an element-wise optimizer, such as torch.optim.AdamW, or distributed_type: ddp.",
+            cure=f"Use an element-wise optimizer, such as torch.optim.AdamW, or {instead}.",
         )
 
 
-def why_not_elementwise(optimizer: Optimizer) -> str | None:
+def why_not_elementwise(optimizer: Optimizer, *, flat: bool = False) -> str | None:
     """Why an optimizer is not element-wise, as part of a sentence; ``None`` when it is. Not collective.
 
     Classes of torch are known. Any other is tried: a copy of it steps small parameters with the number of dims that
@@ -82,19 +93,19 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     # In float64 nothing hides behind rounding; kernels that do not take it are tried as they are used.
     for dtype in (torch.float64, torch.float32):
         try:
-            return _differs(optimizer, dtype)
+            return _differs(optimizer, dtype, flat=flat)
         except Exception as problem:  # noqa: BLE001 (somebody else's step may raise anything; the error says what)
             last = problem
     return f"a trial of its step() fails with {type(last).__name__}: {str(last).strip().partition(chr(10))[0]}"
 
 
-def _differs(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
+def _differs(optimizer: Optimizer, dtype: torch.dtype, *, flat: bool) -> str | None:
     """Step copies of the optimizer on whole small parameters and on their halves, and compare."""
     devices = {one.device for group in optimizer.param_groups for one in group["params"]}
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     with torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else "cpu"):
-        cuts: tuple[Callable[[Tensor], Tensor], ...] = (_whole, *_PARTS)
-        whole, *runs = [_Run(optimizer, dtype, part) for part in cuts]
+        parts = _FLAT_PARTS if flat else _PARTS
+        whole, *runs = [_Run(optimizer, dtype, part, flat=flat) for part in (_whole, *parts)]
         for step in range(_STEPS):
             for run in (whole, *runs):
                 # Noise that an optimizer adds is another in each part.
@@ -108,7 +119,7 @@ def _differs(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != one.shape:
                 return f"its state {name!r} has another shape than the parameter"
         tolerance = _RELATIVE * float((one.detach() - whole.start[index]).abs().max())
-        for part, run in zip(_PARTS, runs, strict=True):
+        for part, run in zip(parts, runs, strict=True):
             other = run.parameters[index]
             if not torch.allclose(part(one.detach()), other.detach(), rtol=1e-12, atol=tolerance, equal_nan=True):
                 return "stepping a whole parameter and stepping it in two parts give different results"
@@ -127,9 +138,12 @@ class _Run:
         optimizer: the original; never changed.
         dtype: of the small parameters.
         part: cuts a whole small tensor to what this copy gets.
+        flat: parts are ranges of a row.
     """
 
-    def __init__(self, optimizer: Optimizer, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, dtype: torch.dtype, part: Callable[[Tensor], Tensor], *, flat: bool
+    ) -> None:
         self._part = part
         self.parameters: list[nn.Parameter] = []
         self.start: list[Tensor] = []
@@ -146,7 +160,7 @@ class _Run:
             small: dict[tuple[int, ...], nn.Parameter] = {}
             kept = []
             for index, one in enumerate(group["params"]):
-                shape = tuple(min(size, _LARGEST_DIM if at < 2 else 4) for at, size in enumerate(one.shape))
+                shape = _flat_shape(one) if flat else _shape(one)
                 if shape not in small:
                     small[shape] = self._parameter(one, shape, dtype)
                     kept.append(index)
@@ -154,6 +168,8 @@ class _Run:
                         state[small[shape]] = self._state(optimizer.state[one], one, small[shape], memo)
                 memo[id(one)] = small[shape]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            if isinstance(options.get("lr"), float | Tensor) and not options["lr"]:
+                options["lr"] = options["lr"] + _RATE
             names = {"param_names": [group["param_names"][index] for index in kept]} if "param_names" in group else {}
             groups.append({**copy.deepcopy(options, memo), **names, "params": list(small.values())})
         others = {key: value for key, value in vars(optimizer).items() if key not in _PER_RUN}
@@ -213,8 +229,23 @@ def _values(shape: Sequence[int], seed: int) -> Tensor:
     return values
 
 
+def _shape(like: Tensor) -> tuple[int, ...]:
+    return tuple(min(size, _LARGEST_DIM if at < 2 else 4) for at, size in enumerate(like.shape))
+
+
+def _flat_shape(like: Tensor) -> tuple[int, ...]:
+    return _FLAT_SHAPES[min(like.dim(), 3)] + (1,) * (like.dim() - 3)
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _row_half(tensor: Tensor, *, second: bool) -> Tensor:
+    """One half of the elements in a row; all of a tensor with one element."""
+    row = tensor.flatten()
+    half = len(row) // 2
+    return row if len(row) == 1 else row[half:] if second else row[:half]
 
 
 def _half(tensor: Tensor, *, last: bool, second: bool) -> Tensor:
@@ -229,6 +260,8 @@ def _half(tensor: Tensor, *, last: bool, second: bool) -> Tensor:
 
 _PARTS = tuple(partial(_half, last=last, second=second) for last in (False, True) for second in (False, True))
 """Two halves along the first dim, then two along the last: an optimizer may couple the elements of a row only."""
+
+_FLAT_PARTS = tuple(partial(_row_half, second=second) for second in (False, True))
 
 
 def _numbers(values: Sequence[Any]) -> Iterator[float]:

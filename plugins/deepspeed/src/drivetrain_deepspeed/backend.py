@@ -108,6 +108,8 @@ class DeepSpeedBackend(Backend):
         self._refuse(module)
         precision.cast_parameters(module, self.settings.precision)
         place(module, self.topology)
+        if self.config.stage == 3:
+            model = compiled_in_place(model, module)
         trainable = DeepSpeedTrainable(self, model, optimizers)
         self._trainables.append(trainable)
         return trainable
@@ -150,6 +152,17 @@ class DeepSpeedBackend(Backend):
         self._trainables.clear()
         quiet.let_go()
         self._group.release()
+
+
+def compiled_in_place(model: Any, module: nn.Module) -> nn.Module:
+    """The user's module; where ``torch.compile`` was put around it, compiled as by ``module.compile()``.
+
+    Stage 3 gives every module a dictionary of its own for parameters. torch's wrapper would hand its one, which is
+    empty, on to the module that it wraps.
+    """
+    if model is not module:
+        module._compiled_call_impl = model.dynamo_ctx(module._call_impl)  # noqa: SLF001
+    return module
 
 
 def place(module: nn.Module, topology: Topology) -> None:

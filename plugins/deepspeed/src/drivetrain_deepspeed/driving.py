@@ -61,6 +61,9 @@ class Driver:
         if self.zero is not None:
             self.zero.torch_autocast_gradscaler = None
         self.gradients = self._gradients()
+        if self.zero is None:
+            # It would drop parameter.grad with each step; the script does, with zero_grad.
+            engine.zero_grad = _nothing
         efficient = self.stage == 3 and engine._config.zero_config.memory_efficient_linear  # noqa: SLF001
         self._linear = quiet.linear_of_stage_3 if efficient else nullcontext
         self._hooked = self.stage == 3
@@ -78,11 +81,14 @@ class Driver:
         # It would divide by the engine's accumulation steps, of which there are none.
         engine._backward_prologue_per_tensor = _unchanged  # noqa: SLF001
         held = {id(each): each for _, parameters in optimizers for each in parameters}
-        self.writes = None if self.zero is None else Writes(engine.module, self.zero, self.stage, held.values())
+        self.writes = None if self.zero is None else Writes(engine.module, self.zero, self.stage, held.values(), guard)
         self._unused = None if self.zero is None else Unused(self.zero, guard.named)
         self._used: set[int] = set()
-        """Parameters that backwards have reached since the last step."""
+        """Parameters that have a gradient on one process: backwards have reached them since it was dropped."""
+        self._stepped: set[int] = set()
+        """ZeRO: those of them whose optimizer has stepped since, with which DeepSpeed has dropped their gradients."""
         self._their_hooks = {handle.id for handle in getattr(self.zero, "_grad_acc_hooks", ())}
+        self._straightened: dict[int, Any] = {}
         self._hooks = self._watch(engine.module)
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
         self.extra_hooks: Sequence[Any] = ()
@@ -99,6 +105,7 @@ class Driver:
         self._closed = True
         """The last backward reduced what its window has gathered."""
         guard.pending = lambda: bool(self._waiting)
+        guard.stepped, guard.dropped = self._stepped, self._dropped
 
     def _gradients(self) -> Gradients:
         if self.stage == 0:
@@ -130,10 +137,15 @@ class Driver:
                 )
 
     def _at_output(self) -> None:
-        """A gradient has come to what this engine's forward returned."""
+        """A gradient has come to what this engine's forward returned.
+
+        Below stage 3 that is no reason to begin: where all parameters are frozen now, there is nothing to reduce.
+        """
+        if self.stage < 3:
+            return
         if self._running:
             self._arrive()
-        elif self.stage == 3 and torch.is_grad_enabled():
+        elif torch.is_grad_enabled():
             raise UnsupportedError(
                 "torch.autograd.grad(..., create_graph=True) through a model under ZeRO stage 3 goes through its "
                 "layers twice, and the second time their parameters are in parts",
@@ -146,6 +158,8 @@ class Driver:
             self._check_taken(parameter)
             return
         self._used.add(id(parameter))
+        if id(parameter) not in self._straightened and not parameter.is_contiguous():
+            self._straighten(parameter)
         if self._reached:
             return
         if self._running:
@@ -156,6 +170,24 @@ class Driver:
                 "knows of",
                 cure="Write accelerator.backward(loss).",
             )
+
+    def _straighten(self, parameter: Any) -> None:
+        """Make this parameter's gradients contiguous from now on, before DeepSpeed's hook takes them.
+
+        They have the strides of the parameter, which ``model.to(memory_format=torch.channels_last)`` changes.
+        """
+
+        def make_contiguous(one: Tensor) -> None:
+            assert one.grad is not None
+            one.grad = one.grad.contiguous()
+
+        handle = parameter.register_post_accumulate_grad_hook(make_contiguous)
+        # Autograd runs them as they were inserted, and takes no notice of OrderedDict.move_to_end.
+        others = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+        theirs = [(key, others.pop(key)) for key in list(others) if key != handle.id]
+        others.update(theirs)
+        self._their_hooks.add(handle.id)
+        self._straightened[id(parameter)] = handle
 
     def _check_taken(self, parameter: Tensor) -> None:
         """Raise where ``torch.autograd.grad`` returns a gradient that the script expects to be that of all ranks."""
@@ -178,7 +210,7 @@ class Driver:
 
     def release(self) -> None:
         """Take the hooks away."""
-        for handle in (*self.extra_hooks, *(handle for _, handle in self._hooks)):
+        for handle in (*self.extra_hooks, *(handle for _, handle in self._hooks), *self._straightened.values()):
             handle.remove()
 
     # ---- forward and backward --------------------------------------------------------------------------------------
@@ -226,7 +258,8 @@ class Driver:
         """A backward has come to this engine, and DeepSpeed has seen none of its gradients yet."""
         self._norm = None
         if self._loss_scale is not None:
-            if self._waiting and self._scale != self._loss_scale.scale:
+            # Without ZeRO, gradients stay after a step.
+            if (self._waiting or self.zero is None) and self._scale != self._loss_scale.scale:
                 self.gradients.multiply(self._loss_scale.scale / self._scale)
             self._scale = self._loss_scale.scale
         self.gradients.before_backward()
@@ -235,20 +268,22 @@ class Driver:
         """A backward is over; where it came to this engine, reduce what it left. Collective then."""
         if not self._reached:
             return
-        self.engine._backward_epilogue()  # noqa: SLF001
         self._closed = bool(self.engine.is_gradient_accumulation_boundary())
-        self.gradients.after_backward(self._closed)
         if self.zero is None and self._closed:
-            self._drop_unused()
+            self._reduce_whole()
+        else:
+            self.engine._backward_epilogue()  # noqa: SLF001
+        self.gradients.after_backward(self._closed)
         self._waiting.update(self._parameters)
 
-    def _drop_unused(self) -> None:
-        """Stage 0: DeepSpeed has given zeros to parameters that no rank has used, by which optimizers would move them.
+    def _reduce_whole(self) -> None:
+        """Stage 0: DeepSpeed gives zeros to parameters that no rank has used, by which optimizers would move them.
 
         Collective over the data-parallel ranks, which may have used different ones.
         """
         parameters = [each for each, _ in self._hooks]
-        used = torch.tensor([id(each) in self._used for each in parameters], dtype=torch.int32)
+        used = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32)
+        self.engine._backward_epilogue()  # noqa: SLF001
         if self._topology.dp_size > 1:
             used = collectives.all_reduce(used.to(self._topology.device), "max", self._topology).cpu()
         for each, by_some in zip(parameters, used.tolist(), strict=True):
@@ -277,6 +312,7 @@ class Driver:
         """
         self._clipped = True
         assert self._closed, "the core clips where a window ends"
+        self._check_dropped(wanted, "clipping")
         self.unscale()
         raw = self._raw_norm(wanted, norm_type)
         norm = raw * self.gradients.factor
@@ -300,6 +336,7 @@ class Driver:
     def clip_value(self, wanted: frozenset[int] | None, clip_value: float) -> None:
         """Clamp gradient elements."""
         assert self._closed, "the core clips where a window ends"
+        self._check_dropped(wanted, "clipping")
         self.unscale()
         self.gradients.settle()
         self._norm = None
@@ -335,7 +372,8 @@ class Driver:
         if refused is not None:
             if self._loss_scale is not None:
                 self._loss_scale.update(overflow=True)
-            self.drop(optimizer)
+            self._drop_gathered(number)
+            self._end_step(number)
             return StepResult(skipped=True, grad_norm=refused)
         self.engine.set_gradient_accumulation_boundary(True)
         if alone:
@@ -349,6 +387,7 @@ class Driver:
             self.writes.settle()
         if self._unused is not None:
             self._unused.end(applied=not skipped)
+        self._end_step(number)
         self._waiting.discard(number)
         if not self._waiting:
             self.gradients.end_window()
@@ -364,11 +403,28 @@ class Driver:
                 cure="First call accelerator.backward(loss) with a loss that depends on the model; call zero_grad() "
                 "after step().",
             )
+        self._check_dropped(self._parameters[id(optimizer)], f"{type(optimizer).__name__}.step()")
         if self.writes is not None:
             self.writes.check()
             self.writes.take_in()
         if self._unused is not None:
             self._unused.begin(optimizer, self._parameters[id(optimizer)], self._used)
+
+    def _check_dropped(self, wanted: frozenset[int] | None, what: str) -> None:
+        """Raise where gradients of these parameters are those of two steps on one process, and of one here."""
+        if self._stepped and (wanted is None or not self._stepped.isdisjoint(wanted)):
+            raise UsageError(
+                f"{what} needs gradients of {self._guard.model} that were not dropped after an earlier step: on one "
+                f"process those of the last backward are added to them, and ZeRO stage {self.stage} keeps none after a "
+                "step",
+                cure="Call optimizer.zero_grad() once for each step(), after it or before the next backward; "
+                "zero_stage: 0 keeps gradients.",
+            )
+
+    def _end_step(self, number: int) -> None:
+        """An optimizer has stepped, or not, since its gradients are not finite."""
+        if self.zero is not None:
+            self._stepped |= self._parameters[number] & self._used
 
     def _step(self) -> None:
         """The engine's step, which applies our factor in the pass in which it divides by the loss scale.
@@ -398,26 +454,46 @@ class Driver:
         kept = self.gradients.keep()
         self._step()
         self.gradients.give_back(kept)
-        for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
-            piece.zero_()
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Forget the gradients of one optimizer's parameters."""
-        if id(optimizer) not in self._waiting:
-            return
-        self._waiting.discard(id(optimizer))
-        if self._waiting:
+        if self.zero is not None:
             for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
                 piece.zero_()
-            self._used -= self._parameters[id(optimizer)]
-        else:
+
+    def drop(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of one optimizer's parameters.
+
+        Args:
+            optimizer: the script's.
+            set_to_none: else they are zero from now on, which steps like any other gradient.
+        """
+        number = id(optimizer)
+        held = self._parameters[number]
+        self._stepped -= held
+        if set_to_none:
+            self._used -= held
+        if self.zero is None:
+            optimizer.zero_grad(set_to_none)
+        self._drop_gathered(number)
+
+    def _drop_gathered(self, number: int) -> None:
+        """Of one optimizer, what the backwards since the last step have gathered."""
+        if number not in self._waiting:
+            return
+        self._waiting.discard(number)
+        if not self._waiting:
             self.gradients.drop()
             self._end_window()
+        elif self.zero is not None:
+            for piece in self.gradients.pieces(self._parameters[number]):
+                piece.zero_()
+
+    def _dropped(self, parameter: int) -> None:
+        """The script has set ``parameter.grad`` to ``None`` after a step, where there was no gradient any more."""
+        self._stepped.discard(parameter)
+        self._used.discard(parameter)
 
     def _end_window(self) -> None:
         self._scale, self._norm, self._clipped = 1.0, None, False
         self._refused.clear()
-        self._used.clear()
 
 
 def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | None) -> None:
@@ -437,3 +513,7 @@ def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | No
 
 def _unchanged(grad: Tensor) -> Tensor:
     return grad
+
+
+def _nothing() -> None:
+    return None

@@ -92,8 +92,7 @@ class WholeGradients(Gradients):
         return clipping.gradients(each for each in self._all if wanted is None or id(each) in wanted)
 
     def drop(self) -> None:
-        for parameter in self._all:
-            parameter.grad = None
+        """They are the script's to drop, by ``optimizer.zero_grad``."""
 
     def end_window(self) -> None:
         """Nothing is kept elsewhere."""
@@ -101,9 +100,8 @@ class WholeGradients(Gradients):
     def multiply(self, factor: float | Tensor) -> None:
         clipping.multiply(self.pieces(), factor)
 
-    def keep(self) -> dict[nn.Parameter, Tensor]:
-        return {each: each.grad for each in self._all if each.grad is not None}
+    def keep(self) -> None:
+        """A step takes nothing away."""
 
-    def give_back(self, kept: dict[nn.Parameter, Tensor]) -> None:
-        for parameter, grad in kept.items():
-            parameter.grad = grad
+    def give_back(self, kept: None) -> None:
+        """Nothing was taken away."""

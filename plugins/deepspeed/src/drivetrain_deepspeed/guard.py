@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from types import FrameType
 from typing import Any, final
 
@@ -18,6 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from drivetrain.api import UnsupportedError
+from drivetrain_deepspeed.layout import partition_of, partitioned
 
 _ENGINE = ("deepspeed.", "drivetrain_deepspeed.")
 
@@ -112,11 +114,20 @@ class Guard:
         """Whether gradients of an open window wait for a step."""
         plain = [each for each in module.parameters() if type(each) is nn.Parameter] if stage else []
         self._plain: list[Any] = [each for each in plain if stage < 3 or hasattr(each, "ds_id")]
+        self.stepped: AbstractSet[int] = frozenset()
+        """Parameters whose gradients DeepSpeed has dropped with a step, and the script has not: identities, live."""
+        self.dropped: Callable[[int], None] = lambda _: None
+        """Called where it drops the gradient of one of them by hand."""
         self._module = module
+        self._pieces = partitioned(module)
+        self._touched = False
+        """The script has had to do with parameters that are whole under stage 3, and may have written to them."""
         for each in self._plain:
             each._drivetrain_guard = self  # noqa: SLF001
-            # DeepSpeed's own check: writes in a GatheredParameters that sends none raise.
-            each.ds_enable_sanity_checks = True
+            if stage == 3:
+                # DeepSpeed's own check: writes in a GatheredParameters that sends none raise.
+                each.ds_enable_sanity_checks = True
+                each.all_gather = self._taking_in(each.all_gather)
         self._on = False
         self._lifted = 0
         self._switch(on=stage == 3)
@@ -128,11 +139,13 @@ class Guard:
         self._lifted += 1
         if self._on:
             self._switch(on=False)
+            if self._touched:
+                self.take_in()
 
     def __exit__(self, *_: object) -> None:
         self._lifted -= 1
         if not self._lifted:
-            wanted = self._stage == 3 or self.pending()
+            wanted = self._stage == 3 or self.pending() or bool(self.stepped)
             if wanted != self._on:
                 self._switch(on=wanted)
 
@@ -153,9 +166,39 @@ class Guard:
         for each in self._plain:
             each.__class__ = kind
 
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Stage 3: of what is whole now, as small parameters are between uses, this rank keeps its part.
+
+        DeepSpeed lets go of whole parameters where a forward takes another way than the one before, and then gathers
+        their parts again: what a script has written to them would be lost.
+        """
+        self._touched = False
+        parts, values = [], []
+        for piece in self._pieces:
+            data = piece.parameter.data
+            if piece.numel and data.shape == piece.shape:
+                parts.append(partition_of(piece.parameter)[: piece.numel])
+                values.append(data.reshape(-1)[piece.start : piece.start + piece.numel])
+        if parts:
+            torch._foreach_copy_(parts, values)
+
+    def _taking_in(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """DeepSpeed's ``parameter.all_gather``, with which a script's ``GatheredParameters`` begins."""
+
+        def all_gather(*args: Any, **kwargs: Any) -> Any:
+            if self._touched:
+                self.take_in()
+            return theirs(*args, **kwargs)
+
+        return all_gather
+
     def check(self, parameter: Any, name: str) -> None:
         """Raise where an operation wants the elements of a parameter that is in parts."""
-        if in_parts(parameter) and name not in _ABOUT and name not in _WHOLE and name != "grad":
+        if name in _ABOUT or name in _WHOLE or name == "grad":
+            return
+        self._touched = self._stage == 3
+        if in_parts(parameter):
             raise UnsupportedError(
                 f"`{name}` asks for the elements of {self.named(id(parameter))}, which ZeRO stage 3 shares out over "
                 "ranks: this rank holds a part of it",
@@ -166,9 +209,20 @@ class Guard:
 
     def check_gradient(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where a script reads or writes ``parameter.grad`` and DeepSpeed has the gradients."""
-        wrote = func.__name__ == "__set__"
-        # Dropping what is not there is right, and so is the core's zero_grad of the whole model, which drops it all.
-        if (wrote and args[1] is not None) or (self.pending() and not _zeroes(self._module)):
+        wrote, number = func.__name__ == "__set__", id(args[0])
+        writes = wrote and args[1] is not None
+        if self.pending():
+            # The core's zero_grad of the whole model drops it all.
+            refused = writes or not _zeroes(self._module)
+        elif number in self.stepped and not writes:
+            caller = _caller_in_module()
+            if wrote or caller == "zero_grad":
+                self.dropped(number)
+            # Module.to() and its like move gradients where there are any.
+            refused = not wrote and caller not in ("zero_grad", "_apply")
+        else:
+            refused = writes
+        if refused:
             raise UnsupportedError(
                 f"{'writing' if wrote else 'reading'} `grad` of {self.named(id(args[0]))} would do nothing: ZeRO stage "
                 f"{self._stage} takes gradients out of the parameters while backward runs and shares them out over "
@@ -211,6 +265,12 @@ def _asked_by_engine() -> bool:
             return name.startswith(_ENGINE)
         frame = frame.f_back
     return False
+
+
+def _caller_in_module() -> str:
+    """Name of the method of ``nn.Module`` that asks for a gradient; else nothing."""
+    frame = sys._getframe(3)  # noqa: SLF001
+    return frame.f_code.co_name if frame.f_globals.get("__name__") == nn.Module.__module__ else ""
 
 
 def _zeroes(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_module
-from drivetrain_deepspeed import compiling, elementwise, quiet
+from drivetrain_deepspeed import compiling, elementwise, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
 from drivetrain_deepspeed.guard import Guard
@@ -58,7 +58,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         return _evaluating(backend, model, module)
     for optimizer in optimizers:
         _check(optimizer, module)
-        elementwise.check(optimizer, backend.config.stage, backend.topology.device)
+        elementwise.check(optimizer, backend.config.stage)
     described = _described(backend, optimizers)
     config = _dictionary(backend, module, described)
     recorded = [RecordedGroups.of(optimizer) for optimizer in optimizers]
@@ -87,6 +87,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     ]
     driver = Driver(engine, backend.topology, backend.loss_scale, held, guard, backend.config.clipping)
     _close_ways_around(optimizers, guard, backend.config.stage)
+    rank_state.serve(steps, driver.zero, backend.topology)
     if backend.config.stage == 3:
         load_in_parts(module)
         driver.extra_hooks = refuse_hidden_outputs(module)

@@ -156,7 +156,7 @@ class DeepSpeedTrainable(Trainable):
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         if self._driver is not None:
             with self._engine():
-                self._driver.drop(optimizer)
+                self._driver.drop(optimizer, set_to_none=set_to_none)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if self._state is not None:

@@ -15,7 +15,8 @@ from deepspeed import comm
 from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError
-from drivetrain_deepspeed.layout import flat_groups, partition_of, partitioned
+from drivetrain_deepspeed.guard import Guard
+from drivetrain_deepspeed.layout import flat_groups
 
 _ROW = 1024
 """Elements of a row of :func:`_fingerprint`."""
@@ -30,12 +31,13 @@ class Writes:
         zero: ``engine.optimizer`` of stages 1 to 3.
         stage: of ZeRO.
         held: parameters of the script's optimizers.
+        guard: of the module's parameters.
     """
 
-    def __init__(self, module: nn.Module, zero: Any, stage: int, held: Iterable[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, zero: Any, stage: int, held: Iterable[nn.Parameter], guard: Guard) -> None:
         self._model = type(module).__name__
         self._names = {id(each): name for name, each in module.named_parameters()}
-        self._pieces = partitioned(module)
+        self._guard = guard
         trained: list[Any] = [piece.parameter for flat in flat_groups(zero) for piece in flat.pieces]
         ours = set(map(id, trained))
         self._trained = trained
@@ -52,9 +54,10 @@ class Writes:
                 master.data = part
             else:
                 self._pairs.append((part, master))
-        if not self._pieces:
+        self._in_parts = stage == 3
+        if not self._in_parts:
             zero._link_all_hp_params()  # noqa: SLF001  Its links are views of the masters that were.
-        self._views = [] if self._pieces else [each.detach() for each in trained]
+        self._views = [] if self._in_parts else [each.detach() for each in trained]
         self._addresses = [view.data_ptr() for view in self._views]
         self._prints: list[Tensor | None] = []
         self.settle()
@@ -97,8 +100,8 @@ class Writes:
         Raises:
             UnsupportedError: a parameter was given another shape, dtype or device.
         """
-        if self._pieces:
-            self._take_in_whole()
+        if self._in_parts:
+            self._guard.take_in()
         else:
             self._take_in_replaced()
         for (part, master), before in zip(self._pairs, self._prints, strict=True):
@@ -127,17 +130,6 @@ class Writes:
                 "DeepSpeed keeps it as it was",
                 cure="Change shape, dtype and device before prepare; mixed_precision computes in a lower dtype.",
             )
-
-    def _take_in_whole(self) -> None:
-        """Stage 3: of what is whole now, as small parameters always are, each rank keeps its part."""
-        parts, values = [], []
-        for piece in self._pieces:
-            data = piece.parameter.data
-            if piece.numel and data.shape == piece.shape:
-                parts.append(partition_of(piece.parameter)[: piece.numel])
-                values.append(data.reshape(-1)[piece.start : piece.start + piece.numel])
-        if parts:
-            torch._foreach_copy_(parts, values)
 
     def _named(self, parameter: Any) -> str:
         return f"the parameter {self._names[id(parameter)]} of {self._model}"
