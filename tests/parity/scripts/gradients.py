@@ -503,3 +503,56 @@ def module_backward_hook(accelerator):
     model, optimizer, batches = start(accelerator)
     model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
     return _simple(accelerator, model, optimizer, batches)
+
+
+@script()
+def gradients_clamped_by_hook(accelerator):
+    """A hook on each parameter clamps its gradient, set before ``prepare``."""
+    model = build()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def gradients_normalised_by_hook(accelerator):
+    """A hook on each matrix, set after ``prepare``, gives its gradient the norm 1."""
+    model, optimizer, batches = start(accelerator, 0.1)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.register_hook(lambda grad: grad / grad.norm())
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def gradient_norms_seen_by_hook(accelerator):
+    """Hooks keep the norms of gradients for a log."""
+    model, optimizer, batches = start(accelerator, 0.3)
+    norms = []
+    for p in model.parameters():
+        p.register_hook(lambda grad: norms.append(float(grad.norm())))
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses += [mean(accelerator, loss), sum(norm**2 for norm in norms) ** 0.5]
+        norms.clear()
+    return result(accelerator, losses, model=model)

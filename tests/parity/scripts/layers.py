@@ -425,3 +425,49 @@ def keyword_batches(accelerator):
         optimizer.step()
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
+
+
+class Bounded(nn.Module):
+    """An embedding whose rows are kept short by each forward that reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 8, max_norm=0.8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.embedding(x).tanh())
+
+
+@script()
+def embedding_max_norm(accelerator):
+    """``nn.Embedding(max_norm=...)`` writes to its weight in each forward."""
+    model = build(Bounded)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    _, y = points()
+    x = torch.arange(len(y)) % 6
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(x, y))
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def functional_call(accelerator):
+    """``torch.func.functional_call`` with the model's own parameters."""
+    model, optimizer, batches = build(), None, loader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)

@@ -427,3 +427,17 @@ def loss_depends_on_value(accelerator):
         accelerator.backward(loss)
         optimizer.step()
     return result(accelerator, losses, model=model)
+
+
+@script()
+def summed_over_the_batch(accelerator):
+    """A loss that is a sum over the batch, as the first examples of autoencoders write it."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    return result(accelerator, [], model=model)
