@@ -172,7 +172,7 @@ def _make_inner(model: nn.Module, plain: type[nn.Module], bases: tuple[type, ...
     hash_of_model = object.__hash__(model)
     if plain.__eq__ is object.__eq__ and plain.__hash__ is object.__hash__:
         members = {**members, "__eq__": _is_same_model, "__hash__": lambda _: hash_of_model}
-    inner = object.__new__(type(plain.__name__, bases, members))
+    inner: Any = object.__new__(type(plain.__name__, bases, members))
     object.__setattr__(inner, "__dict__", model.__dict__)
     return inner
 

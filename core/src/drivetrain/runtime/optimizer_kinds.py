@@ -104,7 +104,7 @@ def _differs(optimizer: Optimizer, dtype: torch.dtype, *, flat: bool) -> str | N
     devices = {one.device for group in optimizer.param_groups for one in group["params"]}
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     with torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else "cpu"):
-        parts = _FLAT_PARTS if flat else _PARTS
+        parts: Sequence[Callable[[Tensor], Tensor]] = _FLAT_PARTS if flat else _PARTS
         whole, *runs = [_Run(optimizer, dtype, part, flat=flat) for part in (_whole, *parts)]
         for step in range(_STEPS):
             for run in (whole, *runs):

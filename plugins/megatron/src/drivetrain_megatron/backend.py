@@ -131,12 +131,11 @@ class MegatronBackend(Backend):
             )
             return prepare(job, model, module, optimizers, filling, training)
         former = FormerParameters(module)
-        alone = self._pipeline is not None and self.topology.mesh.sizes["tp"] == 1 and self.topology.dp_size == 1
-        if not alone:
-            gradient_hooks.refuse_steps_in_backward(module)
+        self._refuse_hooks(module)
         # Torch has no public way to list hooks.
         hooked = {name: one for name, one in module.named_parameters() if one._backward_hooks}  # noqa: SLF001
-        before = dict(module.named_parameters()) if self.topology.mesh.sizes["tp"] > 1 else hooked
+        cut_by_tensor = self.topology.mesh.sizes["tp"] > 1
+        before = dict(module.named_parameters()) if cut_by_tensor else hooked
         trainable: MegatronTrainable | PipelinedTrainable
         cut = partial(packing.part, module)
         common = (model, module, former, cut, self._engine, self._replicas, self.topology.dp_size)
@@ -148,7 +147,7 @@ class MegatronBackend(Backend):
                 *common, self.section, self._pipeline, at, self._norm, self.mesh, self._trial
             )
         keep: Callable[[str, Tensor], Tensor] = _whole
-        if self.topology.mesh.sizes["tp"] > 1:
+        if cut_by_tensor:
             from drivetrain_megatron.tensor_parallel import apply_tensor_parallel
 
             leave_uncompiled(model)
@@ -163,7 +162,7 @@ class MegatronBackend(Backend):
             gradient_hooks.refuse_accumulated(module)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
-        if self.topology.mesh.sizes["tp"] > 1:
+        if cut_by_tensor:
             former.close(module)
         if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
             trainable.lay_out(self.section.data_parallel, self.mesh)
@@ -174,6 +173,12 @@ class MegatronBackend(Backend):
             )
             self._wholes.append(weakref.ref(trainable.whole))
         return trainable
+
+    def _refuse_hooks(self, module: nn.Module) -> None:
+        """Hooks that run when a gradient is accumulated are right where each stage has its parameters for itself."""
+        alone = self._pipeline is not None and self.topology.mesh.sizes["tp"] == 1 and self.topology.dp_size == 1
+        if not alone:
+            gradient_hooks.refuse_steps_in_backward(module)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Every rank begins with rank 0's values. Collective over all ranks."""

@@ -175,7 +175,8 @@ class TensorHooks(TorchFunctionMode):
 
 def check_global_hooks() -> None:
     """Raise :class:`UnsupportedError` for hooks on all modules of the process."""
-    if not torch_module._has_any_global_hook():  # noqa: SLF001 (torch has no public way to list them)
+    # Torch has no public way to list them.
+    if not torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]  # noqa: SLF001
         return
     for kind in (*_FORWARD, *_BACKWARD):
         for hook in getattr(torch_module, f"_global{kind}").values():

@@ -169,7 +169,7 @@ class Planner:
     def _trace(self, arguments: Arguments) -> Timeline:
         self.hooks.follow(self.skeleton.follow(self._module))
         args, kwargs = arguments
-        with unchanged(self.skeleton.module, self._device) as state, TensorHooks():  # type: ignore[no-untyped-call]
+        with unchanged(self.skeleton.module, self._device) as state, TensorHooks():
             timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
             for place, change in state.changes().items():
                 if change.tensors and not place.buffer:

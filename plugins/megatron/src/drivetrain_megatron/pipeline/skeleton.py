@@ -112,7 +112,7 @@ class Elsewhere(FakeTensor):
     def take_hooks(self, parameter: Tensor) -> None:
         """Have the hooks of the parameter that it stands for; their handles remove them here too."""
         # Torch has no public way to list them.
-        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]  # noqa: SLF001
+        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
         self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
         # Where it refuses them.
         vars(self).update({name: its for name, its in vars(parameter).items() if name.startswith("register_post_")})
