@@ -58,7 +58,13 @@ class LocalGradients:
             if task() == self._task or passes(parameter):
                 reached(parameter)
 
+        at.keeps_account = True  # type: ignore[attr-defined]
         return at
+
+    @staticmethod
+    def keeps(hook: Any) -> bool:
+        """Whether a hook of a parameter is one of ours, of this model's account or of another's."""
+        return getattr(hook, "keeps_account", False)
 
     def _passes(self, parameter: Tensor) -> bool:
         """A gradient of another backward than before has come: whether it goes into ``.grad``."""

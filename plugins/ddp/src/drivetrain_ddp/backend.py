@@ -191,11 +191,15 @@ class DDPBackend(Backend):
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Back-propagate, and reduce the gradients of every model that the loss depends on."""
         reducers = self._reducers
-        for reducer in reducers:
-            loss = reducer.before_backward(loss)
-        self.engine.backward(loss, scale * self.topology.dp_size)
-        for reducer in reducers:
-            reducer.after_backward()
+        try:
+            for reducer in reducers:
+                loss = reducer.before_backward(loss)
+            self.engine.backward(loss, scale * self.topology.dp_size)
+            for reducer in reducers:
+                reducer.after_backward()
+        finally:
+            for reducer in reducers:
+                reducer.backward_ended()
 
     def updated(self) -> None:
         """An optimizer has stepped; it may hold parameters of several models."""

@@ -9,7 +9,7 @@ submodules called alone and any number of forwards are then all the same to it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
 from typing import Any, final
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
+from drivetrain_ddp.script_hooks import ScriptHooks
 
 
 class _Parameters(nn.Module):
@@ -74,6 +75,12 @@ class GradientReducer:
         self._armed = False
         self.local = LocalGradients(model, lambda: self.enabled, self._arm_once)
         """Gradients that hold contributions of this rank alone."""
+        self.hooks = ScriptHooks(self.local, self._name)
+        """Of the script, on parameters."""
+        self._hooks_changed = False
+        """Hooks changed gradients, and ranks have not compared what came of it."""
+        self._hooks_compared = 0
+        """How many hooks there were when they did."""
         self._starts = True
         self._lazy = False
         self._changed = True
@@ -174,6 +181,8 @@ class GradientReducer:
         if self.wrapper is None:
             return loss
         self._expected = True
+        accumulating = self.wrapper._accum_grad_hooks  # noqa: SLF001 (there where torch._dynamo reduces in Python)
+        self.hooks.begin(self._trained, [handle.id for handle in accumulating])
         return loss if self._lazy else self._arm(loss)
 
     def after_backward(self) -> None:
@@ -182,20 +191,39 @@ class GradientReducer:
         if not self._armed:
             return
         self._armed = False
-        if not self._static:
-            self._complete()
+        hooked = self.hooks.found
+        if hooked:
+            # Zeros for what was not reached are none of theirs.
+            self.hooks.hold()
+        unreached = frozenset[int]() if self._static else self._complete()
         self.local.forget()
+        if hooked and self.hooks.call(unreached):
+            self._hooks_changed = True
 
-    def _complete(self) -> None:
+    def backward_ended(self) -> None:
+        """After each backward, one that raised too: the script's hooks are where it set them."""
+        self._expected = False
+        self.hooks.end()
+
+    def _name(self, parameter: Tensor) -> str:
+        names = {id(one): name for name, one in self._model.named_parameters()}
+        return f"{names.get(id(parameter), 'a parameter')} of {type(self._model).__name__}"
+
+    def _complete(self) -> frozenset[int]:
         """Reduce parameters too that this backward did not reach, some of which others or earlier ones did.
 
         The reducer waits for every parameter. One that this rank's backward did not reach is given a gradient of
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
         one process, since an optimizer treats zeros otherwise.
+
+        Returns the parameters that no rank reached in this backward, by identity.
         """
         reached = set(map(id, self.local.reached))
         missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
+        # A hook that draws random numbers, or that one rank alone has, makes replicas differ in the first step.
+        drifts = self._hooks_changed and self.hooks.number != self._hooks_compared
+        written = written or drifts
         if missing and self.joined:
             raise UnsupportedError(
                 f"inside join_uneven_inputs a backward did not reach {len(missing)} trained parameter(s), and ranks "
@@ -204,11 +232,13 @@ class GradientReducer:
             )
         told = self._told
         if missing or written:
-            used = [float(one.grad is not None) for one in self._trained]
+            # One half for a gradient of earlier backwards.
+            used = [1.0 if id(one) in reached else 0.5 * (one.grad is not None) for one in self._trained]
             digest = self._digest() if written else [0.0] * _BITS
             told = torch.tensor([*used, *digest], dtype=told.dtype, device=told.device)
         # Every rank tells, since any other may have to know; one that reached everything and saw no write to its
         # parameters tells the same each time, and does not read the answer, which a device would have to wait for.
+        earlier = frozenset(id(one) for one in missing if one.grad is not None)
         late, zeros = list(missing), [self._zeros(one) for one in missing]
         if self._flags is not None:
             late.append(self._flags)
@@ -218,31 +248,58 @@ class GradientReducer:
         if self._flags is not None:
             average, self._flags.grad = self._flags.grad, None
         elif self.joined:
-            return
+            return frozenset()
         else:
             average = told.clone()
             self._pending = dist.all_reduce(average, async_op=True)
         if self.joined or not (missing or written):
-            return
+            return frozenset()
         assert average is not None
         if self._flags is None:
             self._pending.wait()
             average /= self._topology.dp_size
         values = average.tolist()
         are_used, averaged = values[:-_BITS], values[-_BITS:]
+        if written:
+            self._compare(digest, averaged, hooked=drifts)
+            self._hooks_compared = self.hooks.number
+            self._hooks_changed = False
+        self.updated()
+        return self._settle(are_used, earlier)
+
+    def _settle(self, are_used: list[float], earlier: Collection[int]) -> frozenset[int]:
+        """Take zeros away from what no rank reached; returns what none reached in this backward, by identity.
+
+        Args:
+            are_used: of each trained parameter, what ranks told, averaged.
+            earlier: those that this rank did not reach, and that had a gradient before.
+        """
+        unreached = []
+        for parameter, is_used in zip(self._trained, are_used, strict=True):
+            if not is_used:
+                parameter.grad = None
+            if not is_used or (id(parameter) in earlier and is_used < 0.5 + 0.25 / self._topology.dp_size):
+                unreached.append(id(parameter))
+        return frozenset(unreached)
+
+    def _compare(self, digest: list[float], averaged: list[float], *, hooked: bool) -> None:
+        """Raise where parameters differ over ranks; ``hooked``: hooks have changed the gradients of the last step."""
         # Ranks that agree on a bit average to it; where they do not, each is off by one part in their number or more.
         tolerance = 0.5 / self._topology.dp_size
-        if written and any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True)):
+        if any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True)):
+            if hooked:
+                raise UsageError(
+                    f"after a step in which hooks of parameters of {type(self._model).__name__} changed gradients, the "
+                    "parameters are not the same on all ranks",
+                    cure="Set the same hooks on every rank, and let them do the same there: they are called with "
+                    "gradients over all ranks. Draw random numbers from a torch.Generator with the same seed.",
+                )
             raise UsageError(
                 f"the script wrote to parameters of {type(self._model).__name__} after prepare, and their values are "
                 "not the same on all ranks",
                 cure="Write the same on every rank: call drivetrain.utils.set_seed(0) before drawing random values, "
                 "or give all ranks rank 0's values with drivetrain.utils.broadcast.",
             )
-        self.updated()
-        for parameter, is_used in zip(self._trained, are_used, strict=True):
-            if not is_used:
-                parameter.grad = None
 
     def updated(self) -> None:
         """Parameters are in order as they are now: an optimizer has updated them, alike on every rank."""
