@@ -29,8 +29,8 @@ def refuse_max_norm(module: nn.Module, stage: int, dp_size: int) -> None:
                 else "each rank would write those that its own samples read"
             )
             raise UnsupportedError(
-                f"{name or 'the model'} ({type(layer).__name__}) of {type(module).__name__} has max_norm, by which each "
-                f"forward writes to the rows that it reads, and {why}",
+                f"{name or 'the model'} ({type(layer).__name__}) of {type(module).__name__} has max_norm, by which "
+                f"each forward writes to the rows that it reads, and {why}",
                 cure="Make it without max_norm and shorten rows in forward: rows * (max_norm / rows.norm(dim=-1, "
                 "keepdim=True).clamp(min=max_norm)), or use one process.",
             )

@@ -86,8 +86,8 @@ def _call(hook: Callable[[Tensor], Tensor | None], given: Tensor, whose: str) ->
         return returned
     if torch.equal(written, given):
         raise UnsupportedError(
-            f"{whose} has a hook by register_hook that returns nothing: DeepSpeed reduces gradients after hooks, so that "
-            "what it looks at is the gradient of this rank's samples alone",
+            f"{whose} has a hook by register_hook that returns nothing: DeepSpeed reduces gradients after hooks, so "
+            "that what it looks at is the gradient of this rank's samples alone",
             cure="Read the norm of all gradients by accelerator.clip_grad_norm_(model.parameters(), math.inf) after "
             "accelerator.backward, or use distributed_type: ddp, where a hook is given the gradient of all ranks.",
         )
