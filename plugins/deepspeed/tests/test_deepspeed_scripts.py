@@ -501,6 +501,34 @@ def clamp_in_forward(job: Job) -> None:
 
 
 @script
+def clamp_a_child_in_forward(job: Job) -> None:
+    """The model writes to a layer's parameter, before it calls the layer."""
+    model = job.model
+    encode = model.encode
+
+    def clamped(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.head.weight.clamp_(-0.1, 0.1)
+        hidden: Tensor = encode(x)
+        return hidden
+
+    model.encode = clamped
+    for step in range(3):
+        job.train(step)
+
+
+@script
+def clamp_a_child_after_its_forward(job: Job) -> None:
+    def clamped(logits: Tensor) -> Tensor:
+        job.model.head.weight.data.clamp_(-0.1, 0.1)
+        return logits
+
+    job.model.kind = clamped
+    for step in range(3):
+        job.train(step)
+
+
+@script
 def accumulated_hook_after_prepare(job: Job) -> None:
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -768,6 +796,8 @@ OF_STAGE_3 = {
     "gradient_penalty": "goes through its layers twice",
     "double": "`double` asks for the elements",
     "clamp_in_forward": "the forward of Linear writes to the parameter first.weight of Net",
+    "clamp_a_child_in_forward": "the forward of Net writes to the parameter head.weight of Net",
+    "clamp_a_child_after_its_forward": "the forward of Net writes to the parameter head.weight of Net",
     "layer_with_a_dataclass": "the layer Linear has parameters and returns Holder",
 }
 
@@ -828,7 +858,7 @@ LAYOUTS = [
     *("average", "clamp_before_another_way", "assign_with_other_strides", "forget_zero_grad"),
     *("zero_grad_before_backward", "zero_grad_of_parts_after_step", "gradients_set_to_zero"),
     *("restore_the_optimizers_state", "hook_after_prepare", "hook_in_place", "hook_that_clamps", "hook_that_looks"),
-    "clamp_in_forward",
+    *("clamp_in_forward", "clamp_a_child_in_forward", "clamp_a_child_after_its_forward"),
 ]
 """What depends on where a variant keeps masters and parts."""
 

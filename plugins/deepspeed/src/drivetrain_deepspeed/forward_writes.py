@@ -7,14 +7,15 @@ it is kept, and differs between ranks where it depends on the samples that a ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import UnsupportedError
-from drivetrain_deepspeed.guard import in_parts
+from drivetrain.api import Topology, UnsupportedError, collectives
+from drivetrain_deepspeed.guard import Guard, in_parts
+from drivetrain_deepspeed.layout import partition_of, partitioned
 
 
 def refuse_max_norm(module: nn.Module, stage: int, dp_size: int) -> None:
@@ -43,19 +44,29 @@ class FirstForwards:
     Before that, forwards in evaluation are compared too. One module's parameters are kept at a time, and those of the
     modules that it is called by.
 
+    A module may write to parameters of its children, too, which are gathered when it reads them. Each rank compares
+    its own part with what was gathered, and the ranks agree at the end of the model's first forward in training.
+
     Args:
         module: the user's, after DeepSpeed has set its hooks.
         theirs: handles of DeepSpeed's hooks on forwards.
-        named: a parameter in words, by identity.
+        guard: of the module's parameters.
+        topology: the job.
+        exact: what is gathered has the values of the parts: it was not quantised on the way.
     """
 
-    def __init__(self, module: nn.Module, theirs: Sequence[Any], named: Callable[[int], str]) -> None:
-        self._named = named
+    def __init__(
+        self, module: nn.Module, theirs: Sequence[Any], guard: Guard, topology: Topology, *, exact: bool
+    ) -> None:
+        self._module, self._guard, self._topology, self._exact = module, guard, topology, exact
+        self._pieces = {id(piece.parameter): piece for piece in partitioned(module)}
+        self._written = 0
+        """Place in `_pieces`, counted from 1, of a parameter that was written to outside of its own module."""
         self._handles: dict[nn.Module, list[Any]] = {}
         self._before: dict[nn.Module, list[tuple[Any, int, Tensor]]] = {}
         numbers = {handle.id for handle in theirs}
         for layer in module.modules():
-            if layer._parameters:  # noqa: SLF001 (without those of its children)
+            if any(id(each) in self._pieces for each in layer.parameters()):
                 before = layer.register_forward_pre_hook(self._begin)
                 after = layer.register_forward_hook(self._end)
                 # Theirs lets go of the parameters; what stands before it writes to gathered ones too.
@@ -70,6 +81,7 @@ class FirstForwards:
     def _begin(self, layer: nn.Module, _: Any) -> None:
         if layer in self._handles:
             held = [each for each in layer._parameters.values() if each is not None and not in_parts(each)]  # noqa: SLF001
+            self._compare_parts(held)
             self._before[layer] = [(each, each._version, each.detach().clone()) for each in held]  # noqa: SLF001
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -79,16 +91,45 @@ class FirstForwards:
                 continue
             # In-place operations count, also those that change nothing this time; those on `data` do not.
             if parameter._version != version or not torch.equal(parameter.detach(), values):  # noqa: SLF001
-                raise UnsupportedError(
-                    f"the forward of {type(layer).__name__} writes to {self._named(id(parameter))}, and ZeRO stage 3 "
-                    "drops what a forward writes to parameters",
-                    cure="Compute with the changed values without writing them, or write after optimizer.step() "
-                    "inside deepspeed.zero.GatheredParameters(parameters, modifier_rank=0); zero_stage 0, 1 or 2 keep "
-                    "what every rank writes alike.",
-                )
+                raise self._refusal(type(layer).__name__, id(parameter))
+        if layer in self._handles:
+            self._compare_parts(layer.parameters())
         if layer.training:
+            if layer is self._module and layer in self._handles and torch.is_grad_enabled():
+                self._agree()
             for handle in self._handles.pop(layer, ()):
                 handle.remove()
+
+    def _compare_parts(self, parameters: Iterable[Any]) -> None:
+        """Note a parameter that is whole now and has other values than this rank's part of it."""
+        # A layer that the script calls by itself may come before its writes to small parameters are taken in.
+        if self._written or not self._exact or not self._guard.engine_at_work:
+            return
+        for each in parameters:
+            piece = self._pieces.get(id(each))
+            if piece is not None and piece.numel and not in_parts(each):
+                part = partition_of(each)[: piece.numel]
+                whole = each.detach().reshape(-1)[piece.start : piece.start + piece.numel]
+                if not torch.equal(part.to(whole.device), whole):
+                    self._written = 1 + list(self._pieces).index(id(each))
+                    return
+
+    def _agree(self) -> None:
+        """Raise on every rank where one has noted a parameter. Collective."""
+        found = torch.tensor([self._written], device=self._topology.device)
+        if self._topology.world_size > 1:
+            found = collectives.all_reduce(found, "max", self._topology)
+        if number := int(found):
+            raise self._refusal(type(self._module).__name__, list(self._pieces)[number - 1])
+
+    def _refusal(self, whose: str, parameter: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"the forward of {whose} writes to {self._guard.named(parameter)}, and ZeRO stage 3 drops what a forward "
+            "writes to parameters",
+            cure="Compute with the changed values without writing them, or write after optimizer.step() inside "
+            "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0); zero_stage 0, 1 or 2 keep what every rank "
+            "writes alike.",
+        )
 
     def remove(self) -> None:
         """Stop comparing: the engine goes."""

@@ -93,9 +93,11 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     if backend.config.stage == 3:
         load_in_parts(module)
         offload = engine.optimizer.parameter_offload
+        zero = engine._config.zero_config  # noqa: SLF001
+        quantised = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
         driver.extra_hooks = [
             *refuse_hidden_outputs(module),
-            FirstForwards(module, offload.forward_hooks, guard.named),
+            FirstForwards(module, offload.forward_hooks, guard, backend.topology, exact=not quantised),
         ]
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
