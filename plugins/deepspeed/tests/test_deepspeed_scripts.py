@@ -443,6 +443,92 @@ def hook_after_prepare(job: Job) -> None:
 
 
 @script
+def hook_in_place(job: Job) -> None:
+    """Linear, and returns nothing."""
+
+    def drop_first_row(gradient: Tensor) -> None:
+        gradient[0] = 0
+
+    job.model.head.weight.register_hook(drop_first_row)
+    for step in range(3):
+        job.train(step)
+
+
+@script
+def hook_that_clamps(job: Job) -> None:
+    job.train(0)
+    job.model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    job.train(1)
+
+
+@script
+def hook_that_takes_signs(job: Job) -> None:
+    job.model.head.bias.register_hook(torch.sign)
+    job.train(0)
+
+
+@script
+def hook_that_takes_magnitudes(job: Job) -> None:
+    job.model.head.bias.register_hook(torch.abs)
+    job.train(0)
+
+
+@script
+def hook_that_shifts(job: Job) -> None:
+    job.model.head.bias.register_hook(lambda gradient: gradient + 0.1)
+    job.train(0)
+
+
+@script
+def hook_that_looks(job: Job) -> None:
+    norms: list[float] = []
+    job.model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    job.train(0)
+
+
+@script
+def clamp_in_forward(job: Job) -> None:
+    layer = job.model.first
+    forward = layer.forward
+
+    def clamped(x: Tensor) -> Tensor:
+        layer.weight.data.clamp_(-0.1, 0.1)
+        return forward(x)
+
+    layer.forward = clamped
+    for step in range(3):
+        job.train(step)
+
+
+@script
+def clamp_a_child_in_forward(job: Job) -> None:
+    """The model writes to a layer's parameter, before it calls the layer."""
+    model = job.model
+    encode = model.encode
+
+    def clamped(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.head.weight.clamp_(-0.1, 0.1)
+        hidden: Tensor = encode(x)
+        return hidden
+
+    model.encode = clamped
+    for step in range(3):
+        job.train(step)
+
+
+@script
+def clamp_a_child_after_its_forward(job: Job) -> None:
+    def clamped(logits: Tensor) -> Tensor:
+        job.model.head.weight.data.clamp_(-0.1, 0.1)
+        return logits
+
+    job.model.kind = clamped
+    for step in range(3):
+        job.train(step)
+
+
+@script
 def accumulated_hook_after_prepare(job: Job) -> None:
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -709,10 +795,18 @@ SMALL = dict.fromkeys(("multiply_between_backward_and_step", "weight_decay_by_ha
 OF_STAGE_3 = {
     "gradient_penalty": "goes through its layers twice",
     "double": "`double` asks for the elements",
+    "clamp_in_forward": "the forward of Linear writes to the parameter first.weight of Net",
+    "clamp_a_child_in_forward": "the forward of Net writes to the parameter head.weight of Net",
+    "clamp_a_child_after_its_forward": "the forward of Net writes to the parameter head.weight of Net",
     "layer_with_a_dataclass": "the layer Linear has parameters and returns Holder",
 }
 
 NOWHERE = {
+    "hook_that_clamps": "head.weight of Net has a hook by register_hook that is not linear",
+    "hook_that_takes_signs": "head.bias of Net has a hook by register_hook that is not linear",
+    "hook_that_takes_magnitudes": "head.bias of Net has a hook by register_hook that is not linear",
+    "hook_that_shifts": "head.bias of Net has a hook by register_hook that is not linear",
+    "hook_that_looks": "head.weight of Net has a hook by register_hook that returns nothing",
     "double": "the parameter first.weight of Net was torch.float32 when it was prepared and is torch.float64 now",
     "plain_backward": "Write accelerator.backward",
     "a_step_without_a_backward": "found no gradients",
@@ -763,7 +857,8 @@ LAYOUTS = [
     *("load_state_dict", "clamp_data", "copy_one_row", "assign_data", "write_what_is_saved", "never_use_some"),
     *("average", "clamp_before_another_way", "assign_with_other_strides", "forget_zero_grad"),
     *("zero_grad_before_backward", "zero_grad_of_parts_after_step", "gradients_set_to_zero"),
-    "restore_the_optimizers_state",
+    *("restore_the_optimizers_state", "hook_after_prepare", "hook_in_place", "hook_that_clamps", "hook_that_looks"),
+    *("clamp_in_forward", "clamp_a_child_in_forward", "clamp_a_child_after_its_forward"),
 ]
 """What depends on where a variant keeps masters and parts."""
 

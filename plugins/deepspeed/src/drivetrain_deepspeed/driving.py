@@ -20,6 +20,7 @@ from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, c
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
 from drivetrain_deepspeed.guard import Guard
+from drivetrain_deepspeed.linear_hooks import LinearHooks
 from drivetrain_deepspeed.loss_scale import LossScale
 from drivetrain_deepspeed.parts import PartitionedGradients
 from drivetrain_deepspeed.slices import SlicedGradients
@@ -90,6 +91,7 @@ class Driver:
         self._their_hooks = {handle.id for handle in getattr(self.zero, "_grad_acc_hooks", ())}
         self._straightened: dict[int, Any] = {}
         self._hooks = self._watch(engine.module)
+        self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
         self.extra_hooks: Sequence[Any] = ()
         """Further handles of hooks that go with the engine."""
@@ -152,12 +154,15 @@ class Driver:
                 cure="Use zero_stage 0, 1 or 2 for gradient penalties and other second derivatives.",
             )
 
-    def _at_parameter(self, parameter: Tensor, _grad: Tensor) -> None:
+    def _at_parameter(self, parameter: Any, gradient: Tensor) -> None:
         """A gradient has come to one of the parameters; DeepSpeed has not seen it yet."""
         if not self._running and is_taken(parameter):
             self._check_taken(parameter)
             return
         self._used.add(id(parameter))
+        hooks = self._scripts_hooks
+        if hooks is not None and id(parameter) in hooks.untried:
+            hooks.check(parameter, gradient)
         if id(parameter) not in self._straightened and not parameter.is_contiguous():
             self._straighten(parameter)
         if self._reached:
@@ -242,6 +247,8 @@ class Driver:
         if self.writes is not None:
             self.writes.check_places()
             self._check_hooks()
+        if self._scripts_hooks is not None:
+            self._scripts_hooks.look()
         engine = self.engine
         engine._running_engine_backward_count += 1  # noqa: SLF001
         engine._running_engine_backward = True  # noqa: SLF001

@@ -17,6 +17,7 @@ from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_mo
 from drivetrain_deepspeed import compiling, elementwise, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
+from drivetrain_deepspeed.forward_writes import FirstForwards, refuse_max_norm
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.layout import flat_groups
 from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
@@ -56,6 +57,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     module = original_module(model)
     if not optimizers:
         return _evaluating(backend, model, module)
+    refuse_max_norm(module, backend.config.stage, backend.topology.dp_size)
     for optimizer in optimizers:
         _check(optimizer, module)
         elementwise.check(optimizer, backend.config.stage)
@@ -90,7 +92,13 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     rank_state.serve(steps, driver.zero, backend.topology)
     if backend.config.stage == 3:
         load_in_parts(module)
-        driver.extra_hooks = refuse_hidden_outputs(module)
+        offload = engine.optimizer.parameter_offload
+        zero = engine._config.zero_config  # noqa: SLF001
+        quantised = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+        driver.extra_hooks = [
+            *refuse_hidden_outputs(module),
+            FirstForwards(module, offload.forward_hooks, guard, backend.topology, exact=not quantised),
+        ]
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
 

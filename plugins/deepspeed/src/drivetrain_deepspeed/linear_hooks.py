@@ -1,0 +1,101 @@
+"""Whether a script's hooks on parameters may run before gradients are reduced.
+
+DeepSpeed reduces in buckets after autograd, so that a hook of ``register_hook`` is given the gradient of this rank's
+samples. Of a linear hook the mean over ranks is the hook of the mean; of any other it is not, and a hook that returns
+nothing looks at one rank's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from drivetrain.api import UnsupportedError
+
+_CURE = (
+    "Call accelerator.clip_grad_norm_ or accelerator.clip_grad_value_ after accelerator.backward, or use "
+    "distributed_type: ddp, where a hook is given the gradient of all ranks."
+)
+
+
+@final
+class LinearHooks:
+    """Tries each hook that the script sets, once, at the first gradient of its parameter.
+
+    A trial calls the hook a few times with fixed tensors, the same on every rank, so that all ranks come to the same
+    answer.
+
+    Args:
+        parameters: the trained ones, each with the handle of the plugin's own hook.
+        named: a parameter in words, by identity.
+    """
+
+    def __init__(self, parameters: list[tuple[Any, Any]], named: Callable[[int], str]) -> None:
+        self._hooks = [(each, each._backward_hooks) for each, _ in parameters]  # noqa: SLF001 (no public way)
+        self._named = named
+        self._known = {handle.id for _, handle in parameters}
+        """Hooks that were found linear, or are ours. torch numbers all hooks of a process."""
+        self.untried: set[int] = set()
+        """Parameters with other hooks."""
+
+    def look(self) -> None:
+        """Notice hooks that were set since the last call."""
+        for parameter, hooks in self._hooks:
+            if len(hooks) > 1 and not hooks.keys() <= self._known:
+                self.untried.add(id(parameter))
+
+    @torch.no_grad()
+    def check(self, parameter: Any, gradient: Tensor) -> None:
+        """Try the hooks of a parameter to which its gradient has come. Not collective.
+
+        Raises:
+            UnsupportedError: one is not linear, or returns nothing.
+        """
+        self.untried.discard(id(parameter))
+        for number, hook in list(parameter._backward_hooks.items()):  # noqa: SLF001 (as above)
+            if number not in self._known:
+                _try(hook, gradient, self._named(id(parameter)))
+                self._known.add(number)
+
+
+def _try(hook: Callable[[Tensor], Tensor | None], gradient: Tensor, whose: str) -> None:
+    # Powers of two, by which floats multiply exactly, far enough apart to meet thresholds.
+    far = 2.0**8 if gradient.dtype == torch.float16 else 2.0**20
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator) for _ in range(2))
+    one, other = one.to(gradient.device), other.to(gradient.device)
+    of_one = _call(hook, one, whose)
+    scaled = all(_close(_call(hook, one * by, whose) / by, of_one) for by in (-1 / far, far))
+    if not scaled or not _close(_call(hook, one + other, whose), of_one + _call(hook, other, whose)):
+        raise UnsupportedError(
+            f"{whose} has a hook by register_hook that is not linear, as one that clamps or normalises: DeepSpeed "
+            "reduces gradients after hooks, which are given the gradient of this rank's samples alone",
+            cure=_CURE,
+        )
+
+
+def _call(hook: Callable[[Tensor], Tensor | None], given: Tensor, whose: str) -> Tensor:
+    """What autograd would go on with: what a hook returns, or what it has written to its argument."""
+    written = given.clone()
+    returned = hook(written)
+    if returned is not None:
+        return returned
+    if torch.equal(written, given):
+        raise UnsupportedError(
+            f"{whose} has a hook by register_hook that returns nothing: DeepSpeed reduces gradients after hooks, so "
+            "that what it looks at is the gradient of this rank's samples alone",
+            cure="Read the norm of all gradients by accelerator.clip_grad_norm_(model.parameters(), math.inf) after "
+            "accelerator.backward, or use distributed_type: ddp, where a hook is given the gradient of all ranks.",
+        )
+    return written
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal up to rounding, measured by the largest element: sums in a hook may cancel."""
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    tolerance = 64 * torch.finfo(other.dtype).eps * largest
+    return math.isfinite(largest) and one.shape == other.shape and bool(torch.allclose(one, other, 0.0, tolerance))
