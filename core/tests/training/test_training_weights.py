@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.runtime.items import count_items, is_mean_of_labels
+from drivetrain.runtime.sums import sums_over_batch
 from drivetrain.testing import spawn
 
 _spec = importlib.util.spec_from_file_location("window_jobs", Path(__file__).with_name("window_jobs.py"))
@@ -216,3 +217,111 @@ def test_a_mean_over_labels_is_said_once(caplog):
                 accelerator.backward(model(**batch)["loss"])
     assert sum("count_items" in record.getMessage() for record in caplog.records) == 1
     accelerator.end_training()
+
+
+# ---- sums over the batch --------------------------------------------------------------------------------------------
+
+ROWS, RANKS = 5, 3
+_layer = torch.nn.Linear(6, 7)
+_goals = torch.rand(ROWS, 7, generator=torch.Generator().manual_seed(3))
+_labels = torch.arange(ROWS)
+_advantage = torch.linspace(-1, 2, ROWS)
+_divergence = lambda z: -0.5 * (1 + z - z.pow(2) - z.exp()).sum()  # noqa: E731
+_each = lambda z: F.cross_entropy(z, _labels, reduction="none")  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: F.cross_entropy(z, _labels, reduction="sum"),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum", label_smoothing=0.1),
+        lambda z: F.cross_entropy(z, _goals, reduction="sum"),
+        lambda z: F.mse_loss(z, _goals, reduction="sum"),
+        lambda z: F.l1_loss(z, _goals, reduction="sum"),
+        lambda z: F.smooth_l1_loss(z, _goals, reduction="sum"),
+        lambda z: F.huber_loss(z, _goals, reduction="sum"),
+        lambda z: F.binary_cross_entropy(z.sigmoid(), _goals, reduction="sum"),
+        lambda z: F.binary_cross_entropy_with_logits(z, _goals, reduction="sum"),
+        lambda z: F.kl_div(z.log_softmax(-1), _goals, reduction="sum"),
+        lambda z: F.poisson_nll_loss(z, _goals, reduction="sum"),
+        lambda z: F.cross_entropy(
+            z.view(ROWS, 7, 1).expand(-1, -1, 2).transpose(1, 2).flatten(0, 1), _labels.repeat(2), reduction="sum"
+        ),
+        lambda z: _each(z).sum(),
+        lambda z: torch.cat(_each(z).split(2)).sum(),
+        lambda z: (z - _goals).pow(2).sum(),
+        lambda z: (z - _goals).pow(2).sum(1).sum(),
+        lambda z: (z - _goals).pow(2).sum(0).sum(),
+        lambda z: (z - _goals).pow(2).mean(1).sum(),
+        lambda z: F.mse_loss(z, _goals, reduction="sum") + _divergence(z),
+        lambda z: F.mse_loss(z, _goals) + 0.3 * _divergence(z),
+        lambda z: (-torch.distributions.Categorical(logits=z).log_prob(_labels) * _advantage).sum(),
+        lambda z: torch.stack((_each(z).sum(), z.pow(2).mean())).sum(),
+        lambda z: 0.7 * F.cross_entropy(z, _labels, reduction="sum").double() / 1.5,
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") + 1e-2 * _layer.weight.pow(2).sum(),
+    ],
+)
+def test_a_sum_over_the_batch_is_found(loss):
+    assert sums_over_batch(loss(_layer(torch.randn(ROWS, 6))), ROWS, RANKS)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: F.cross_entropy(z, _labels),
+        lambda z: F.cross_entropy(z, _labels, label_smoothing=0.1),
+        lambda z: F.cross_entropy(z, _goals),
+        lambda z: F.kl_div(z.log_softmax(-1), _goals, reduction="batchmean"),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") / len(z),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") * (1 / len(z)),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") / (_labels != 2).sum(),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") / int((_labels != 2).sum()),
+        lambda z: F.mse_loss(z, _goals, reduction="sum") / z.numel(),
+        lambda z: F.mse_loss(z, _goals, reduction="sum") * (1 / z.numel()),
+        lambda z: (_each(z) / len(z)).sum(),
+        lambda z: (_each(z) * torch.full((ROWS,), 1 / ROWS)).sum(),
+        lambda z: (_each(z) * _advantage.softmax(0)).sum(),
+        lambda z: (_each(z) * z.mean(1).softmax(0)).sum(),
+        lambda z: (_each(z) * _goals[:, 0]).sum() / _goals[:, 0].sum(),
+        lambda z: 1 - 2 * (z.sigmoid() * _goals).sum() / (z.sigmoid().sum() + _goals.sum()),
+        lambda z: sum(F.cross_entropy(z[i : i + 1], _labels[i : i + 1]) for i in range(ROWS)) / ROWS,
+        lambda z: torch.stack([F.cross_entropy(z, _labels) for _ in range(ROWS)]).sum(),
+        lambda z: torch.cat([F.cross_entropy(z, _labels)[None] for _ in range(ROWS)]).sum(),
+        lambda z: (z - _goals).pow(2).sum(1).mean(),
+        lambda z: F.cross_entropy(z, _labels) + 1e-2 * sum(each.pow(2).sum() for each in _layer.parameters()),
+        lambda z: F.cross_entropy(z, _labels) + _layer.weight[:ROWS].abs().sum(),
+        lambda z: F.cross_entropy(z, _labels) + (_layer.weight[:ROWS] @ _layer.weight[:ROWS].T).pow(2).sum(),
+        lambda z: ((z[:, :ROWS].T @ z[:, :ROWS]) / ROWS - torch.eye(ROWS)).pow(2).sum(),
+        lambda z: z.mean(0)[:ROWS].pow(2).sum(),
+        lambda z: F.cross_entropy(z, _labels) + 0.0 * z.sum(),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") * RANKS,
+        lambda z: 2 * RANKS * F.cross_entropy(z, _labels, reduction="sum"),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum").exp(),
+        lambda z: _layer.weight.pow(2).mean(),
+    ],
+)
+def test_what_is_no_sum_over_the_batch_or_not_surely_passes(loss):
+    assert not sums_over_batch(loss(_layer(torch.randn(ROWS, 6))), ROWS, RANKS)
+
+
+def test_a_sum_over_one_row_is_its_mean():
+    assert not sums_over_batch(_layer(torch.randn(1, 6)).pow(2).sum(), 1, RANKS)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("factor", [False, True])
+def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, factor):
+    for said in spawn(jobs.summed, world, factor):
+        if world == 1 or factor:
+            model = jobs.make_model()
+            x, y = jobs.make_data(12)
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+            torch.testing.assert_close(said, [each.grad for each in model.parameters()], **TOLERANCE)
+        else:
+            assert "the loss is a sum over this rank's 4 rows, and backward() averages over 3 ranks" in said
+            assert "accelerator.backward(loss * accelerator.num_processes)" in said
+
+
+def test_each_kind_of_loss_is_looked_at():
+    for said in spawn(jobs.sum_after_means, 3):
+        assert "the loss is a sum over this rank's 4 rows" in said

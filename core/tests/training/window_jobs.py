@@ -205,3 +205,34 @@ def count_items(steps: int, factor: float = 1.0) -> list[Tensor]:
     result = values(model)
     accelerator.end_training()
     return result
+
+
+def summed(factor: bool) -> Any:
+    """One batch of 12 over all ranks, with a loss that is a sum; its gradients, or what was refused."""
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(
+        make_model(), DataLoader(dataset(12), batch_size=12 // accelerator.num_processes)
+    )
+    try:
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            accelerator.backward(loss * accelerator.num_processes if factor else loss)
+        return [parameter.grad.clone() for parameter in model.parameters()]
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+
+
+def sum_after_means() -> str:
+    """A second loss of the same model, which is a sum."""
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(make_model(), DataLoader(dataset(24), batch_size=4))
+    try:
+        for number, (x, y) in enumerate(loader):
+            accelerator.backward(F.cross_entropy(model(x), y) if number == 0 else model(x).pow(2).sum())
+        return "nothing"
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()

@@ -16,6 +16,7 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.runtime.items import count_items, is_mean_of_labels
 from drivetrain.runtime.last_call import note
 from drivetrain.runtime.records import Record
+from drivetrain.runtime.sums import sums_over_batch
 from drivetrain.runtime.watchdog import meet
 from drivetrain.runtime.windows import Items, Window
 
@@ -94,8 +95,12 @@ class Trainer:
         self._on_step, self.count_items = on_step, count_items
         self._looked_at: set[int] = set()
         """Models whose loss was looked at for being a mean over labels."""
+        self._judged: set[tuple[int, type, type | None]] = set()
+        """Kinds of losses that were looked at for being a sum over the batch."""
         self._windows: dict[tuple[int, ...], Window] = {}
         self._dp_size = backend.topology.dp_size
+        # An engine that computes a loss in parts has no graph of it here; count_items refuses a sum itself.
+        self._judges = self._dp_size > 1 and not count_items and not backend.capabilities.pipelined
         self._manual = Window(steps, self._dp_size, backend.topology.dp_rank)
         self.set_steps(steps)
         self._manual.closing = False
@@ -171,6 +176,12 @@ class Trainer:
         # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
         (meet if closes else note)("backward")
         primary = _first_active(records)
+        if num_items is None and self._judges:
+            node = loss.grad_fn
+            edges = node.next_functions if node is not None else ()
+            kind = primary.index, type(node), type(edges[0][0]) if edges else None
+            if kind not in self._judged:
+                self._refuse_sum(loss, kind)
         if num_items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
             num_items = self._items_of(loss)
             scale = window.scale(num_items, self._total) * num_items
@@ -244,6 +255,26 @@ class Trainer:
                 "gradients of one big batch.",
                 self._dp_size,
                 self.steps,
+            )
+
+    def _refuse_sum(self, loss: Tensor, kind: tuple[int, type, type | None]) -> None:
+        """Look once at each kind of loss for being a sum over the batch, of which an average over ranks is a part."""
+        rows, place, ranks = self.loop_state().rows, self._manual.dp_rank, self._dp_size
+        if rows is None or not rows.counted or rows.real != rows.loaded:
+            return
+        number = rows.real[place]
+        if number < 2:
+            return
+        self._judged.add(kind)
+        if sums_over_batch(loss, number, ranks):
+            self._judged.discard(kind)
+            whole = "accelerator.num_processes" if self.backend.topology.world_size == ranks else str(ranks)
+            raise UsageError(
+                f"the loss is a sum over this rank's {number} rows, and backward() averages over {ranks} ranks, so "
+                f"that gradients would be 1/{ranks} of those of one process",
+                cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
+                "accelerator.backward(loss, num_items=n) divides by the n of all ranks; or, for the sum over all ranks "
+                f"itself, accelerator.backward(loss * {whole}).",
             )
 
     def _total(self, items: Items) -> Tensor:
