@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import DrivetrainError
+from drivetrain.api import DrivetrainError, UnsupportedError
 from drivetrain.testing import spawn
+from drivetrain_fsdp import hidden
 
 WIDTH, BATCH, STEPS = 5, 12, 4
 
@@ -522,3 +524,104 @@ def train_hidden() -> str:
 def test_an_output_that_hides_its_tensors_is_refused() -> None:
     for said in spawn(train_hidden, 2):
         assert "returns Hidden, in which fully_shard finds no tensors" in said
+
+
+class Bounded(nn.Module):
+    """Each of its parts may write to its own weight in forward."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.writes = writes
+        bound = 0.5 if writes == "max_norm" else None
+        self.embedding = nn.Embedding(6, WIDTH, max_norm=bound)
+        self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        if self.writes == "data":
+            self.head.weight.data = nn.functional.normalize(self.head.weight.data)
+        if self.writes == "data in place":
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        if self.writes == "rows that were swapped" and step == 2:
+            with torch.no_grad():
+                self.embedding.weight.copy_(self.embedding.weight.flip(0).clone())
+        if self.writes == "functional":
+            x = nn.functional.embedding(x, self.embedding.weight, max_norm=0.5)
+        else:
+            x = self.embedding(x)
+        for block in self.body:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+class ClampsItself(nn.Linear):
+    """A unit of its own, whose parameters are gathered for it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def train_bounded(writes: str) -> str:
+    accelerator = Accelerator(distributed_type="fsdp", cpu=True)
+    torch.manual_seed(3)
+    net = Bounded(writes)
+    if writes == "block":
+        net.body[1] = ClampsItself(WIDTH, WIDTH)
+    try:
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with torch.no_grad():
+            model(torch.arange(6), -1)
+        for step in range(6):
+            accelerator.backward(model(torch.arange(6), step).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError as error:
+        return str(error)
+    groups = list(hidden.groups(module for module in net.modules() if isinstance(module, FSDPModule)))
+    assert len(groups) == 3
+    assert not any({"pre_forward", "post_forward"} & vars(group).keys() for group in groups)
+    accelerator.end_training()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("writes", "where"),
+    [
+        ("max_norm", "embedding is an Embedding with max_norm=0.5"),
+        ("functional", "parameter embedding.weight"),
+        ("data", "parameter head.weight"),
+        ("data in place", "parameter head.weight"),
+        ("rows that were swapped", "parameter embedding.weight"),
+        ("block", "parameter body.1.weight"),
+    ],
+)
+def test_a_forward_that_writes_to_parameters_is_refused(writes: str, where: str) -> None:
+    for said in spawn(train_bounded, 2, writes):
+        assert where in said
+        assert "the write is lost" in said
+        assert "after optimizer.step()" in said
+
+
+def test_forwards_are_watched_only_at_first() -> None:
+    assert spawn(train_bounded, 2, "") == ["", ""]
+
+
+def shorten_rows() -> tuple[Tensor, Tensor]:
+    accelerator = Accelerator(distributed_type="fsdp", cpu=True)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Embedding(7, WIDTH))
+    expected = torch.renorm(net[0].weight.detach(), 2, 0, 0.5)
+    model = accelerator.prepare(net)
+    with torch.no_grad():
+        w = model[0].weight
+        w.copy_(torch.renorm(w, 2, 0, 0.5))
+    found = model[0].weight.full_tensor().detach()
+    accelerator.end_training()
+    return found, expected
+
+
+def test_rows_are_shortened_as_the_refusal_of_max_norm_says() -> None:
+    for found, expected in spawn(shorten_rows, 3):
+        torch.testing.assert_close(found, expected)

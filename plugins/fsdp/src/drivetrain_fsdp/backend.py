@@ -47,6 +47,7 @@ from drivetrain_fsdp.remapping import FormerParameters, parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
 from drivetrain_fsdp.tensors import plain_gradients
 from drivetrain_fsdp.whole import WholeParameters
+from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 
 
 @final
@@ -379,6 +380,8 @@ class FSDPBackend(Backend):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module, settings = original_module(model), self.settings
         self._refuse(module)
+        if training:
+            refuse_max_norm(module)
         filling = Filling(module, self._recordings, self.section.weights)
         former = FormerParameters(module)
         hooks = GradientHooks(module)
@@ -401,6 +404,7 @@ class FSDPBackend(Backend):
         trainable = FSDPTrainable(self, model, sharded, former, trained, hooks, self._engine)
         hooks.watch(module, trainable.check_hook)
         hidden.hear_of_backwards(sharded.modules, trainable.reached)
+        watch_forwards(module, sharded.modules)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
         former.close(module)

@@ -1,0 +1,93 @@
+"""A forward that writes to parameters: the write goes to a copy that is gathered for this forward, and is lost.
+
+``nn.Embedding(max_norm=...)`` does it, and modules that clamp or normalise their weights in ``forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from drivetrain.api import UnsupportedError
+from drivetrain_fsdp import hidden
+
+_FORWARDS = 4
+"""Forwards of each unit with gradients that are checked: parts of a model may be used by turns. Later ones cost
+nothing."""
+
+_ROW = 1024
+"""Elements of a row of :func:`_fingerprint`."""
+
+_CURE = (
+    "Write to parameters after optimizer.step(), where it is kept (`with torch.no_grad(): p.clamp_(-1, 1)`), use "
+    "torch.nn.utils.parametrize for a weight that is computed from another, or distributed_type: ddp."
+)
+
+
+def refuse_max_norm(module: nn.Module) -> None:
+    """Raise for embeddings that shorten the rows which a forward reads: it may begin at any step. Not collective.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} is an {type(part).__name__} with max_norm={part.max_norm}, which writes to its "
+                "weight in each forward; under fsdp that is a copy, gathered for this forward, and the write is lost",
+                cure="Leave max_norm out and shorten the rows after optimizer.step() (`with torch.no_grad(): "
+                f"w.copy_(torch.renorm(w, {part.norm_type:g}, 0, {part.max_norm}))`, with its weight as w).",
+            )
+
+
+def watch_forwards(module: nn.Module, units: Iterable[FSDPModule]) -> None:
+    """Let the first forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
+    for group in hidden.groups(units):
+        _Watch(type(module).__name__, group)
+
+
+class _Watch:
+    """The first forwards of one unit."""
+
+    def __init__(self, model: str, group: Any) -> None:
+        self._model, self._group, self._left = model, group, _FORWARDS
+        self._before: list[tuple[str, Tensor, Tensor]] = []
+        group.pre_forward = partial(self._pre_forward, group.pre_forward)
+        group.post_forward = partial(self._post_forward, group.post_forward)
+
+    def _pre_forward(self, plain: Any, *args: Any) -> Any:
+        found = plain(*args)
+        self._before = []
+        if torch.is_grad_enabled():
+            whole = [(name, one) for name, one in hidden.gathered(self._group) if type(one) is nn.Parameter]
+            self._before = [(name, one, _fingerprint(one)) for name, one in whole]
+        return found
+
+    def _post_forward(self, plain: Any, *args: Any) -> Any:
+        before, self._before = self._before, []
+        for name, one, its in before:
+            if not torch.equal(its, _fingerprint(one)):
+                raise UnsupportedError(
+                    f"the forward of {self._model} writes to its parameter {name}; under fsdp that is a copy, gathered "
+                    "for this forward, and the write is lost",
+                    cure=_CURE,
+                )
+        if before:
+            self._left -= 1
+            if not self._left:
+                del self._group.pre_forward, self._group.post_forward
+        return plain(*args)
+
+
+@torch.no_grad()
+def _fingerprint(whole: Tensor) -> Tensor:
+    """Sums of the bits along rows and along columns: other values have other sums, values that changed places too."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    bits = whole.detach().reshape(-1).view(kinds.get(whole.element_size(), torch.int64))
+    square = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
+    return torch.cat([square.sum(0), square.sum(1), bits[square.numel() :].long()])
