@@ -47,7 +47,7 @@ class ScriptHooks:
             others: hooks of torch's own, by the number of their handle.
         """
         self.end()
-        hooked = [one for one in trained if len(one._backward_hooks or ()) > 1 or one._post_accumulate_grad_hooks]  # type: ignore[attr-defined]  # noqa: SLF001
+        hooked = [one for one in trained if len(one._backward_hooks or ()) > 1 or one._post_accumulate_grad_hooks]  # noqa: SLF001
         self.number = 0
         if not hooked:
             return
@@ -55,7 +55,8 @@ class ScriptHooks:
         for one in hooked:
             kinds: tuple[list[Hook], list[Hook]] = ([], [])
             # torch has no public way to list them.
-            for hooks, kind in zip((one._backward_hooks, one._post_accumulate_grad_hooks), kinds, strict=True):  # type: ignore[attr-defined]  # noqa: SLF001
+            of_torch: tuple[Any, Any] = (one._backward_hooks, one._post_accumulate_grad_hooks)  # noqa: SLF001
+            for hooks, kind in zip(of_torch, kinds, strict=True):
                 for key, hook in (hooks or {}).items():
                     if key not in others and hook is not _nothing and not self._local.keeps(hook):
                         kind.append(hook)
