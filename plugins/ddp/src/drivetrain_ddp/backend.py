@@ -204,7 +204,7 @@ class DDPBackend(Backend):
     def updated(self) -> None:
         """An optimizer has stepped; it may hold parameters of several models."""
         for reducer in self._reducers:
-            reducer.updated()
+            reducer.stepped()
 
     def forget(self, reducer: GradientReducer) -> None:
         """A model was released."""

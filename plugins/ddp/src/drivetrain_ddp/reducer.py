@@ -79,6 +79,8 @@ class GradientReducer:
         """Of the script, on parameters."""
         self._hooks_changed = False
         """Hooks changed gradients, and ranks have not compared what came of it."""
+        self._hooks_stepped = False
+        """An optimizer has stepped since."""
         self._hooks_compared = 0
         """How many hooks there were when they did."""
         self._starts = True
@@ -195,9 +197,10 @@ class GradientReducer:
         if hooked:
             # Zeros for what was not reached are none of theirs.
             self.hooks.hold()
+        arrived = list(self.local.reached) if hooked else []
         unreached = frozenset[int]() if self._static else self._complete()
         self.local.forget()
-        if hooked and self.hooks.call(unreached):
+        if hooked and self.hooks.call(arrived, unreached):
             self._hooks_changed = True
 
     def backward_ended(self) -> None:
@@ -222,7 +225,7 @@ class GradientReducer:
         missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
         # A hook that draws random numbers, or that one rank alone has, makes replicas differ in the first step.
-        drifts = self._hooks_changed and self.hooks.number != self._hooks_compared
+        drifts = self._hooks_stepped and self.hooks.number != self._hooks_compared
         written = written or drifts
         if missing and self.joined:
             raise UnsupportedError(
@@ -262,8 +265,9 @@ class GradientReducer:
         are_used, averaged = values[:-_BITS], values[-_BITS:]
         if written:
             self._compare(digest, averaged, hooked=drifts)
+        if drifts:
             self._hooks_compared = self.hooks.number
-            self._hooks_changed = False
+            self._hooks_changed = self._hooks_stepped = False
         self.updated()
         return self._settle(are_used, earlier)
 
@@ -301,8 +305,13 @@ class GradientReducer:
                 "or give all ranks rank 0's values with drivetrain.utils.broadcast.",
             )
 
+    def stepped(self) -> None:
+        """An optimizer has updated parameters."""
+        self._hooks_stepped = self._hooks_changed
+        self.updated()
+
     def updated(self) -> None:
-        """Parameters are in order as they are now: an optimizer has updated them, alike on every rank."""
+        """Parameters are in order as they are now: the same on every rank."""
         self._writes = self._count_writes()
 
     def _count_writes(self) -> int:

@@ -8,7 +8,7 @@ see a part. During a backward that reduces they are therefore held back, and cal
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,23 @@ from torch import Tensor
 from drivetrain.api import LocalGradients, UsageError
 
 Hook = Callable[[Tensor], Any]
+
+
+class _Entry(NamedTuple):
+    """One hook, where torch keeps it. The entry stays while held back: handles remove it, and the order is kept."""
+
+    hooks: dict[int, Any]
+    key: int
+    hook: Hook
+
+    @property
+    def present(self) -> bool:
+        return self.key in self.hooks
+
+    def put(self, hook: Hook) -> None:
+        """Let autograd call this one in its place, unless the script has removed it."""
+        if self.present:
+            self.hooks[self.key] = hook
 
 
 @final
@@ -29,8 +46,7 @@ class ScriptHooks:
 
     def __init__(self, local: LocalGradients, name: Callable[[Tensor], str]) -> None:
         self._local, self._name = local, name
-        self._found: dict[Tensor, tuple[list[Hook], list[Hook]]] = {}
-        self._held: list[tuple[dict[int, Any], int, Hook]] = []
+        self._found: dict[Tensor, tuple[list[_Entry], list[_Entry]]] = {}
         self._earlier: dict[Tensor, Tensor] = {}
         self._closes = False
         self.number = 0
@@ -40,7 +56,7 @@ class ScriptHooks:
         """Hold the hooks of these parameters back: a backward that reduces is about to run.
 
         Where gradients hold contributions of this rank alone, of micro-batches before, hooks were called with those:
-        they stay where they are, which is the same for those that are linear.
+        they stay where they are, which is the same for those that commute with an average.
 
         Args:
             trained: the parameters.
@@ -53,19 +69,18 @@ class ScriptHooks:
             return
         self._closes = self._local.exist()
         for one in hooked:
-            kinds: tuple[list[Hook], list[Hook]] = ([], [])
+            kinds: tuple[list[_Entry], list[_Entry]] = ([], [])
             # torch has no public way to list them.
             of_torch: tuple[Any, Any] = (one._backward_hooks, one._post_accumulate_grad_hooks)  # noqa: SLF001
             for hooks, kind in zip(of_torch, kinds, strict=True):
                 for key, hook in (hooks or {}).items():
                     if key not in others and hook is not _nothing and not self._local.keeps(hook):
-                        kind.append(hook)
-                        self._held.append((hooks, key, hook))
+                        kind.append(_Entry(hooks, key, hook))
             if any(kinds):
                 self._found[one] = kinds
                 if not self._closes and one.grad is not None:
                     self._earlier[one] = one.grad.detach().clone()
-        self.number = len(self._held)
+        self.number = sum(len(before) + len(after) for before, after in self._found.values())
         if not self._closes:
             self.hold()
 
@@ -75,66 +90,60 @@ class ScriptHooks:
         return bool(self._found)
 
     def hold(self) -> None:
-        """Keep autograd from calling the hooks until :meth:`restore`."""
-        # The entry stays, so that the script's handle still removes it and the order is kept.
-        for hooks, key, _hook in self._held:
-            if key in hooks:
-                hooks[key] = _nothing
-
-    def restore(self) -> None:
-        """Give the hooks back to autograd."""
-        for hooks, key, hook in self._held:
-            if key in hooks:
-                hooks[key] = hook
-        self._held.clear()
+        """Keep autograd from calling the hooks until :meth:`end`."""
+        for before, after in self._found.values():
+            for each in (*before, *after):
+                each.put(_nothing)
 
     def end(self) -> None:
-        """The backward is over, with an error or without."""
-        self.restore()
+        """The backward is over, with an error or without: the hooks are given back to autograd."""
+        for before, after in self._found.values():
+            for each in (*before, *after):
+                each.put(each.hook)
         self._found.clear()
         self._earlier.clear()
 
     @torch.no_grad()
-    def call(self, unreached: Collection[int]) -> bool:
+    def call(self, arrived: Iterable[Tensor], unreached: Collection[int]) -> bool:
         """Call the hooks on reduced gradients; returns whether one of them changed a gradient.
 
         Args:
+            arrived: the parameters that the backward of this rank reached, in that order.
             unreached: parameters that this backward did not reach on any rank, by identity.
 
         Raises:
-            UsageError: hooks were called with parts of the gradient, and are not linear.
+            UsageError: hooks were called with parts of the gradient, and do not give the same then.
         """
         found, earlier = dict(self._found), dict(self._earlier)
         self.end()
         if self._closes:
-            for parameter, (before, after) in found.items():
-                self._check(parameter, before, after)
+            for parameter, kinds in found.items():
+                self._check(parameter, *kinds)
             return False
         changed = False
-        for parameter, (before, after) in found.items():
+        # One process calls them as gradients arrive.
+        ordered = {id(one): one for one in (*arrived, *found) if one in found}
+        for parameter in ordered.values():
             if id(parameter) in unreached or parameter.grad is None:
                 continue
+            before, after = ([each for each in kind if each.present] for kind in found[parameter])
             if before:
                 changed |= self._replace(parameter, earlier.get(parameter), before)
-            for hook in after:
-                changed = True
-                if hook(parameter) is not None:
-                    raise UsageError(
-                        f"a post accumulate grad hook of {self._name(parameter)} returned something",
-                        cure="Return None from it, and change p.grad in place.",
-                    )
+            for each in after:
+                changed |= self._visit(parameter, each.hook)
         return changed
 
-    def _replace(self, parameter: Tensor, earlier: Tensor | None, hooks: Iterable[Hook]) -> bool:
+    def _replace(self, parameter: Tensor, earlier: Tensor | None, hooks: Iterable[_Entry]) -> bool:
         """Call hooks with what this backward added to a gradient, and add what they make of it instead."""
         total = parameter.grad
         assert total is not None
-        # Not left out of the reduction: a rank without hooks, as where the main process logs alone, reduces it too.
-        added = total if earlier is None else total - earlier
+        # What was there before was part of the reduction all the same: a rank without hooks, as where the main process
+        # logs alone, reduces it too. A copy, since a hook may keep what it is given, and total will change.
+        added = total.detach().clone() if earlier is None else total.detach() - earlier
         version = added._version  # noqa: SLF001 (a hook may write to what it is given)
         changed = added
-        for hook in hooks:
-            found = hook(changed)
+        for each in hooks:
+            found = each.hook(changed)
             if found is None:
                 continue
             if not isinstance(found, Tensor) or found.shape != changed.shape or found.dtype != changed.dtype:
@@ -147,8 +156,6 @@ class ScriptHooks:
         if changed is added and added._version == version:  # noqa: SLF001
             return False
         result = changed if earlier is None else earlier + changed
-        if result is total:
-            return True
         if total.layout == result.layout == torch.strided:
             # It may be a part of a bucket.
             total.copy_(result)
@@ -156,15 +163,26 @@ class ScriptHooks:
             parameter.grad = result
         return True
 
-    def _check(self, parameter: Tensor, before: Iterable[Hook], after: Collection[Hook]) -> None:
+    def _visit(self, parameter: Tensor, hook: Hook) -> bool:
+        """Call a hook that looks at ``.grad`` itself, and may change it there."""
+        grad = parameter.grad
+        version = None if grad is None else grad._version  # noqa: SLF001
+        if hook(parameter) is not None:
+            raise UsageError(
+                f"a post accumulate grad hook of {self._name(parameter)} returned something",
+                cure="Return None from it, and change p.grad in place.",
+            )
+        return parameter.grad is not grad or (grad is not None and grad._version != version)  # noqa: SLF001
+
+    def _check(self, parameter: Tensor, before: Iterable[_Entry], after: Collection[_Entry]) -> None:
         """Raise for hooks for which it matters that they were called with parts of the gradient."""
         if after:
-            raise self._refused(parameter, "register_post_accumulate_grad_hook", "is called with what is accumulated")
+            raise self._refused(parameter, "register_post_accumulate_grad_hook", "finds what is accumulated so far")
         grad = parameter.grad
         if grad is None:
             return
-        for hook in before:
-            problem = _why_not_linear(hook, grad)
+        for each in before:
+            problem = _why_not_the_same(each.hook, grad)
             if problem:
                 raise self._refused(parameter, "register_hook", problem)
 
@@ -178,29 +196,36 @@ class ScriptHooks:
         )
 
 
-def _why_not_linear(hook: Hook, grad: Tensor) -> str:
-    """What is wrong with calling a hook on parts of a gradient; empty where it gives the same."""
+def _why_not_the_same(hook: Hook, grad: Tensor) -> str:
+    """What is wrong with calling a hook on parts whose average is the gradient; empty where it gives the same."""
     values = grad.coalesce().values() if grad.is_sparse else grad
-    if not bool(torch.isfinite(values).all()):
+    if not grad.numel() or not bool(torch.isfinite(values).all()):
         # The loss scale was too large, and this step is skipped.
         return ""
-    precise = torch.finfo(grad.dtype).eps < 1e-5
-    size, allowed = (1e3, 128.0) if precise else (8.0, 8.0)
+    # Much larger than the gradient, and with another factor for each element: clamps, norms and masks by size show. A
+    # second try, since what a linear hook leaves of the first may be so small that rounding is all that is seen.
+    size = 1e3 if torch.finfo(grad.dtype).eps < 1e-5 else 8.0
+    for ends in ((-size, size), (size, -0.3 * size)):
+        problem = _probe(hook, grad, ends)
+        if not problem:
+            return ""
+    return problem
+
+
+def _probe(hook: Hook, grad: Tensor, ends: tuple[float, float]) -> str:
     if grad.is_sparse:
-        one = grad * size
+        off = grad * ends[0]
     else:
-        # Much larger than the gradient, and with another factor for each element: clamps, norms and masks by size show.
-        one = grad * torch.linspace(-size, size, grad.numel(), dtype=grad.dtype, device=grad.device).view_as(grad)
-    outputs = [_call(hook, each) for each in (grad, one, grad - one)]
-    if any(each is None for each in outputs):
-        return "returns nothing and sees parts"
-    whole, first, second = outputs
-    assert whole is not None
-    assert first is not None
-    assert second is not None
-    largest = max(float(each.abs().max()) for each in (first, second, whole)) if grad.numel() else 0.0
-    error = float((first + second - whole).abs().max()) if grad.numel() else 0.0
-    return "" if error <= allowed * torch.finfo(grad.dtype).eps * largest else "is not linear"
+        off = grad * torch.linspace(*ends, grad.numel(), dtype=grad.dtype, device=grad.device).view_as(grad)
+    # What three ranks might have, two of them the same. A sum, as in weight decay, commutes with the average, too.
+    whole, first, second = (_call(hook, each) for each in (grad, grad + 2 * off, grad - off))
+    if whole is None or first is None or second is None:
+        return "only looks at them, and has seen parts"
+    eps = torch.finfo(grad.dtype).eps
+    allowed = 128.0 if eps < 1e-5 else 8.0
+    largest = max(float(each.abs().max()) for each in (first, second, whole))
+    error = float((first + 2 * second - 3 * whole).abs().max())
+    return "" if error <= allowed * eps * largest else "is not linear"
 
 
 def _call(hook: Hook, grad: Tensor) -> Tensor | None:
