@@ -247,6 +247,9 @@ _each = lambda z: F.cross_entropy(z, _labels, reduction="none")  # noqa: E731
         lambda z: F.cross_entropy(
             z.view(ROWS, 7, 1).expand(-1, -1, 2).transpose(1, 2).flatten(0, 1), _labels.repeat(2), reduction="sum"
         ),
+        lambda z: F.cross_entropy(
+            z.view(ROWS, 7, 1).expand(-1, -1, 2).transpose(1, 2).flatten(0, 1), _labels.repeat(2), reduction="none"
+        ).sum(),
         lambda z: _each(z).sum(),
         lambda z: torch.cat(_each(z).split(2)).sum(),
         lambda z: (z - _goals).pow(2).sum(),
@@ -293,6 +296,15 @@ def test_a_sum_over_the_batch_is_found(loss):
         lambda z: F.cross_entropy(z, _labels) + (_layer.weight[:ROWS] @ _layer.weight[:ROWS].T).pow(2).sum(),
         lambda z: ((z[:, :ROWS].T @ z[:, :ROWS]) / ROWS - torch.eye(ROWS)).pow(2).sum(),
         lambda z: z.mean(0)[:ROWS].pow(2).sum(),
+        lambda z: z[:, :ROWS].max(0).values.sum(),
+        lambda z: z[:, :ROWS].amax(0).sum(),
+        lambda z: z[:, :ROWS].median(0).values.sum(),
+        lambda z: z[:, :ROWS].prod(0).sum(),
+        lambda z: z[:, :ROWS].quantile(0.5, 0).sum(),
+        lambda z: torch.var_mean(z[:, :ROWS], 0)[0].sum(),
+        lambda z: z[:, :ROWS].cumsum(0)[-1].sum(),
+        lambda z: (z[:, :ROWS].T @ _goals[:, 0]).pow(2).sum(),
+        lambda z: (torch.zeros(ROWS, 7).index_add(0, _labels, z) / ROWS).sum(),
         lambda z: F.cross_entropy(z, _labels) + 0.0 * z.sum(),
         lambda z: F.cross_entropy(z, _labels, reduction="sum") * RANKS,
         lambda z: 2 * RANKS * F.cross_entropy(z, _labels, reduction="sum"),

@@ -76,6 +76,8 @@ _ELEMENTWISE = frozenset(
         "ClampMaxBackward0",
         "ClampMinBackward0",
         "ExpBackward0",
+        "LerpBackward0",
+        "LerpBackward1",
         "Log1PBackward0",
         "LogBackward0",
         "LogSigmoidBackward0",
@@ -97,8 +99,40 @@ _OVER_DIMS = frozenset(
     {"LinalgVectorNormBackward0", "LogsumexpBackward0", "MeanBackward1", "NormBackward1", "SumBackward1"}
 )
 _MIXES_ROWS = frozenset(
-    {"CdistBackward0", "DotBackward0", "MeanBackward0", "NormBackward0", "StdBackward0", "SumBackward0", "VarBackward0"}
+    {
+        "AmaxBackward0",
+        "AminBackward0",
+        "CdistBackward0",
+        "CumprodBackward0",
+        "CumsumBackward0",
+        "DotBackward0",
+        "IndexAddBackward0",
+        "IndexReduceBackward0",
+        "KthvalueBackward0",
+        "LogcumsumexpBackward0",
+        "MaxBackward0",
+        "MaxBackward1",
+        "MeanBackward0",
+        "MedianBackward0",
+        "MedianBackward1",
+        "MinBackward0",
+        "MinBackward1",
+        "MvBackward0",
+        "NormBackward0",
+        "ProdBackward0",
+        "ProdBackward1",
+        "ScatterAddBackward0",
+        "ScatterReduceBackward0",
+        "SortBackward0",
+        "StdBackward0",
+        "StdMeanBackward0",
+        "SumBackward0",
+        "TopkBackward0",
+        "VarBackward0",
+        "VarMeanBackward0",
+    }
 )
+"""Of all rows, or along a dimension that may be theirs."""
 _PRODUCTS_OF_MATRICES = frozenset({"AddmmBackward0", "MmBackward0"})
 _TRANSPOSES = frozenset({"PermuteBackward0", "TBackward0", "TransposeBackward0"})
 _MANY = 256
@@ -183,6 +217,9 @@ def _has_rows(term: _Term, rows: int) -> bool:
             sizes = node._saved_self_sym_sizes  # noqa: SLF001
             if len(sizes) > 1 and sizes[0] == rows and first == rows * sizes[1]:
                 return True
+        elif name in _LOSSES:
+            if node._saved_reduction != 0:  # noqa: SLF001
+                return False
         elif name not in _LINEAR and name not in _ELEMENTWISE:
             return False
     return False

@@ -70,7 +70,7 @@ class FirstForwards:
                 before = layer.register_forward_pre_hook(self._begin)
                 after = layer.register_forward_hook(self._end)
                 # Theirs lets go of the parameters; what stands before it writes to gathered ones too.
-                hooks = layer._forward_hooks  # noqa: SLF001
+                hooks: Any = layer._forward_hooks  # noqa: SLF001
                 earlier = [number for number in hooks if number != after.id]
                 first = next((place for place, number in enumerate(earlier) if number in numbers), len(earlier))
                 for number in earlier[first:]:
