@@ -43,6 +43,7 @@ _VIEWS = frozenset(
         "SqueezeBackward0",
         "SqueezeBackward1",
         "SqueezeBackward2",
+        "SqueezeBackward4",
         "TBackward0",
         "ToCopyBackward0",
         "TransposeBackward0",
