@@ -20,7 +20,7 @@ class LocalGradients:
     An engine makes one for each model, calls :meth:`reduced` after it has reduced the model's gradients, and answers
     ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed, too, and
     ``torch.autograd.grad`` with parameters as inputs raises :class:`UsageError`: what it returns is never reduced.
-    With ``create_graph=True`` it does not raise, since what is computed from its result leads to a loss.
+    With ``create_graph=True`` too: a penalty on the norm of such gradients would be the mean of the ranks' norms.
 
     Args:
         module: the model.
@@ -75,7 +75,7 @@ class LocalGradients:
                 self.reached[:] = {id(each): each for each in self.reached}.values()
             self._begun()
             return True
-        if self._reduces() and not torch.is_grad_enabled():
+        if self._reduces():
             names = {id(one): name for name, one in self._module.named_parameters()}
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {names.get(id(parameter), 'a parameter')} of "

@@ -197,8 +197,7 @@ class Driver:
     def _check_taken(self, parameter: Tensor) -> None:
         """Raise where ``torch.autograd.grad`` returns a gradient that the script expects to be that of all ranks."""
         alone = self._topology.dp_size == 1 or not self.engine.is_gradient_accumulation_boundary()
-        # With create_graph=True, what is computed from its result leads to a loss.
-        if not alone and not torch.is_grad_enabled():
+        if not alone:
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {self._guard.named(id(parameter))}, and would "
                 "return that of this rank's samples alone",
