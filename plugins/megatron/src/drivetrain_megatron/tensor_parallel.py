@@ -147,6 +147,17 @@ def _nothing() -> None:
     """Nothing was put aside."""
 
 
+def _refuse_missing(homes: list[dict[str, Any]], uses: list[_Use]) -> None:
+    """Raise where the script has put something else in the place of a cut parameter, as pruning does."""
+    for home, use in zip(homes, uses, strict=True):
+        if use.attribute not in home:
+            raise UnsupportedError(
+                f"{use.name} was a parameter when the model was prepared, cut over tensor-parallel ranks, and is none "
+                "any more",
+                cure="Prune and parametrize a model before accelerator.prepare(model, optimizer).",
+            )
+
+
 def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None]:
     """While the module's forward runs, its cut parameters are :class:`Sharded`; otherwise they are parameters."""
     put_aside: list[list[Any]] = []
@@ -156,12 +167,13 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
         return [(module if use.holder is user else use.holder)._parameters for use in uses]  # noqa: SLF001
 
     def enter(module: nn.Module, *_: Any) -> None:
+        homes = places(module)
         try:
             refuse_compiling(module)
+            _refuse_missing(homes, uses)
         except UnsupportedError:
             _ENTERED.append(_nothing)  # `leave` is called all the same.
             raise
-        homes = places(module)
         before = [home[use.attribute] for home, use in zip(homes, uses, strict=True)]
         put_aside.append(before)
         for home, use, parameter in zip(homes, uses, before, strict=True):

@@ -26,7 +26,7 @@ from drivetrain_megatron.pipeline.hooks import ModuleHooks, TensorHooks, left_ou
 from drivetrain_megatron.pipeline.passage import Passage, Survey, stubs_of, whole_output
 from drivetrain_megatron.pipeline.reductions import Counting, Reduction
 from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun
-from drivetrain_megatron.pipeline.skeleton import Skeleton, trained
+from drivetrain_megatron.pipeline.skeleton import NO_VALUE, Skeleton, trained
 from drivetrain_megatron.pipeline.timeline import Timeline, record
 from drivetrain_megatron.pipeline.timing import seconds
 from drivetrain_megatron.pipeline.values import leaves, signature
@@ -170,7 +170,16 @@ class Planner:
         self.hooks.follow(self.skeleton.follow(self._module))
         args, kwargs = arguments
         with unchanged(self.skeleton.module, self._device) as state, TensorHooks():
-            timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
+            try:
+                timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
+            except NO_VALUE as unknown:
+                raise UnsupportedError(
+                    f"{type(self._module).__name__} cannot be cut into pipeline stages: in its forward "
+                    f"{getattr(unknown, 'func', 'an operation')} asks for values, and a pipeline has to know all "
+                    "shapes before there are any",
+                    cure="Write masks and torch.where instead of selecting rows by their values, or use "
+                    "pipeline_parallel_size: 1.",
+                ) from unknown
             for place, change in state.changes().items():
                 if change.tensors and not place.buffer:
                     self.interception.guard(place.path, place.name)
