@@ -44,6 +44,8 @@ class PreparedModel(nn.Module):
         thread = get_ident()
         if thread in record.inside:
             return super().__call__(*args, **kwargs)
+        if not record.replicated:
+            _refuse_transforms(self)
         if torch.is_grad_enabled():
             record.active = True
         if record.buffers is not None:
@@ -115,6 +117,15 @@ class PreparedModel(nn.Module):
                 return self.__reduce_ex__(protocol)
         # Not __newobj__, for which pickle insists on the class of the object; a file that needs no drivetrain to load.
         return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _refuse_transforms(model: nn.Module) -> None:
+    """Raise inside of ``torch.func.vmap``, ``grad`` and the like, which see tensors without the ranks behind them."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (torch has no public word for it)
+        raise UnsupportedError(
+            f"a transform of torch.func calls {type(model).__name__}, whose parameters are shared out over ranks",
+            cure="Use distributed_type: ddp, where every rank holds them all, or compute without torch.func.",
+        )
 
 
 def _plain_state(model: nn.Module) -> dict[str, Any]:
