@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drivetrain import Accelerator
-from drivetrain.errors import DrivetrainError
+from drivetrain.api import DrivetrainError
 from drivetrain.testing import spawn
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 7, 12, 6, 4, 3
