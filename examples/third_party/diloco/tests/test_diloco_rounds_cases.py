@@ -14,6 +14,7 @@ __all__ = ["Requirements", "pytest_generate_tests", "test_conformance"]
 
 OWN_CLIPPING = "each worker clips its own gradients, whose norm is not that of their mean"
 OWN_ADAM = "the mean of Adam's steps is not Adam's step on the mean gradient"
+OTHER_ROUNDS = "it starts three workers without this section, in rounds of several steps, and reads weights inside of one"
 OWN_GRADIENTS = "gradients stay on their worker; what is averaged are the parameters, after the step"
 
 
@@ -37,4 +38,5 @@ class Requirements(BaseRequirements):
         "honesty.no_sync_keeps_gradients_local": OWN_GRADIENTS,
         "honesty.trains_alone_and_averages": "joined after every step, no worker is alone for two",
         "state.resumed_equals_uninterrupted": OWN_ADAM,
+        "uneven.three_ranks": OTHER_ROUNDS,
     }
