@@ -14,7 +14,7 @@ __all__ = ["Requirements", "pytest_generate_tests", "test_conformance"]
 
 OWN_CLIPPING = "each worker clips its own gradients, whose norm is not that of their mean"
 OWN_ADAM = "the mean of Adam's steps is not Adam's step on the mean gradient"
-OTHER_ROUNDS = "it starts three workers without this section, in rounds of several steps, and reads weights inside of one"
+OTHER_ROUNDS = "its three workers have rounds of several steps, and their weights are read inside of one"
 OWN_GRADIENTS = "gradients stay on their worker; what is averaged are the parameters, after the step"
 
 
