@@ -121,6 +121,9 @@ class PreparedModel(nn.Module):
 
 def _refuse_transforms(model: nn.Module) -> None:
     """Raise inside of ``torch.func.vmap``, ``grad`` and the like, which see tensors without the ranks behind them."""
+    if torch.compiler.is_compiling():
+        # What is traced here is no transform of the script's.
+        return
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (torch has no public word for it)
         raise UnsupportedError(
             f"a transform of torch.func calls {type(model).__name__}, whose parameters are shared out over ranks",
