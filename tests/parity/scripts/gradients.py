@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from parity_common import BATCH, Net, build, loader, mean, noise, points, result, script
 from torch import nn
@@ -338,8 +340,7 @@ def update_by_hand(accelerator):
     return result(accelerator, losses, model=model)
 
 
-@script()
-def meta_learning(accelerator):
+def learn_to_learn(accelerator, around_inner_steps):
     """Each sample is a task: an inner step by ``autograd.grad``, the outer loss behind it by ``functional_call``."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -351,8 +352,9 @@ def meta_learning(accelerator):
         loss = 0.0
         for x, y in zip(inputs, goals, strict=True):
             named = dict(inner.named_parameters())
-            first = F.mse_loss(torch.func.functional_call(inner, named, (x[:3],)), y[:3])
-            slopes = torch.autograd.grad(first, list(named.values()), create_graph=True)
+            with around_inner_steps(model):
+                first = F.mse_loss(torch.func.functional_call(inner, named, (x[:3],)), y[:3])
+                slopes = torch.autograd.grad(first, list(named.values()), create_graph=True)
             fast = {name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)}
             loss = loss + F.mse_loss(torch.func.functional_call(inner, fast, (x[3:],)), y[3:]) / len(inputs)
         optimizer.zero_grad()
@@ -363,28 +365,15 @@ def meta_learning(accelerator):
 
 
 @script()
+def meta_learning(accelerator):
+    """Each sample is a task: an inner step by ``autograd.grad``, the outer loss behind it by ``functional_call``."""
+    return learn_to_learn(accelerator, nullcontext)
+
+
+@script()
 def meta_learning_of_a_rank(accelerator):
     """As ``meta_learning``, where the script says that inner steps are each rank's own: ``no_sync`` around them."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tasks = noise(2 * BATCH, 6, 8)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(tasks, tasks[..., :4].cumsum(1)))
-    inner = accelerator.unwrap_model(model)
-    losses = []
-    for inputs, goals in batches:
-        loss = 0.0
-        for x, y in zip(inputs, goals, strict=True):
-            named = dict(inner.named_parameters())
-            with accelerator.no_sync(model):
-                first = F.mse_loss(torch.func.functional_call(inner, named, (x[:3],)), y[:3])
-                slopes = torch.autograd.grad(first, list(named.values()), create_graph=True)
-            fast = {name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)}
-            loss = loss + F.mse_loss(torch.func.functional_call(inner, fast, (x[3:],)), y[3:]) / len(inputs)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return learn_to_learn(accelerator, accelerator.no_sync)
 
 
 class Checkpointed(Net):
