@@ -1,4 +1,4 @@
-"""The user's object: a thin facade. What it promises is said here; how it is done is in the rooms that it calls."""
+"""The ``Accelerator``: prepares models, optimizers and loaders, and trains, gathers and saves on the chosen backend."""
 
 from __future__ import annotations
 

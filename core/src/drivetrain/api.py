@@ -1,4 +1,4 @@
-"""The plugin author's one import.
+"""Public names for authors of backends.
 
 Light names (descriptions, hooks, errors) cost nothing; a name that needs torch is imported when it is first asked for,
 so that ``plugin.py`` and ``backend.py`` of a plugin import from the same place.

@@ -1,4 +1,4 @@
-"""The backend contract: the two small classes that a plugin implements, and what they return.
+"""Abstract base classes that a backend implements.
 
 Nothing here imports torch. A plugin's light module (``plugin.py``) uses the records of ``description.py``, its heavy
 module (``backend.py``) implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.

@@ -1,4 +1,4 @@
-"""The checks between a backend's name and its class, each with the sentence a user reads when it fails."""
+"""Check that a backend can be used: its plugin, contract version and requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's state in the words of the format: named tensors, and everything else as JSON. Nothing is copied."""
+"""Collect a run's state as named tensors and JSON values, without copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all. Integers, bytes and paths; no torch, nothing collective.
+"""Create and replace checkpoint folders atomically. No torch, not collective.
 
 A checkpoint is first written into a hidden *staging* folder. A new checkpoint's staging folder stands beside its target
 and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging

@@ -1,4 +1,4 @@
-"""Read a checkpoint so that one that cannot be loaded changes nothing.
+"""Load a checkpoint; one that cannot be loaded leaves the run unchanged.
 
 A rank has no room for a second copy of its weights, so they cannot be read aside and exchanged, nor put back. Instead
 all that can go wrong comes first: the checksum of every file, names and shapes, the header of every tensor that is

@@ -1,4 +1,4 @@
-"""Names of successive checkpoints, which of them is the newest, and how many are kept. No torch, not collective.
+"""Number checkpoints, find the newest one, and choose which to delete. No torch, not collective.
 
 A number is given out once in a folder, above all that lie there, so the order of the numbers is the order of the saves,
 whichever run made them.

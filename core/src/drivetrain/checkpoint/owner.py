@@ -1,4 +1,4 @@
-"""Which process may write into a folder: one at a time, named in a file that others can judge. No torch.
+"""Lock a checkpoint folder, so that one process at a time writes to it. No torch.
 
 A hidden file names the process by machine, process id and start time, and its modification time is renewed while the
 process holds the folder. Another process may take the folder over once that one is dead. On the same machine the system

@@ -1,4 +1,4 @@
-"""Write a checkpoint: collect, plan, write, complete; after each step all ranks know whether all succeeded."""
+"""Write a checkpoint: collect, plan, write and complete, with an agreement of all ranks after each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to a run and goes into its checkpoint."""
+"""Objects of a run that its checkpoint holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` meets our files: its planners say which box goes where, we write and read them.
+"""Storage writer and reader of `torch.distributed.checkpoint` for checkpoint folders.
 
 Its own file storage keeps an index as a pickle, which is why it is not used (docs/decisions/0002). The reader is a
 complete :class:`torch.distributed.checkpoint.StorageReader`, so that any program can read our tensors with

@@ -1,4 +1,4 @@
-"""Find out whether a run would take over what was read, before it does; and take back what it took over."""
+"""Check that a run can load a state, and restore the state before it if loading fails."""
 
 from __future__ import annotations
 

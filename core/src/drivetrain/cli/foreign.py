@@ -1,4 +1,4 @@
-"""What to write instead of an option that other launchers have and ours has not. Imported when one was typed."""
+"""Suggest replacements for options of other launchers. Imported when one was typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drivetrain config import``: what becomes of each key of an Accelerate file, and our own file made from it."""
+"""``drivetrain config import``: convert a configuration file of Accelerate, and report what became of each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a configuration file of Accelerate as it stands: each of its keys ends in one of three piles.
+"""Read a configuration file of Accelerate: each key is converted, has no effect here, or is refused.
 
 The same verdicts serve ``drivetrain config import``, which prints them, and every loading of a file, which obeys.
 """

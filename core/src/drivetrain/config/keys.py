@@ -1,4 +1,4 @@
-"""Names that a configuration file gives a meaning of its own, so that no backend may have one. Imports no pydantic."""
+"""Reserved names of configuration files, which no backend may have. Imports no pydantic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a YAML file into plain values, and remember the line and column of each key and each value.
+"""Parse YAML into plain values, with the line and column of each key and value.
 
 Three readings of YAML 1.1 are changed, since they surprise people who write numbers: ``1e-3`` is a number (not text),
 ``2026-11-20`` is text (not a date), and so is ``1:30`` (not 90, a number to the base 60).

@@ -1,4 +1,4 @@
-"""Turn what pydantic found into sentences, each at its place in the file, with a guess where one helps."""
+"""Turn validation errors of pydantic into messages with line, column and a suggestion."""
 
 from __future__ import annotations
 
