@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_PYTHON := $(XLA_VENV)/bin/python
-DECLARED := $(wildcard core/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt constraints.txt
+DECLARED := $(wildcard core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # The first interpreter that is new enough and can make an environment. `make setup PYTHON=...` chooses another.
@@ -40,7 +40,7 @@ test: $(STAMP)  ## the whole suite, half an hour on two cores: test-core and tes
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-plugins
 
 test-core: $(STAMP)  ## the tests of the core, and of what belongs to no single distribution
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q core tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q core kit tests
 
 test-plugins: $(STAMP)  ## the tests of the backends
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q plugins
@@ -73,7 +73,7 @@ site: $(STAMP)  ## the documents as a site, in runs/site/index.html
 BACKENDS := single dp ddp fsdp deepspeed megatron xla
 reports: $(STAMP) $(if $(filter xla,$(BACKENDS)),$(XLA_PYTHON))  ## run the conformance kit, half an hour, and renew its tables; BACKENDS=fsdp does one
 	@export OMP_NUM_THREADS=1; for name in $(BACKENDS); do \
-		python=$(BIN)/python; tests=$$(ls core/tests/testing/test_*conformance_$$name.py plugins/$$name/tests/test_*conformance*.py 2>/dev/null); \
+		python=$(BIN)/python; tests=$$(ls kit/tests/test_*conformance_$$name.py plugins/$$name/tests/test_*conformance*.py 2>/dev/null); \
 		if [ $$name = xla ]; then python=$(XLA_PYTHON); export PJRT_DEVICE=CPU; fi; \
 		$$python -m pytest -q --report docs/reports/$$name.json $$tests || exit 1; \
 	done

@@ -7,4 +7,4 @@ import os
 # Ranks share few cores, and a process that is forked after OpenMP made its threads hangs in its next parallel loop.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["drivetrain.testing.plugin"]
+pytest_plugins = ["drivetrain_testing.plugin"]

@@ -63,7 +63,7 @@ def measure(backend: str, megabytes: int, rounds: int, folder: str) -> dict[str,
 
 def main() -> None:
     """Measure and print."""
-    from drivetrain.testing import spawn
+    from drivetrain_testing import spawn
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[16, 64, 256], help="size of what is saved")

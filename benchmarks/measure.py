@@ -125,7 +125,7 @@ def _spawn(function: Any, world: int, *args: Any) -> Any:
 
 def _spawn_all(function: Any, world: int, *args: Any) -> list[Any]:
     """Every rank's result."""
-    from drivetrain.testing import spawn
+    from drivetrain_testing import spawn
 
     return spawn(function, world, *args, timeout=600)
 
@@ -138,7 +138,7 @@ def import_engines(groups: Iterable[str]) -> None:
     """
     import torch
 
-    from drivetrain.testing import preload
+    from drivetrain_testing import preload
 
     if not torch.accelerator.is_available():
         wanted = [name for group in groups for name in ENGINES.get(group, ())]

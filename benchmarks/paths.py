@@ -250,7 +250,7 @@ def count(place: Place) -> dict[str, Trace]:
     """The paths of one place, by name, as rank 0 takes them."""
     from drivetrain import load_config
     from drivetrain.launch.environment import CONFIG
-    from drivetrain.testing import spawn
+    from drivetrain_testing import spawn
 
     resolved = load_config(overrides={**place.config, "use_cpu": True}, environ={})
     with tempfile.TemporaryDirectory(prefix="drivetrain-bench-") as folder:
@@ -504,7 +504,7 @@ def main(arguments: list[str]) -> int:
 
 def all_traces(groups: list[str]) -> dict[str, Trace]:
     """The paths of these groups, by group and path."""
-    from drivetrain.testing import preload
+    from drivetrain_testing import preload
 
     traces: dict[str, Trace] = {}
     wanted = {name: place for name, place in PLACES.items() if name in groups and missing(place) is None}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from benchmarks import peers
 from benchmarks.pairs import Block, Samples, alternate
 from benchmarks.steps import Batches, StepCase, bare, network
-from drivetrain.runtime.watchdog import unwatched
+from drivetrain.distributed.watchdog import unwatched
 
 WATCHED = "drivetrain, desync_watchdog"
 SAVING = "drivetrain, save_on_interrupt"

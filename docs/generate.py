@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.registry import get_registry
-from drivetrain.testing import report
-from drivetrain.testing.kit import all_cases, brought_cases
-from drivetrain.testing.proofs import PROOFS
+from drivetrain_testing import report
+from drivetrain_testing.kit import all_cases, brought_cases
+from drivetrain_testing.proofs import PROOFS
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,7 +24,7 @@ import pytest
 from click.testing import CliRunner
 
 from drivetrain.cli.main import drivetrain
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = Path(__file__).parent / "before"

@@ -16,7 +16,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.cli.main import drivetrain
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 # As for the tutorial.
 pytestmark = pytest.mark.timeout(300)

@@ -34,8 +34,8 @@ class Distribution:
 
 
 def distributions() -> list[Distribution]:
-    """Every distribution, the core first."""
-    files = [ROOT / "core/pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+    """Every distribution: the core, the kit, the plugins."""
+    files = [ROOT / "core/pyproject.toml", ROOT / "kit/pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
     return [Distribution(file.parent, tomllib.loads(file.read_text(encoding="utf-8"))["project"]) for file in files]
 
 
@@ -56,5 +56,5 @@ def house() -> list[Distribution]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "plugin" in metafunc.fixturenames:
-        plugins = distributions()[1:]
+        plugins = distributions()[2:]
         metafunc.parametrize("plugin", plugins, ids=[plugin.folder.name for plugin in plugins])

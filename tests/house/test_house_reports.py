@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.registry import get_registry
-from drivetrain.testing import report, selection
-from drivetrain.testing.proofs import PROOFS
+from drivetrain_testing import report, selection
+from drivetrain_testing.proofs import PROOFS
 
 CURE = "run: make reports"
 
@@ -55,7 +55,7 @@ def test_a_report_of_yesterday_is_noticed(root, tmp_path):
 
 def test_every_capability_is_proved_both_ways():
     from drivetrain.api import Capabilities
-    from drivetrain.testing.kit import ROOMS, all_cases
+    from drivetrain_testing.kit import ROOMS, all_cases
 
     assert set(PROOFS) == {field.name for field in dataclasses.fields(Capabilities)}
     known = {"", *all_cases(), *(f"{room}." for room in ROOMS)}

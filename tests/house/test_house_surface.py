@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 FROZEN = Path(__file__).parent / "frozen"
 
@@ -58,7 +58,7 @@ def members(kind):
 
 
 def public_names():
-    for name in ("drivetrain", "drivetrain.api", "drivetrain.testing"):
+    for name in ("drivetrain", "drivetrain.api", "drivetrain_testing"):
         module = importlib.import_module(name)
         for each in sorted(module.__all__):
             assert getattr(module, each) is not None, each

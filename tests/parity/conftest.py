@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from drivetrain.registry import get_registry
-from drivetrain.testing import preload
+from drivetrain_testing import preload
 
 if find_spec("deepspeed") is not None:
     # Slow to import; the second is imported by the first engine of a process.

@@ -29,7 +29,7 @@ from parity_plain import Plain
 
 from drivetrain import Accelerator
 from drivetrain.errors import DrivetrainError
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 TOLERANCE = 2e-5
 """Largest difference of a loss or a weight, both of the order of 1, after some steps in float32: sums over ranks are

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parity_worlds as worlds
 from parity_common import load
 
-from drivetrain.testing import preload
+from drivetrain_testing import preload
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain import Accelerator, load_config
 from drivetrain.checkpoint import read_manifest
 from drivetrain.checkpoint.storage import read_tensor
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 ENGINES = {
     "ddp": {"distributed_type": "ddp"},

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, load_config
 from drivetrain.errors import BackendError
 from drivetrain.registry import get_registry
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator, load_config
 from drivetrain.registry import get_registry
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 MEGABYTES, PARAMETERS = 128, 8
 

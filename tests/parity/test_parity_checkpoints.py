@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.testing import RankFailedError, spawn
-from drivetrain.testing.cases import state
-from drivetrain.testing.kit import Kit, run_in_rank
-from drivetrain.testing.processes import RankTimeoutError
-from drivetrain.testing.scenario import assert_same_state, reference
+from drivetrain_testing import RankFailedError, spawn
+from drivetrain_testing.cases import state
+from drivetrain_testing.kit import Kit, run_in_rank
+from drivetrain_testing.processes import RankTimeoutError
+from drivetrain_testing.scenario import assert_same_state, reference
 
 Place = tuple[str, int]
 """A backend and a world size."""

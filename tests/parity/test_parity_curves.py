@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 TOLERANCE = 2e-5
 GLOBAL_BATCH, WINDOW, EPOCHS, STEPS = 16, 2, 2, 5

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 # Sums over ranks are taken in another order than on one process.
 TOLERANCE = 2e-5

@@ -21,7 +21,7 @@ from parity_common import load
 from parity_worlds import DIFFERENT, PLACES, RAW, REFUSED, SAME, Outcome
 
 from drivetrain.errors import UsageError
-from drivetrain.testing import RankFailedError, preload
+from drivetrain_testing import RankFailedError, preload
 
 preload("transformers.models.llama.modeling_llama")
 SCRIPTS = load()

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from drivetrain import Accelerator, load_config
 from drivetrain.errors import DrivetrainError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

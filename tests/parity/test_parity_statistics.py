@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drivetrain import EMA, Accelerator
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 ROWS, STEPS, SAVED_AT = 12, 5, 3
 DECAY = 0.8

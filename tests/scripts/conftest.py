@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.runtime import attendance
-from drivetrain.testing import spawn
+from drivetrain.distributed import attendance
+from drivetrain_testing import spawn
 
 FOLDER = Path(__file__).parent
 

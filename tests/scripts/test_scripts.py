@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
-from drivetrain.runtime import attendance
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain.distributed import attendance
 from drivetrain.tracking import known_trackers
+from drivetrain_testing import RankFailedError, spawn
 
 FOLDER = Path(__file__).parent
 BACKENDS = pytest.mark.parametrize(("world", "backend"), [(1, "single"), (2, "ddp"), (1, "dp")])

@@ -142,7 +142,7 @@ def contract():
     """Every name that the author of a backend may have to know."""
     from drivetrain import hookspecs
     from drivetrain.api import Backend, BackendInfo, Capabilities, RunSettings, Trainable
-    from drivetrain.testing.requirements import BaseRequirements
+    from drivetrain_testing.requirements import BaseRequirements
 
     for kind in (Backend, Trainable):
         yield from (name for name in vars(kind) if not name.startswith("_") and callable(getattr(kind, name)))

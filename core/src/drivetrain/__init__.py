@@ -11,8 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
     from drivetrain.checkpoint import save_object as save
+    from drivetrain.compat.names import DistributedType
+    from drivetrain.compat.state import (
+        AcceleratorState,
+        GradientState,
+        PartialState,
+        extract_model_from_parallel,
+        is_initialized,
+        wait_for_everyone,
+    )
     from drivetrain.config import load_config
-    from drivetrain.distributed_type import DistributedType
+    from drivetrain.data.kinds import DataLoaderDispatcher, DataLoaderShard
+    from drivetrain.data.loader import already_sharded
+    from drivetrain.data.prepare import skip_first_batches
+    from drivetrain.distributed.memory import clear_device_cache, find_executable_batch_size, release_memory
+    from drivetrain.distributed.nested import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+    )
+    from drivetrain.distributed.rng import set_seed, synchronize_rng_state, synchronize_rng_states
+    from drivetrain.distributed.trees import (
+        concatenate,
+        find_batch_size,
+        honor_type,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
+    )
     from drivetrain.errors import CollectiveMismatchError as DistributedOperationException
     from drivetrain.kwargs import (
         AutocastKwargs,
@@ -26,110 +55,82 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
+    from drivetrain.launch.environment import clear_environment, patch_environment
     from drivetrain.launch.notebook import debug_launcher, notebook_launcher
-    from drivetrain.launch.variables import clear_environment, patch_environment
     from drivetrain.logging import get_logger
+    from drivetrain.loop.ema import EMA
+    from drivetrain.loop.local_sgd import LocalSGD
+    from drivetrain.loop.optimizer import PreparedOptimizer as AcceleratedOptimizer
+    from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
+    from drivetrain.loop.precision import convert_outputs_to_fp32, convert_to_fp32
+    from drivetrain.loop.scheduler import PreparedScheduler as AcceleratedScheduler
+    from drivetrain.loop.train_step import TrainStepOutput
     from drivetrain.progress import tqdm
-    from drivetrain.runtime.at_hand import (
-        AcceleratorState,
-        GradientState,
-        extract_model_from_parallel,
-        is_initialized,
-        wait_for_everyone,
-    )
-    from drivetrain.runtime.ema import EMA
-    from drivetrain.runtime.float32 import convert_outputs_to_fp32, convert_to_fp32
-    from drivetrain.runtime.loading import already_sharded, skip_first_batches
-    from drivetrain.runtime.loading.kinds import DataLoaderDispatcher, DataLoaderShard
-    from drivetrain.runtime.local_sgd import LocalSGD
-    from drivetrain.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
-    from drivetrain.runtime.nested import (
-        broadcast,
-        broadcast_object_list,
-        gather,
-        gather_object,
-        pad_across_processes,
-        reduce,
-    )
-    from drivetrain.runtime.optimizer import PreparedOptimizer as AcceleratedOptimizer
-    from drivetrain.runtime.partial_state import PartialState
-    from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
-    from drivetrain.runtime.rng import set_seed, synchronize_rng_state, synchronize_rng_states
-    from drivetrain.runtime.scheduler import PreparedScheduler as AcceleratedScheduler
-    from drivetrain.runtime.train_step import TrainStepOutput
-    from drivetrain.runtime.trees import (
-        concatenate,
-        find_batch_size,
-        honor_type,
-        recursively_apply,
-        send_to_device,
-        slice_tensors,
-    )
     from drivetrain.tracking import GeneralTracker, register_tracker_class
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EMA": "runtime.ema",
-    "AcceleratedOptimizer": "runtime.optimizer:PreparedOptimizer",
-    "AcceleratedScheduler": "runtime.scheduler:PreparedScheduler",
+    "EMA": "loop.ema",
+    "AcceleratedOptimizer": "loop.optimizer:PreparedOptimizer",
+    "AcceleratedScheduler": "loop.scheduler:PreparedScheduler",
     "Accelerator": "accelerator",
-    "AcceleratorState": "runtime.at_hand",
+    "AcceleratorState": "compat.state",
     "AutocastKwargs": "kwargs",
     "DDPCommunicationHookType": "kwargs",
     "DataLoaderConfiguration": "kwargs",
-    "DataLoaderDispatcher": "runtime.loading.kinds",
-    "DataLoaderShard": "runtime.loading.kinds",
+    "DataLoaderDispatcher": "data.kinds",
+    "DataLoaderShard": "data.kinds",
     "DistributedDataParallelKwargs": "kwargs",
     "DistributedOperationException": "errors:CollectiveMismatchError",
-    "DistributedType": "distributed_type",
-    "DummyOptim": "runtime.placeholders",
-    "DummyScheduler": "runtime.placeholders",
+    "DistributedType": "compat.names",
+    "DummyOptim": "loop.placeholders",
+    "DummyScheduler": "loop.placeholders",
     "GeneralTracker": "tracking",
     "GradScalerKwargs": "kwargs",
     "GradientAccumulationPlugin": "kwargs",
-    "GradientState": "runtime.at_hand",
+    "GradientState": "compat.state",
     "InitProcessGroupKwargs": "kwargs",
-    "LocalSGD": "runtime.local_sgd",
+    "LocalSGD": "loop.local_sgd",
     "ParallelismConfig": "kwargs",
-    "PartialState": "runtime.partial_state",
+    "PartialState": "compat.state",
     "ProfileKwargs": "kwargs",
     "ProjectConfiguration": "kwargs",
-    "TrainStepOutput": "runtime.train_step",
-    "already_sharded": "runtime.loading",
-    "broadcast": "runtime.nested",
-    "broadcast_object_list": "runtime.nested",
-    "clear_device_cache": "runtime.memory",
-    "clear_environment": "launch.variables",
-    "concatenate": "runtime.trees",
+    "TrainStepOutput": "loop.train_step",
+    "already_sharded": "data.loader",
+    "broadcast": "distributed.nested",
+    "broadcast_object_list": "distributed.nested",
+    "clear_device_cache": "distributed.memory",
+    "clear_environment": "launch.environment",
+    "concatenate": "distributed.trees",
     "convert_outputs_to_fp32": "runtime.float32",
     "convert_to_fp32": "runtime.float32",
     "debug_launcher": "launch.notebook",
-    "extract_model_from_parallel": "runtime.at_hand",
-    "find_batch_size": "runtime.trees",
-    "find_executable_batch_size": "runtime.memory",
-    "gather": "runtime.nested",
-    "gather_object": "runtime.nested",
+    "extract_model_from_parallel": "compat.state",
+    "find_batch_size": "distributed.trees",
+    "find_executable_batch_size": "distributed.memory",
+    "gather": "distributed.nested",
+    "gather_object": "distributed.nested",
     "get_logger": "logging",
-    "honor_type": "runtime.trees",
-    "is_initialized": "runtime.at_hand",
+    "honor_type": "distributed.trees",
+    "is_initialized": "compat.state",
     "load_config": "config",
     "notebook_launcher": "launch.notebook",
-    "pad_across_processes": "runtime.nested",
-    "patch_environment": "launch.variables",
-    "recursively_apply": "runtime.trees",
-    "reduce": "runtime.nested",
+    "pad_across_processes": "distributed.nested",
+    "patch_environment": "launch.environment",
+    "recursively_apply": "distributed.trees",
+    "reduce": "distributed.nested",
     "register_tracker_class": "tracking",
-    "release_memory": "runtime.memory",
+    "release_memory": "distributed.memory",
     "save": "checkpoint:save_object",
-    "send_to_device": "runtime.trees",
-    "set_seed": "runtime.rng",
-    "skip_first_batches": "runtime.loading",
-    "slice_tensors": "runtime.trees",
-    "synchronize_rng_state": "runtime.rng",
-    "synchronize_rng_states": "runtime.rng",
+    "send_to_device": "distributed.trees",
+    "set_seed": "distributed.rng",
+    "skip_first_batches": "data.prepare",
+    "slice_tensors": "distributed.trees",
+    "synchronize_rng_state": "distributed.rng",
+    "synchronize_rng_states": "distributed.rng",
     "tqdm": "progress",
-    "wait_for_everyone": "runtime.at_hand",
+    "wait_for_everyone": "compat.state",
 }
 
 
@@ -147,13 +148,13 @@ def __getattr__(name: str) -> Any:
 def _further(name: str) -> Any:
     """Names that are too many to list, that plugins bring, or that do not exist here and say so."""
     if name.startswith("is_") and name.endswith("_available"):
-        return import_module("drivetrain.runtime.availability").probe(name)
-    absent = import_module("drivetrain.absent")
+        return import_module("drivetrain.compat.availability").probe(name)
+    absent = import_module("drivetrain.compat.absent")
     if name in absent.INSTEAD:
         return absent.refuse(name)
     if not name[:1].isupper():  # A submodule, or what Python itself asks for.
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return import_module("drivetrain.brought").brought(name)
+    return import_module("drivetrain.compat.names").brought(name)
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -10,34 +11,623 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain import checkpoint, run_setup
+from drivetrain.backend import BackendInfo
+from drivetrain.backends.portable import tied_names
+from drivetrain.checkpoint.run import RemovableHandle, RunCheckpoints
+from drivetrain.compat import state
+from drivetrain.compat.state import extract_model_from_parallel
+from drivetrain.data import metrics, prepare
 from drivetrain.data.active import ActiveLoaders
+from drivetrain.data.loader import LoadingContext, even_batches_as
+from drivetrain.distributed import memory, nested, watchdog
+from drivetrain.distributed.current import forget_backend, set_current_backend
+from drivetrain.distributed.process_control import ProcessControl
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.watchdog import meet, note, stop_watching
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.kwargs import AutocastKwargs
+from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
 from drivetrain.launch.environment import read_place
+from drivetrain.loop import batch_norm
+from drivetrain.loop.accumulation import Items
+from drivetrain.loop.gradient_state import GradientState
+from drivetrain.loop.interruption import Interruption
+from drivetrain.loop.model import record_of
+from drivetrain.loop.optimizer import PreparedOptimizer
+from drivetrain.loop.prepare import Preparer
+from drivetrain.loop.profile import profile
+from drivetrain.loop.scheduler import PreparedScheduler
+from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
+from drivetrain.loop.training import Trainer
 from drivetrain.registry import get_registry
-from drivetrain.runtime import assembly, at_hand, last_call, lifetime, loading, sync_batch_norm, watchdog
-from drivetrain.runtime.choosing import choose_backend
-from drivetrain.runtime.current import set_current_backend
-from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.runtime.interruption import Interruption
-from drivetrain.runtime.optimizer import PreparedOptimizer
-from drivetrain.runtime.preparing import Preparer
-from drivetrain.runtime.run_state import RunCheckpoints
-from drivetrain.runtime.scheduler import PreparedScheduler
-from drivetrain.runtime.services import RunServices
-from drivetrain.runtime.train_step import TrainStepOutput, model_inputs, train_step
-from drivetrain.runtime.training import Trainer
-from drivetrain.runtime.windows import Items
+from drivetrain.run_setup import Choice, choose_backend, section_at_hand
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
+    from drivetrain.distributed.watchdog import Watchdog
     from drivetrain.kwargs import (
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         KwargsHandler,
         ProjectConfiguration,
     )
+    from drivetrain.tracking import GeneralTracker, Trackers
 
+# ---- What an accelerator can tell about its run: properties only, under the names that Accelerate's scripts ask for
+
+class RunFacts(ProcessControl):
+    """Read-only facts about one run, and the few settings that may change while it runs."""
+
+    _info: BackendInfo
+    _trainer: Trainer
+    _debug: bool
+    _loader_config: DataLoaderConfiguration
+    _project: ProjectConfiguration
+    _dataloaders: list[Any]
+    _choice: Choice
+    gradient_state: GradientState
+
+    @property
+    def state(self) -> RunFacts:
+        """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""
+        engine = name.removesuffix("_plugin")
+        if engine == name or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return section_at_hand(self._choice, engine)
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        group = self._topology.communication_backend
+        return (
+            f"{type(self).__name__}({self.distributed_type}, {place}, {self.device}, communication backend: {group}, "
+            f"mixed precision: {self.mixed_precision})"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """Always ``True``: the state is complete when the accelerator is made."""
+        return True
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives compare shapes first."""
+        return self._debug
+
+    @property
+    def distributed_type(self) -> str:
+        """Canonical name of the backend; compares equal to ``DistributedType.<any name it goes by>``."""
+        return self._info.name
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return str(self._job.settings.precision.name)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards compute in another dtype than the parameters'."""
+        return self._job.settings.precision.compute is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, when there is one."""
+        return self._job.scaler
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train together."""
+        return self.use_distributed
+
+    # ---- accumulation ----------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, skipped ones included; part of the checkpoint."""
+        return self._trainer.step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes a window, so that ``optimizer.step()`` acts."""
+        return self._trainer.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._trainer.sync_gradients = value
+        for record in self._trainer.records:
+            record.ready = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a full window."""
+        return self._trainer.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._trainer.set_steps(value)
+        self._meet_batches()
+
+    def _meet_batches(self) -> None:
+        """Tell the backend how the script batches its data; see :meth:`drivetrain.api.Backend.meet_batches`."""
+        totals = [loader.total_batch_size for loader in self._dataloaders]
+        sizes = [total // self._topology.dp_size for total in totals if total is not None]
+        self._job.meet_batches(sizes, self._trainer.steps)
+
+    # ---- mesh ------------------------------------------------------------------------------------------------------
+
+    def _along(self, axis: str) -> int:
+        return self._topology.mesh.coordinates(self._topology.rank)[axis]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's data-parallel coordinate: ranks that share it see the same samples."""
+        return self._topology.dp_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Position along ``dp_shard``."""
+        return self._along("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Position along ``tp``."""
+        return self._along("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Position along ``pp``."""
+        return self._along("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Position along ``cp``."""
+        return self._along("cp")
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the backend goes by this name."""
+        return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
+
+    @property
+    def parallelism_config(self) -> None:
+        """``None``: the mesh is a section of the configuration, and then ``backend.topology.mesh``."""
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """``None``; see :attr:`parallelism_config`."""
+
+    @property
+    def fp8_backend(self) -> None:
+        """``None``: no backend computes in fp8."""
+
+    # ---- loaders ---------------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """The script's batch size is the global one."""
+        return self._loader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """The main process reads all batches and hands them out."""
+        return self._loader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Samples repeat at the end of an epoch so that every rank gets the same number of batches."""
+        return self._loader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._loader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As configured; the order is a function of seed and epoch either way."""
+        return self._loader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Batches are copied to the device without waiting."""
+        return self._loader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As configured; prepared loaders carry their position either way."""
+        return self._loader_config.use_stateful_dataloader
+
+    # ---- project ---------------------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Folders, naming and limit of checkpoints."""
+        return self._project
+
+    @property
+    def project_dir(self) -> Any:
+        """Folder for checkpoints."""
+        return self._project.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder for experiment trackers."""
+        return self._project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._project.iteration
+
+
+# ---- What an accelerator does beside the training step: communication, checkpoints, trackers, profiling, the end
+
+logger = logging.getLogger(__name__)
+
+
+
+class RunServices(RunFacts):
+    """Services of one run. Methods marked collective must be called by every rank."""
+
+    _preparer: Preparer
+    _checkpoints: RunCheckpoints
+    _trackers: Trackers
+    _watchdog: Watchdog | None
+    _interruption: Interruption | None
+    _handlers: run_setup.Handlers
+    _dataloaders: list[Any]
+    _loading: LoadingContext | None
+    _active: ActiveLoaders
+    device_placement: bool
+    rng_types: list[str]
+    _flag: bool
+    _closed: bool
+
+    def _context(self) -> LoadingContext:
+        if self._loading is None:
+            self._loading = LoadingContext(
+                backend=self.backend,
+                config=self._loader_config,
+                base_seed=run_setup.data_seed(self._loader_config, self.backend),
+                put_on_device=self.device_placement,
+                active=self._active,
+                rng_types=tuple(self.rng_types),
+                interruption=self._interruption,
+            )
+        return self._loading
+
+    # ---- communication --------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate each tensor of a tree along dim 0 over data-parallel ranks; 0-d becomes 1-d. Collective."""
+        return nested.gather(tensor, self.backend, debug=self._debug)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Every sample of the current global batch exactly once, in order: padding and repeats cut. Collective.
+
+        Args:
+            input_data: a tree of tensors whose dim 0 is this rank's batch, or objects.
+            use_gather_object: gather pickled objects: lists are joined, anything else becomes one entry a rank.
+
+        Raises:
+            UsageError: rows that cannot be told from padding.
+        """
+        meet("gather_for_metrics")
+        return metrics.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"`` of each tensor of a tree over data-parallel ranks.
+
+        Collective. Raises :class:`UsageError` for any other word.
+        """
+        return nested.reduce(tensor, reduction, scale, self.backend, debug=self._debug)  # type: ignore[arg-type]
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Bring each tensor of a tree to the largest size along ``dim`` over data-parallel ranks. Collective."""
+        return nested.pad_across_processes(tensor, dim, pad_index, pad_first, self.backend, debug=self._debug)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that every rank sees at the next :meth:`check_trigger`."""
+        self._flag = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has raised its flag since the last call; lowers it. Collective."""
+        meet("check_trigger")
+        topology = self.backend.topology
+        if topology.dp_size == topology.world_size:
+            flag = torch.tensor([int(self._flag)], device=self.device)
+            seen = bool(self.backend.reduce(flag, "max").item())
+        else:
+            seen = any(Ranks(self.backend).gather(self._flag))
+        self._flag = False if seen else self._flag
+        return seen
+
+    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
+    @property
+    def _models(self) -> list[Any]:
+        return list(self._preparer.models)
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return list(self._preparer.optimizers)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._preparer.schedulers)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return list(self._checkpoints.custom)
+
+    # ---- weights and state ------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model itself: what ``prepare`` returns is the user's own object.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: accepted either way: there is no such wrapper.
+            keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """Full weights under original names. Collective where parameters are sharded.
+
+        Returns:
+            On every rank if the backend replicates parameters, else on the main process (CPU) and empty elsewhere.
+        """
+        record = record_of(model)
+        if record is None:
+            state: dict[str, Any] = model.state_dict()
+            return state
+        if self.backend.capabilities.replicated:
+            note("get_state_dict")
+            return dict(record.trainable.full_state_dict())
+        meet("get_state_dict")
+        # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
+        tied = tied_names(record.trainable.module)
+        whole: dict[str, Any] = {}
+        for name, tensor in record.trainable.full_state_dict():
+            if self.is_main_process:
+                whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
+        return whole
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Save an object on the main process (on each machine's first with ``save_on_each_node``). Not collective."""
+        writes = self.is_local_main_process if self._project.save_on_each_node else self.is_main_process
+        if writes:
+            checkpoint.save_object(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write weights as safetensors that Transformers loads: one file, or several with an index.
+
+        Collective, one tensor being gathered at a time. Where each rank holds everything, the main process may call it
+        alone; it waits for the others for a while. Raises :class:`CheckpointError` when the folder cannot be written.
+        """
+        self.backend.sync()
+        record = record_of(model)
+        module = model if record is None else record.trainable.module
+        named = model.state_dict().items() if record is None else record.trainable.full_state_dict()
+        checkpoint.export_model(
+            iter(named),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            is_main=self.is_main_process,
+            tied=tied_names(module),
+            backend=self.backend if self._checkpoints.all_export() else None,
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects with the run; they have ``state_dict`` and ``load_state_dict``."""
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, weights, folder)`` before each save; a model whose weights it takes out is not saved."""
+        return self._checkpoints.hook(self._checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """``hook(models, folder)`` before each load of files that are whole; a model it takes out is not loaded."""
+        return self._checkpoints.hook(self._checkpoints.load_hooks, hook)
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save the whole run: models, optimizers, schedulers, scaler, data position, RNG, registered objects.
+
+        Collective. The folder is complete or absent, whatever happens; it loads under any backend and world size. Where
+        each rank holds everything, the main process may call it alone, as scripts written for replicas do: it waits for
+        the others for a while, says that their random state is missing, and writes.
+
+        Args:
+            output_dir: the folder; ``None`` takes the next number under ``automatic_checkpoint_naming``. It belongs to
+                this run until :meth:`end_training`.
+            safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
+            blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
+                :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
+                and raises if it failed. Hooks run, and observers are told that it is saved, in none but this thread.
+            save_model_func_kwargs: none has a meaning here; any raises.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: this save failed, or the one before did in the background; then this one was not begun. Or
+                another living run saves in the folder; nothing was changed then.
+            UnsupportedError: the backend cannot save with ``blocking=False``.
+        """
+        if not safe_serialization:
+            logger.warning("safe_serialization=False changes nothing: a checkpoint holds no pickles.")
+        _refuse("save_state", save_model_func_kwargs)
+        self.wait_for_checkpoint()
+        path = self._checkpoints.save(output_dir, blocking=blocking)
+        if blocking:
+            self._tell("checkpoint_saved", path=path)
+        return str(path)
+
+    def _save_interrupted(self) -> str:
+        """Save a run that was told to end. Collective."""
+        project = self._project
+        folder = None if project.automatic_checkpoint_naming else Path(str(project.project_dir), "interrupted")
+        return self.save_state(folder)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until what ``save_state(..., blocking=False)`` began is complete; at once when nothing runs.
+
+        Every rank's part must be written, so all ranks must have begun the same saves.
+
+        Raises:
+            CheckpointError: it failed, on every rank; older checkpoints are untouched.
+        """
+        path = self._checkpoints.wait()
+        if path is not None:
+            self._tell("checkpoint_saved", path=path)
+
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> str:
+        """Take up a saved run after ``prepare``; loaders continue where they were. Collective; changes all or nothing.
+
+        Args:
+            input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
+            load_kwargs: none has a meaning here: ``map_location`` warns, any other raises, as any
+                ``load_model_func_kwargs``.
+            strict: raise when names of the model and the checkpoint differ.
+
+        Returns:
+            The folder that was loaded.
+
+        Raises:
+            CheckpointError: not found, damaged, or not of this model.
+        """
+        others = {**(load_kwargs or {}), **load_model_func_kwargs}
+        if others.pop("map_location", None) is not None:
+            logger.warning("map_location changes nothing: each tensor is read to where it is used.")
+        _refuse("load_state", others)
+        self.wait_for_checkpoint()
+        path, _ = self._checkpoints.load(input_dir, strict=strict)
+        self._tell("checkpoint_loaded", path=path)
+        return str(path)
+
+    # ---- trackers and profiling -------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[str]:
+        """Names of the trackers that were asked for."""
+        return self._trackers.names
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The experiment trackers in use."""
+        return list(self._trackers.running)
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers named in ``log_with``, on the main process."""
+        self._trackers.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> GeneralTracker | Any:
+        """One tracker; ``unwrap`` gives the library's own object."""
+        return self._trackers.get(name, unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Give values to every tracker, on the main process."""
+        self._trackers.log(values, step, log_kwargs)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """Profile a block with ``torch.profiler``, one trace per rank."""
+        return profile(profile_handler or self._handlers.of_type(ProfileKwargs), self.backend.topology)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared so that it can be collected; returns one ``None`` for each object."""
+        self._trainer.release()
+        self._preparer.clear()
+        self._dataloaders.clear()
+        self._checkpoints.averages.clear()
+        return memory.release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """As :meth:`free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Finish the trackers and leave the process group in order. Collective over all ranks; may be called twice.
+
+        Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
+        """
+        if self._closed:
+            return
+        meet("end_training")
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            self._trackers.finish()
+            self._trainer.release()
+            self.backend.barrier()
+            self._close()
+
+    def _close(self) -> None:
+        """Let go of the engines, then of the process group. Not collective: the script may have failed."""
+        if self._closed:
+            return
+        self._closed = True
+        stop_watching(self._watchdog)
+        if self._interruption is not None:
+            self._interruption.close()
+        self._checkpoints.close()
+        self._tell("closed")
+        self._trainer.release()
+        forget_backend(self.backend)
+        self.backend.stop()
+
+    def _tell(self, event: str, **details: Any) -> None:
+        registry = get_registry()
+        if registry.listens(event):
+            registry.notify(event, accelerator=self, **details)
+
+    def _step_ended(self, step: int, skipped: bool) -> None:
+        self._tell("step_ended", step=step, skipped=skipped)
+        if self._interruption is not None:
+            self._interruption.stepped()
+
+    def _failed(self, error: BaseException) -> None:
+        get_registry().notify("failed", accelerator=self, error=error)
+
+
+def _refuse(call: str, given: dict[str, Any]) -> None:
+    """Arguments that Accelerate hands to the save or load function of one engine."""
+    if given:
+        raise UsageError(
+            f"{call} does not know {', '.join(sorted(given))}: every backend writes and reads one format",
+            cure="Leave it out.",
+        )
+
+
+# ---- The ``Accelerator``: prepares models, optimizers and loaders, and trains, gathers and saves on the chosen backe
 
 class Accelerator(RunServices):
     """One training loop on any backend. Collective over all ranks: it forms the process group.
@@ -104,19 +694,19 @@ class Accelerator(RunServices):
         count_items: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
-        self._config = resolved = assembly.with_mesh(assembly.resolve_config(config), engine_arguments)
+        self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
         self._choice = choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
-        self._handlers = handlers = assembly.Handlers.of(kwargs_handlers)
-        self._loader_config = assembly.loader_configuration(resolved, dataloader_config, split_batches)
-        self._project = assembly.project_configuration(resolved, project_config, project_dir)
-        accumulation = assembly.accumulation(
+        self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
+        self._loader_config = run_setup.loader_configuration(resolved, dataloader_config, split_batches)
+        self._project = run_setup.project_configuration(resolved, project_config, project_dir)
+        accumulation = run_setup.accumulation(
             resolved, choice, gradient_accumulation_steps, gradient_accumulation_plugin
         )
-        saves_first = assembly.saves_on_interrupt(resolved, save_on_interrupt, self._project)
+        saves_first = run_setup.saves_on_interrupt(resolved, save_on_interrupt, self._project)
         self.device_placement = device_placement
         self.rng_types = rng_types if rng_types is not None else ["generator"]
         self._info = choice.info
-        self.backend = assembly.start_backend(
+        self.backend = run_setup.start_backend(
             choice,
             resolved,
             handlers,
@@ -126,13 +716,13 @@ class Accelerator(RunServices):
             sync_batch_norm=sync_batch_norm,
         )
         set_current_backend(self.backend, self._info.name)
-        assembly.name_this_process(self.backend)
+        run_setup.name_this_process(self.backend)
         self._closed = False
         self._last_norm: Tensor | None = None
         self._debug = resolved.config.debug
         self._active = ActiveLoaders()
         self._dataloaders: list[Any] = []
-        self._loading: loading.LoadingContext | None = None
+        self._loading: LoadingContext | None = None
         self._flag = False
         registry = get_registry()
         self._trainer = Trainer(
@@ -158,18 +748,18 @@ class Accelerator(RunServices):
             self.backend, self._trainer, self._preparer, self._dataloaders, self._project
         )
         self.gradient_state = GradientState(self._trainer, self._active)
-        self._trackers = assembly.trackers(resolved, log_with, self._project, self.backend)
-        last_call.use_launchers_file()
+        self._trackers = run_setup.trackers(resolved, log_with, self._project, self.backend)
+        watchdog.use_launchers_file()
         watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
         self._watchdog = watchdog.watch(self.backend, self._active) if watched else None
         self._interruption = None
         if saves_first:
             topology = self.backend.topology
             self._interruption = Interruption(topology, self._active, self._save_interrupted, self.end_training)
-        at_hand.remember(self)
-        lifetime.at_exit(self._close)
+        state.remember(self)
+        run_setup.at_exit(self._close)
         if registry.listens("failed"):
-            lifetime.on_failure(self._failed)
+            run_setup.on_failure(self._failed)
 
     # ---- prepare ------------------------------------------------------------------------------------------------
 
@@ -187,7 +777,7 @@ class Accelerator(RunServices):
         placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
 
         def load(each: Any) -> Any:
-            return self._prepare_loader(each, placement.get(id(each))) if loading.is_loader(each) else each
+            return self._prepare_loader(each, placement.get(id(each))) if prepare.is_loader(each) else each
 
         # Loaders first, since an engine may have to know their batch size when it prepares the model.
         loaded = [load(each) for each in args]
@@ -227,7 +817,7 @@ class Accelerator(RunServices):
 
     def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
         place = self.device_placement if device_placement is None else device_placement
-        prepared = loading.prepare_data_loader(
+        prepared = prepare.prepare_data_loader(
             data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn
         )
         if not any(prepared is each for each in self._dataloaders):
@@ -236,7 +826,7 @@ class Accelerator(RunServices):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The same loader, its next iteration starting at batch ``num_batches`` of the epoch (an absolute number)."""
-        return loading.skip_first_batches(dataloader, num_batches)
+        return prepare.skip_first_batches(dataloader, num_batches)
 
     def init_empty_weights(self) -> AbstractContextManager[Any]:
         """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""
@@ -357,11 +947,12 @@ class Accelerator(RunServices):
             even_batches: override the loaders' setting meanwhile.
         """
         trainables = [self._preparer.record_of(each).trainable for each in joinables if isinstance(each, nn.Module)]
-        sync_batch_norm.refuse_uneven(trainable.module for trainable in trainables)
-        even = loading.even_batches_as(self._dataloaders, even_batches)
+        batch_norm.refuse_uneven(trainable.module for trainable in trainables)
+        even = even_batches_as(self._dataloaders, even_batches)
         with watchdog.unwatched(), even, self._trainer.uneven(), self.backend.join(trainables):
             yield
 
 
 def _tensors(parameters: Any) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+

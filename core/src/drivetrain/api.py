@@ -27,7 +27,7 @@ from drivetrain.backend import (
     Trainable,
     always_ready,
 )
-from drivetrain.config.rules import Rule, flag, number, section_from_arguments, whole
+from drivetrain.compat.config_rules import Rule, flag, number, section_from_arguments, whole
 from drivetrain.errors import (
     BackendBlockedError,
     CheckpointError,
@@ -41,57 +41,59 @@ from drivetrain.hookspecs import hookimpl
 from drivetrain.topology import AXES, DATA_AXES, Mesh, Place, Topology
 
 if TYPE_CHECKING:
+    from drivetrain.backends import elementwise as optimizer_kinds
+    from drivetrain.backends import local_steps, portable
+    from drivetrain.backends import torch_engine as clipping
+    from drivetrain.backends.deferred_init import Recording, deferred, temporary
+    from drivetrain.backends.local_gradients import LocalGradients, is_taken
+    from drivetrain.backends.torch_engine import TorchEngine, original_module, place_model
     from drivetrain.checkpoint import foreign
     from drivetrain.checkpoint.flatshard import FlatShard
     from drivetrain.checkpoint.formats import CheckpointFormat
     from drivetrain.checkpoint.saved import SavedModel
     from drivetrain.config.load import load_config
+    from drivetrain.distributed import collectives, trees
+    from drivetrain.distributed.device import pick_device
+    from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
+    from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
+    from drivetrain.loop import precision
+    from drivetrain.loop.buffers import Buffers
+    from drivetrain.loop.model import call_plainly, plain_state_dict
+    from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
     from drivetrain.registry import get_registry
-    from drivetrain.runtime import clipping, collectives, local_steps, optimizer_kinds, portable, precision, trees
-    from drivetrain.runtime.buffers import Buffers
-    from drivetrain.runtime.deferred import Recording, deferred
-    from drivetrain.runtime.device import pick_device
-    from drivetrain.runtime.engine import TorchEngine
-    from drivetrain.runtime.local_gradients import LocalGradients, is_taken
-    from drivetrain.runtime.model import call_plainly, plain_state_dict
-    from drivetrain.runtime.placeholders import DummyOptim, DummyScheduler
-    from drivetrain.runtime.placing import original_module, place_model
-    from drivetrain.runtime.process_group import ProcessGroupHandle, ensure_process_group
-    from drivetrain.runtime.rng import DeviceGenerator, register_device_generator
-    from drivetrain.runtime.temporary import temporary
 
 _HEAVY = {
-    "Buffers": "drivetrain.runtime.buffers:Buffers",
+    "Buffers": "drivetrain.loop.buffers:Buffers",
     "CheckpointFormat": "drivetrain.checkpoint.formats:CheckpointFormat",
     "SavedModel": "drivetrain.checkpoint.saved:SavedModel",
     "foreign": "drivetrain.checkpoint.foreign",
-    "DeviceGenerator": "drivetrain.runtime.rng:DeviceGenerator",
-    "DummyOptim": "drivetrain.runtime.placeholders:DummyOptim",
-    "DummyScheduler": "drivetrain.runtime.placeholders:DummyScheduler",
+    "DeviceGenerator": "drivetrain.distributed.rng:DeviceGenerator",
+    "DummyOptim": "drivetrain.loop.placeholders:DummyOptim",
+    "DummyScheduler": "drivetrain.loop.placeholders:DummyScheduler",
     "FlatShard": "drivetrain.checkpoint.flatshard:FlatShard",
     "load_config": "drivetrain.config.load:load_config",
-    "clipping": "drivetrain.runtime.clipping",
-    "collectives": "drivetrain.runtime.collectives",
-    "local_steps": "drivetrain.runtime.local_steps",
-    "optimizer_kinds": "drivetrain.runtime.optimizer_kinds",
-    "portable": "drivetrain.runtime.portable",
-    "precision": "drivetrain.runtime.precision",
-    "trees": "drivetrain.runtime.trees",
-    "Recording": "drivetrain.runtime.deferred:Recording",
-    "deferred": "drivetrain.runtime.deferred:deferred",
-    "LocalGradients": "drivetrain.runtime.local_gradients:LocalGradients",
-    "is_taken": "drivetrain.runtime.local_gradients:is_taken",
-    "call_plainly": "drivetrain.runtime.model:call_plainly",
-    "plain_state_dict": "drivetrain.runtime.model:plain_state_dict",
-    "temporary": "drivetrain.runtime.temporary:temporary",
+    "clipping": "drivetrain.backends.torch_engine",
+    "collectives": "drivetrain.distributed.collectives",
+    "local_steps": "drivetrain.backends.local_steps",
+    "optimizer_kinds": "drivetrain.backends.elementwise",
+    "portable": "drivetrain.backends.portable",
+    "precision": "drivetrain.loop.precision",
+    "trees": "drivetrain.distributed.trees",
+    "Recording": "drivetrain.backends.deferred_init:Recording",
+    "deferred": "drivetrain.backends.deferred_init:deferred",
+    "LocalGradients": "drivetrain.backends.local_gradients:LocalGradients",
+    "is_taken": "drivetrain.backends.local_gradients:is_taken",
+    "call_plainly": "drivetrain.loop.model:call_plainly",
+    "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
+    "temporary": "drivetrain.backends.deferred_init:temporary",
     "get_registry": "drivetrain.registry:get_registry",
-    "pick_device": "drivetrain.runtime.device:pick_device",
-    "TorchEngine": "drivetrain.runtime.engine:TorchEngine",
-    "original_module": "drivetrain.runtime.placing:original_module",
-    "place_model": "drivetrain.runtime.placing:place_model",
-    "ProcessGroupHandle": "drivetrain.runtime.process_group:ProcessGroupHandle",
-    "ensure_process_group": "drivetrain.runtime.process_group:ensure_process_group",
-    "register_device_generator": "drivetrain.runtime.rng:register_device_generator",
+    "pick_device": "drivetrain.distributed.device:pick_device",
+    "TorchEngine": "drivetrain.backends.torch_engine:TorchEngine",
+    "original_module": "drivetrain.backends.torch_engine:original_module",
+    "place_model": "drivetrain.backends.torch_engine:place_model",
+    "ProcessGroupHandle": "drivetrain.distributed.process_group:ProcessGroupHandle",
+    "ensure_process_group": "drivetrain.distributed.process_group:ensure_process_group",
+    "register_device_generator": "drivetrain.distributed.rng:register_device_generator",
 }
 
 

@@ -12,25 +12,245 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.description import (
-    CONTRACT,
-    BackendInfo,
-    Capabilities,
-    Feeding,
-    PrecisionPolicy,
-    ProcessGroupSettings,
-    Readiness,
-    RunSettings,
-    Statement,
-    always_ready,
-    nothing_implied,
-)
 from drivetrain.topology import Mesh, Place, Topology
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+# ---- What a plugin describes as data, and what a backend is told at birth: frozen records, no torch
+
+CONTRACT = 1
+"""Version of this contract. It grows when an old plugin would be wrong under the new core, or the other way round."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend declares it can do. The conformance kit proves each flag, both ways.
+
+    ``pipelined`` and ``sharded_save`` say what settings may ask for: a backend whose settings ask for less says so in
+    :meth:`~drivetrain.api.Backend.start`, see ``Backend.capabilities``. All others hold for every run.
+
+    Args:
+        multi_process: trains over several processes. When ``False`` a world larger than 1 is refused.
+        mesh_axes: mesh axes that may be larger than 1.
+        devices: device types it runs on; empty means every type that torch knows.
+        precisions: values of ``mixed_precision`` that it interprets.
+        owns_optimizer: ``prepare`` may replace the optimizer by the engine's own.
+        pipelined: a forward in training mode is deferred until the loss is known.
+        accumulates_without_sync: ``synchronise_gradients(False)`` really skips communication; what then stays on a rank
+            is the gradient of ``loss * scale * dp_size``, with which LocalSGD steps.
+        replicated: every rank of the data-parallel group holds all parameters, so they may be averaged (LocalSGD).
+        multiple_models: several models can be prepared in one process.
+        optimizer_spans_models: one optimizer may hold parameters of several models.
+        clip_by_value: ``clip_grad_value`` works.
+        other_norms: ``clip_grad_norm`` takes norms other than 2.
+        sharded_save: a save writes from every rank at once, each its own part.
+        async_save: tensors can be staged so that a save runs beside the training.
+        join_uneven_inputs: ``join`` works.
+        handlers: class names of the keyword handlers that it reads (``Accelerator(kwargs_handlers=[...])``).
+    """
+
+    multi_process: bool = True
+    mesh_axes: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+    precisions: frozenset[str] = frozenset({"no", "bf16", "fp16"})
+    owns_optimizer: bool = False
+    pipelined: bool = False
+    accumulates_without_sync: bool = True
+    replicated: bool = True
+    multiple_models: bool = True
+    optimizer_spans_models: bool = True
+    clip_by_value: bool = True
+    other_norms: bool = True
+    sharded_save: bool = False
+    async_save: bool = False
+    join_uneven_inputs: bool = False
+    handlers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Answer of a probe: can this backend run on this machine?
+
+    Args:
+        ready: it can.
+        reason: one sentence why not (or a remark when it can).
+        cure: what to type next.
+    """
+
+    ready: bool
+    reason: str = ""
+    cure: str = ""
+
+
+def always_ready() -> Readiness:
+    """Probe of a backend that runs wherever torch does."""
+    return Readiness(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One value that somebody wrote, and where, for an error that shows both sides.
+
+    Args:
+        value: as it was read.
+        where: in words: ``ds.json:12``, ``train.yaml:3:18``, ``the script``.
+    """
+
+    value: Any
+    where: str
+
+
+def nothing_implied(_section: Any, _origins: Mapping[str, str]) -> Mapping[str, Statement]:
+    """A section that says nothing about the core's keys."""
+    return {}
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """A backend's description, returned by the hook ``drivetrain_backends``.
+
+    Args:
+        name: lower case; also the entry point, the config section and the end of the distribution's name.
+        summary: one line for tables.
+        backend: ``"package.module:Class"``, imported only when the backend is chosen.
+        aliases: other names people write, in any case (``MULTI_GPU``).
+        api: version of this contract that the plugin was written for.
+        config: ``"package.module:Model"``, a pydantic model of the config section; ``None`` when there is none.
+        requires: requirements such as ``"deepspeed>=0.18"``, checked against installed versions before import.
+        capabilities: see :class:`Capabilities`.
+        probe: can it run here? Imports nothing heavy.
+        preference: who is taken when the user names no backend: the highest that fits the world (a backend that is
+            not ``multi_process`` fits a world of 1). ``None``: only when named.
+        implied: what the backend's own section says about ``mixed_precision`` and ``gradient_accumulation_steps``, by
+            key, given the validated section and where each of its keys was written (``RunSettings.origins``). It holds
+            where neither script nor configuration says anything; where one does and differs, the core raises.
+        names: ``{"Name": "package.module:Name"}``: what scripts of Accelerate import for this engine, found by
+            ``from drivetrain.utils import Name`` too.
+        imports: by the name of a section of Accelerate's configuration files, ``"package.module:RULES"``: a mapping
+            from each key of that section to the :class:`drivetrain.api.Rule` that says what becomes of it. The module
+            imports nothing heavy.
+    """
+
+    name: str
+    summary: str
+    backend: str
+    aliases: tuple[str, ...] = ()
+    api: int = CONTRACT
+    config: str | None = None
+    requires: tuple[str, ...] = ()
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    probe: Callable[[], Readiness] = always_ready
+    preference: int | None = None
+    implied: Callable[[Any, Mapping[str, str]], Mapping[str, Statement]] = nothing_implied
+    names: Mapping[str, str] = field(default_factory=dict)
+    imports: Mapping[str, str] = field(default_factory=dict)
+
+
+# ---- what a backend is told -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """What ``mixed_precision`` means, the same under every backend. Dtypes are torch's names, ``None`` = leave alone.
+
+    ======== ================== ======= ========= ======= ============
+    name     parameters         compute gradients output  loss scaling
+    ======== ================== ======= ========= ======= ============
+    ``no``   as the user made   same    same      same    no
+    ``bf16`` float32 (trained)  bf16    float32   float32 no
+    ``fp16`` float32 (trained)  fp16    float32   float32 dynamic
+    ======== ================== ======= ========= ======= ============
+
+    Args:
+        parameters: dtype of parameters that require gradients, hence of the optimizer's state.
+        compute: dtype of matrix products (autocast or the engine's own means).
+        reduce: dtype in which gradients are summed over ranks.
+        output: dtype to which floating outputs of the compute dtype are cast.
+        loss_scaling: scale the loss dynamically against underflow.
+        scaler: arguments of the loss scaler (``GradScalerKwargs``).
+        autocast_cache: ``cache_enabled`` of autocast; ``None`` = torch's default.
+    """
+
+    name: Literal["no", "bf16", "fp16"] = "no"
+    parameters: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    loss_scaling: bool = False
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    autocast_cache: bool | None = None
+
+
+@dataclass(frozen=True)
+class ProcessGroupSettings:
+    """How the default process group is formed when none exists.
+
+    Args:
+        communication_backend: gloo, nccl, xccl, ...; ``None`` = torch's choice for the device.
+        init_method: as in ``torch.distributed.init_process_group``; ``None`` = ``env://``.
+        timeout_seconds: ``None`` = torch's default for the communication backend.
+    """
+
+    communication_backend: str | None = None
+    init_method: str | None = None
+    timeout_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """How a backend wants batches to come to its device. The default: one copy, when the batch is shown.
+
+    Args:
+        ahead: copy the next batch in a thread while the script works on this one. Samples are still read by the
+            script's own thread, so that random numbers are drawn in the same order.
+        send: brings one tensor of a batch to the device, in that thread; ``None`` = ``tensor.to(device)``. Where the
+            engine's own ``to`` must not run beside the script, this is what may.
+        filler: fill the last batch of an epoch up to the size of the others, for a device that compiles anew for each
+            shape: rows are repeated, and their labels become this number, which the loss must ignore. What is gathered
+            for metrics leaves them out. ``None`` leaves batches as they are.
+    """
+
+    ahead: bool = False
+    send: Callable[[Any], Any] | None = None
+    filler: int | None = None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything a backend is told at birth.
+
+    Args:
+        place: ranks, as the launcher gave them.
+        mesh: requested axis sizes by name; empty when the user asked for none, then the backend chooses.
+        section: the validated config section (an instance of the model named by ``BackendInfo.config``), or ``None``.
+        precision: the policy to interpret.
+        device_type: ``"cpu"``, ``"cuda"``, ...; ``None`` = what ``torch.accelerator`` finds, else the CPU.
+        process_group: how to form the process group.
+        handlers: the user's keyword handlers that this backend reads, by class name.
+        place_on_device: move parameters to the device in ``prepare``.
+        origins: where each key of the section that was given was written, by dotted key below the section.
+        name: under which the backend was chosen: ``BackendInfo.name``; empty for one that is made by hand.
+        sync_batch_norm: batch norms take their statistics over all data-parallel ranks; see
+            :meth:`drivetrain.api.Backend.synchronise_batch_norm`.
+    """
+
+    place: Place = field(default_factory=Place)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    section: Any = None
+    precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
+    device_type: str | None = None
+    process_group: ProcessGroupSettings = field(default_factory=ProcessGroupSettings)
+    handlers: Mapping[str, Any] = field(default_factory=dict)
+    place_on_device: bool = True
+    origins: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    sync_batch_norm: bool = False
+
+
+# ---- Abstract base classes that a backend implements
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -177,7 +397,7 @@ class Trainable(ABC):
         Parameters and persistent buffers; where the engine trains copies in higher precision, those. Layouts are the
         engine's. After writing, :meth:`load_portable_state` of an empty state derives what follows.
         """
-        from drivetrain.runtime import portable
+        from drivetrain.backends import portable
 
         return dict(portable.live_tensors(self.module))
 
@@ -255,7 +475,7 @@ class Trainable(ABC):
             Sum over this rank's micro-batches of ``loss``, detached, 0-d. A pipelined engine overrides this and returns
             it on every stage.
         """
-        from drivetrain.runtime.windows import loop_forward_backward
+        from drivetrain.loop.accumulation import loop_forward_backward
 
         return loop_forward_backward(self, micro_batches, loss_fn, scale)
 
@@ -264,7 +484,7 @@ class Trainable(ABC):
 
         Collective where parameters are sharded: every rank iterates to the end, and holds one gathered tensor at most.
         """
-        from drivetrain.runtime.model import plain_state_dict
+        from drivetrain.loop.model import plain_state_dict
 
         yield from plain_state_dict(self.module).items()
 
@@ -362,7 +582,7 @@ class Backend(ABC):
             scheduler: the script's; a ``DummyScheduler`` asks for the one that the engine's configuration describes.
             optimizers: what really steps, of those whose learning rate it sets.
         """
-        from drivetrain.runtime.placeholders import scheduler_without_engine
+        from drivetrain.loop.placeholders import scheduler_without_engine
 
         return scheduler_without_engine(scheduler, type(self).__name__)
 
@@ -373,9 +593,9 @@ class Backend(ABC):
         The default communicates by ``torch.distributed``; an engine that cannot raises
         :class:`~drivetrain.api.UnsupportedError`.
         """
-        from drivetrain.runtime import sync_batch_norm
+        from drivetrain.loop import batch_norm
 
-        sync_batch_norm.convert(model, self.topology)
+        batch_norm.convert(model, self.topology)
 
     def sync(self) -> None:
         """Run what a lazy device has recorded; default nothing. Not collective.
@@ -386,7 +606,7 @@ class Backend(ABC):
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The precision policy's compute context, for code outside of a model's forward."""
-        from drivetrain.runtime.precision import autocast
+        from drivetrain.loop.precision import autocast
 
         return autocast(self.settings.precision, self.topology.device, enabled)
 
@@ -404,37 +624,37 @@ class Backend(ABC):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenate along dim 0 over the data-parallel ranks, by coordinate. Same shape on every rank, dim >= 1."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         return collectives.all_gather(tensor, self.topology)
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce over the data-parallel ranks; every rank gets the result, ``tensor`` itself is left as it was."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         return collectives.all_reduce(tensor, op, self.topology)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Everyone gets global rank ``src``'s tensor; shape and dtype agree on every rank."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         return collectives.broadcast(tensor, src, self.topology)
 
     def gather_object(self, obj: Any) -> list[Any]:
         """One picklable object from every data-parallel rank, by coordinate."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         return collectives.all_gather_object(obj, self.topology)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Everyone gets global rank ``src``'s picklable object."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         return collectives.broadcast_object(obj, src, self.topology)
 
     def barrier(self) -> None:
         """Wait until every rank of the job is here."""
-        from drivetrain.runtime import collectives
+        from drivetrain.distributed import collectives
 
         collectives.barrier(self.topology)
 
@@ -461,3 +681,4 @@ __all__ = [
     "always_ready",
     "nothing_implied",
 ]
+

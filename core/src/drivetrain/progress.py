@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Self, TextIO
 
-from drivetrain.errors import UsageError
+from drivetrain.errors import UsageError, did_you_mean
 from drivetrain.logging import current_rank, get_logger
-from drivetrain.suggest import did_you_mean
 
 _logger = get_logger(__name__)
 

@@ -8,27 +8,423 @@ recorded with its distribution and harms nobody else.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from drivetrain import backend_checks as checks
 from drivetrain import hookspecs
-from drivetrain.backend import Backend, BackendInfo, Readiness
-from drivetrain.errors import BackendBrokenError, BackendConflictError, BackendError, BackendNotFoundError
+from drivetrain.backend import CONTRACT, Backend, BackendInfo, Capabilities, Readiness
+from drivetrain.config.keys import CORE_KEYS, may_be_foreign
+from drivetrain.errors import (
+    BackendBlockedError,
+    BackendBrokenError,
+    BackendConflictError,
+    BackendError,
+    BackendNotFoundError,
+    ContractMismatchError,
+    closest,
+    did_you_mean,
+    listed,
+    sentences,
+)
 from drivetrain.hookspecs import GROUP
-from drivetrain.installed import BackendReport, Plugin, PluginReport, check_marks, checked_infos
-from drivetrain.suggest import listed
 
 if TYPE_CHECKING:
     import click
     from pydantic import BaseModel
     from torch import nn
+
+# ---- What is installed, as data: a record for each plugin, what is reported about it, and facts about distributions
+
+CORE = "drivetrain"
+"""Name of the core's own distribution; first-party plugins are ``drivetrain-<name>``."""
+
+
+@dataclass
+class Plugin:
+    """One entry point and what became of it.
+
+    Args:
+        name: the entry point's name.
+        value: the module that it names.
+        distribution: the distribution that brings it.
+        version: of the distribution; empty when it is not installed but registered by a script.
+        loaded: an import was tried.
+        module: what hooks were found on; ``None`` before loading, after a failure, and for a second entry point to one
+            module.
+        infos: the backends that it described.
+        error: what went wrong, with its traceback.
+        reason: one sentence about ``error``.
+        cure: what to do about it.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    loaded: bool = False
+    module: object | None = None
+    infos: tuple[BackendInfo, ...] = ()
+    error: BaseException | None = None
+    reason: str = ""
+    cure: str = ""
+
+    @classmethod
+    def of(cls, point: metadata.EntryPoint) -> Plugin:
+        """Describe an entry point; nothing is imported."""
+        found = point.dist
+        name, version = (found.name, found.version) if found is not None else ("an unknown distribution", "")
+        return cls(name=point.name, value=point.module, distribution=name, version=version)
+
+    @property
+    def owner(self) -> str:
+        """Distribution and version, as error messages name them."""
+        return f"{self.distribution} {self.version}".strip()
+
+    @property
+    def broken(self) -> bool:
+        return self.error is not None
+
+    @property
+    def traceback(self) -> str:
+        """The failure as Python prints it; empty when there was none."""
+        return "".join(traceback.format_exception(self.error)) if self.error is not None else ""
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """Record a failure."""
+        self.module, self.infos, self.error = None, (), error
+        self.reason = f"{what}: {type(error).__name__}: {error}" if str(error) else f"{what}: {type(error).__name__}"
+        self.cure = sentences(core_mismatch(self.distribution), "`drivetrain backends --verbose` shows the traceback.")
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One line of ``drivetrain backends``.
+
+    Args:
+        name: of the backend; of the entry point when the plugin is broken.
+        summary: one line.
+        aliases: other names.
+        distribution: who brings it.
+        version: of the distribution.
+        api: contract version of the plugin; ``None`` when it is broken.
+        capabilities: what it declares; ``None`` when it is broken.
+        ready: it can run here.
+        why: why not, or a remark.
+        cure: what to type next.
+        traceback: of a broken plugin, else empty.
+    """
+
+    name: str
+    summary: str
+    aliases: tuple[str, ...]
+    distribution: str
+    version: str
+    api: int | None
+    capabilities: Capabilities | None
+    ready: bool
+    why: str = ""
+    cure: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, plugin: Plugin, info: BackendInfo, *, ready: bool, why: str = "", cure: str = "") -> BackendReport:
+        return cls(
+            name=info.name,
+            summary=info.summary,
+            aliases=info.aliases,
+            distribution=plugin.distribution,
+            version=plugin.version,
+            api=info.api,
+            capabilities=info.capabilities,
+            ready=ready,
+            why=why,
+            cure=cure,
+        )
+
+    @classmethod
+    def of_broken(cls, plugin: Plugin) -> BackendReport:
+        return cls(
+            name=plugin.name,
+            summary="",
+            aliases=(),
+            distribution=plugin.distribution,
+            version=plugin.version,
+            api=None,
+            capabilities=None,
+            ready=False,
+            why=plugin.reason,
+            cure=plugin.cure,
+            traceback=plugin.traceback,
+        )
+
+
+@dataclass(frozen=True)
+class PluginReport:
+    """One plugin, whether it brings a backend or not: for bug reports and run headers."""
+
+    name: str
+    distribution: str
+    version: str
+    backends: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = field(default_factory=tuple)
+    broken: str = ""
+
+    @classmethod
+    def of(cls, plugin: Plugin, hooks: tuple[str, ...]) -> PluginReport:
+        """What is known of a loaded plugin, with the hooks that it implements."""
+        backends = tuple(info.name for info in plugin.infos)
+        return cls(plugin.name, plugin.distribution, plugin.version, backends, hooks, plugin.reason)
+
+
+# ---- checks of what a plugin says -------------------------------------------------------------------------------
+
+
+def hook_names() -> tuple[str, ...]:
+    """Return the names of all hooks of this version."""
+    return tuple(
+        name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("drivetrain_")
+    )
+
+
+def check_marks(module: object) -> None:
+    """Refuse functions that are named as hooks are and would never be called.
+
+    Raises:
+        ValueError: a misspelt hook, or one without ``@hookimpl``.
+    """
+    known = hook_names()
+    home = getattr(module, "__name__", None)
+    for name, function in vars(module).items():
+        if not name.startswith("drivetrain_") or not inspect.isfunction(function):
+            continue
+        if function.__module__ != home and home is not None:
+            continue  # imported from elsewhere, the house's own hookspecs for example
+        if name not in known:
+            guess = did_you_mean(name, known)
+            raise ValueError(sentences(f"there is no hook {name!r}.", guess))
+        if not hasattr(function, f"{hookspecs.GROUP}_impl"):
+            raise ValueError(f"{name} lacks @hookimpl (from drivetrain.api import hookimpl) and would never be called")
+
+
+def checked_infos(answer: object) -> tuple[BackendInfo, ...]:
+    """Return a plugin's answer to ``drivetrain_backends`` if it is one.
+
+    Raises:
+        TypeError: it is not a list of :class:`BackendInfo`.
+        ValueError: a name is not lower case, appears twice, or is a key that configuration files have already.
+    """
+    if not isinstance(answer, list | tuple) or not all(isinstance(info, BackendInfo) for info in answer):
+        raise TypeError(f"drivetrain_backends returned {answer!r}, not a list of BackendInfo")
+    names = [info.name for info in answer]
+    for name in names:
+        if name != name.lower() or not name.isidentifier():
+            raise ValueError(f"a backend's name is a lower-case identifier, not {name!r}")
+        if name in CORE_KEYS or may_be_foreign(name):
+            sentence = f"a backend cannot be called {name!r}: its section could not be told from that key"
+            raise ValueError(f"{sentence} of a configuration file; give it another name")
+    if len(set(names)) != len(names):
+        raise ValueError(f"drivetrain_backends names a backend twice: {', '.join(names)}")
+    return tuple(answer)
+
+
+# ---- distributions ----------------------------------------------------------------------------------------------
+
+
+def core_version() -> str:
+    """Return the core's version."""
+    try:
+        return metadata.version(CORE)
+    except metadata.PackageNotFoundError:
+        return "(not installed, run from its source)"
+
+
+def known_extras() -> tuple[str, ...]:
+    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``."""
+    try:
+        core = metadata.metadata(CORE)
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return ()
+    required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
+    extras = core.get_all("Provides-Extra") or ()
+    return tuple(extra for extra in extras if any(_names(line, f"{CORE}-{extra}") for line in required))
+
+
+def _names(requirement: str, distribution: str) -> bool:
+    """Whether a requirement line is about this distribution and not one whose name is longer."""
+    rest = requirement.removeprefix(distribution)
+    return rest != requirement and (not rest or rest[0] in " <>=!~([;")
+
+
+def pip_line(extra: str) -> str:
+    """Return the command that installs one of the core's extras."""
+    return f'pip install "{CORE}[{extra}]"'
+
+
+def unmet_requirements(requirements: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the requirements that this environment does not meet, each with what is there instead."""
+    from packaging.requirements import Requirement
+
+    unmet: list[tuple[str, str]] = []
+    for line in requirements:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            unmet.append((line, "not installed"))
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            unmet.append((line, f"installed is {found}"))
+    return unmet
+
+
+def core_mismatch(distribution: str) -> str:
+    """Return a sentence when a distribution was made for another version of the core, else an empty string."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return ""
+    for line, state in unmet_requirements(line for line in lines if _names(line.lower(), CORE)):
+        return f"It wants {line}, {state}."
+    return ""
+
+
+# ---- Check that a backend can be used: its plugin, contract version and requirements
+
+REPORT_IT = "Report this to its author."
+
+
+def check_loaded(plugin: Plugin) -> None:
+    """Raise :class:`BackendBrokenError`, with the original failure as its cause, when a plugin could not be loaded."""
+    if plugin.error is not None:
+        raise BackendBrokenError(plugin.reason, whose=plugin.owner, cure=plugin.cure) from plugin.error
+
+
+def check_contract(plugin: Plugin, info: BackendInfo) -> None:
+    """Raise :class:`ContractMismatchError` when a backend was written for another version of the contract."""
+    if info.api == CONTRACT:
+        return
+    behind = plugin.distribution if info.api < CONTRACT else CORE
+    raise ContractMismatchError(
+        f"backend {info.name!r} speaks version {info.api} of the backend contract, this core speaks version {CONTRACT}",
+        whose=plugin.owner,
+        cure=f"Run: pip install --upgrade {behind}",
+    )
+
+
+def check_ready(plugin: Plugin, info: BackendInfo) -> Readiness:
+    """Check requirements, then the probe. Imports nothing heavy; returns the probe's answer.
+
+    Raises:
+        BackendBlockedError: a requirement is not met, or the probe says no.
+        BackendBrokenError: the probe failed.
+    """
+    unmet = unmet_requirements(info.requires)
+    if unmet:
+        found = "; ".join(f"{requirement} ({state})" for requirement, state in unmet)
+        needed = " ".join(f'"{requirement}"' for requirement, _ in unmet)
+        raise BackendBlockedError(
+            f"backend {info.name!r} needs {found}", whose=plugin.owner, cure=f"Run: pip install {needed}"
+        )
+    try:
+        readiness = info.probe()
+        if not isinstance(readiness, Readiness):
+            raise TypeError(f"it returned {readiness!r}, not a Readiness")  # noqa: TRY301 - as whatever else it raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() of a probe must not end who asks
+        what = f"the probe of backend {info.name!r} failed: {type(error).__name__}: {error}"
+        raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT) from error
+    if not readiness.ready:
+        what = f"backend {info.name!r} cannot run here: {readiness.reason}"
+        raise BackendBlockedError(what, whose=plugin.owner, cure=readiness.cure)
+    return readiness
+
+
+def import_object(target: str, owner: str) -> object:
+    """Import ``"package.module:name"``; any failure becomes :class:`BackendBrokenError` with it as the cause."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() of a module must not end who imports it
+        what = f"{target} could not be imported: {type(error).__name__}: {error}"
+        raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
+
+
+def import_rules(infos: Iterable[tuple[str, BackendInfo]]) -> dict[str, Mapping[str, Any]]:
+    """Rules for sections of other libraries' files, from all backends with their owners."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for owner, info in infos:
+        for section, target in info.imports.items():
+            if section in found:
+                raise BackendConflictError(
+                    f"two plugins bring rules for the section {section!r}: {found[section][0]} and {owner}",
+                    cure="Uninstall one of the two.",
+                )
+            rules = import_object(target, owner)
+            if not isinstance(rules, Mapping):
+                raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
+            found[section] = (owner, rules)
+    return {section: rules for section, (_, rules) in found.items()}
+
+
+def conflict(name: str, plugins: Sequence[Plugin]) -> BackendConflictError:
+    """Two claims to one name."""
+    owners = sorted({plugin.owner for plugin in plugins})
+    if len(owners) == 1:
+        what = f"the name {name!r} is claimed twice by one distribution"
+        return BackendConflictError(what, whose=owners[0], cure=REPORT_IT)
+    removals = " or ".join(
+        f"pip uninstall {distribution}" for distribution in sorted({p.distribution for p in plugins})
+    )
+    return BackendConflictError(f"the name {name!r} is claimed by {' and '.join(owners)}", cure=f"Run: {removals}")
+
+
+def not_found(name: str, plugins: Iterable[Plugin]) -> BackendNotFoundError:
+    """Nobody brings this name: what is installed, what was probably meant, what to install."""
+    plugins = list(plugins)
+    infos = [info for plugin in plugins for info in plugin.infos]
+    installed = {info.name for info in infos}
+    words = installed | {alias for info in infos for alias in info.aliases}
+    extras = set(known_extras()) - installed
+    if name.lower() in extras:
+        cure = f"Run: {pip_line(name.lower())}"
+    else:
+        guess = closest(name, words | extras)
+        cure = "`drivetrain backends` lists what can be used." if guess is None else f"Did you mean {guess!r}?"
+        if guess in extras:
+            cure = f"Did you mean {guess!r}? It is not installed; run: {pip_line(guess)}"
+    broken = [f"{plugin.name} ({plugin.owner})" for plugin in plugins if plugin.broken]
+    remark = f"These plugins could not be loaded and may bring it: {listed(broken)}." if broken else ""
+    what = f"no installed backend is called {name!r}; installed: {listed(installed)}"
+    return BackendNotFoundError(what, cure=sentences(cure, remark))
+
+
+def none_fits(world_size: int, plugins: Iterable[Plugin], reasons: Sequence[str]) -> BackendNotFoundError:
+    """No backend can be taken for a world of this size when the user names none."""
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    installed = {info.name for plugin in plugins for info in plugin.infos}
+    missing = set(known_extras()) - installed
+    install = f"Install one: {pip_line('NAME')}, NAME one of {listed(missing)}." if missing else ""
+    return BackendNotFoundError(
+        f"no installed backend can train over {processes} without being named; installed: {listed(installed)}",
+        cure=sentences(*reasons, install),
+    )
+
+
+# ---- Find, check, load and explain plugins: the only user of pluggy and of entry points
 
 _PREFIX = "drivetrain_"
 _logger = logging.getLogger("drivetrain.plugins")
@@ -101,7 +497,7 @@ class Registry:
     def info(self, name: str) -> BackendInfo:
         """Return the description of a backend. Raises as :meth:`resolve`, and :class:`ContractMismatchError`."""
         plugin, info = self._find(name)
-        checks.check_contract(plugin, info)
+        check_contract(plugin, info)
         return info
 
     def owner(self, name: str) -> str:
@@ -130,7 +526,7 @@ class Registry:
                 reasons.append(f"{info.name}, brought by {plugin.owner}, cannot be used: {error}")
             else:
                 return found
-        raise checks.none_fits(world_size, self._plugins, reasons)
+        raise none_fits(world_size, self._plugins, reasons)
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -144,7 +540,7 @@ class Registry:
             BackendBlockedError: a requirement is not met, or the probe says no.
             BackendBrokenError: the probe failed.
         """
-        return checks.check_ready(self._find(info.name)[0], info)
+        return check_ready(self._find(info.name)[0], info)
 
     def load_backend(self, info: BackendInfo) -> type[Backend]:
         """Import and return a backend's class, after all checks.
@@ -154,14 +550,14 @@ class Registry:
             BackendBrokenError: the import failed, or what it found is no :class:`Backend`.
         """
         plugin, found = self._find(info.name)
-        checks.check_contract(plugin, found)
+        check_contract(plugin, found)
         self.check_ready(info)
-        kind = checks.import_object(info.backend, plugin.owner)
+        kind = import_object(info.backend, plugin.owner)
         if not (isinstance(kind, type) and issubclass(kind, Backend)):
             raise BackendBrokenError(
                 f"{info.backend} is not a class derived from drivetrain.api.Backend",
                 whose=plugin.owner,
-                cure=checks.REPORT_IT,
+                cure=REPORT_IT,
             )
         return kind
 
@@ -174,11 +570,11 @@ class Registry:
         if info.config is None:
             return None
         owner = self.owner(info.name)
-        kind = checks.import_object(info.config, owner)
+        kind = import_object(info.config, owner)
         from pydantic import BaseModel
 
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=checks.REPORT_IT)
+            raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=REPORT_IT)
         return kind
 
     def import_rules(self) -> dict[str, Mapping[str, Any]]:
@@ -188,7 +584,7 @@ class Registry:
             BackendBrokenError, BackendConflictError: rules cannot be imported, or two plugins bring some for one name.
         """
         self.load_all()
-        return checks.import_rules((plugin.owner, info) for plugin in self._plugins for info in plugin.infos)
+        return import_rules((plugin.owner, info) for plugin in self._plugins for info in plugin.infos)
 
     def load_all(self) -> None:
         """Import every plugin. May be called twice."""
@@ -205,7 +601,7 @@ class Registry:
         """
         record = Plugin(name=name, value=f"registered in this process: {name}", distribution=name, version="")
         self._adopt(record, plugin)
-        checks.check_loaded(record)
+        check_loaded(record)
         self._plugins.append(record)
         self._canonical.clear()
         self._unknown.clear()
@@ -233,7 +629,7 @@ class Registry:
                     whose=plugin.owner,
                     cure="Uninstall one of the two.",
                 )
-            checks.check_contract(plugin, info)
+            check_contract(plugin, info)
             readiness = self.check_ready(info)
         except BackendError as error:
             return BackendReport.of(plugin, info, ready=False, why=error.what, cure=error.cure)
@@ -311,10 +707,10 @@ class Registry:
         wanted = name.lower()
         named = [plugin for plugin in self._plugins if plugin.name.lower() == wanted]
         if len({plugin.owner for plugin in named}) > 1:
-            raise checks.conflict(wanted, named)
+            raise conflict(wanted, named)
         for plugin in named:
             self._load(plugin)
-            checks.check_loaded(plugin)
+            check_loaded(plugin)
             for info in plugin.infos:
                 if info.name == wanted:
                     return plugin, info
@@ -325,10 +721,10 @@ class Registry:
             [pair for pair in pairs if wanted in {alias.lower() for alias in pair[1].aliases}],
         ):
             if len(claims) > 1:
-                raise checks.conflict(wanted, [plugin for plugin, _ in claims])
+                raise conflict(wanted, [plugin for plugin, _ in claims])
             if claims:
                 return claims[0]
-        raise checks.not_found(name, self._plugins)
+        raise not_found(name, self._plugins)
 
     def _load(self, plugin: Plugin) -> None:
         if plugin.loaded:
@@ -399,7 +795,7 @@ class Registry:
         except BaseException as error:
             asked = listed(plugin.owner for plugin in self._implementing(event))
             what = f"a plugin raised {type(error).__name__} in the hook {_PREFIX}{event}; it is implemented by {asked}"
-            raise BackendBrokenError(what, cure=checks.REPORT_IT) from error
+            raise BackendBrokenError(what, cure=REPORT_IT) from error
 
     def _collect(self, event: str) -> list[tuple[Plugin, Any]]:
         """Ask every plugin; one that raises is from now on broken."""
@@ -419,3 +815,4 @@ class Registry:
     def _hooks_of(self, plugin: Plugin) -> tuple[str, ...]:
         callers = self._manager.get_hookcallers(plugin.module) if plugin.module is not None else None
         return tuple(sorted(caller.name for caller in callers or ()))
+

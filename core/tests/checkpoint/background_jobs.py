@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration, load_config
-from drivetrain.checkpoint import saving
+from drivetrain.checkpoint import saver
 from drivetrain.errors import CheckpointError
 
 
@@ -46,18 +46,18 @@ def weights(model):
 def held_back(seconds=None):
     """Writing waits for the event that is given out, or for some time."""
     gate = threading.Event()
-    write = saving.SaveWork._write
+    write = saver.SaveWork._write
 
     def late(self, folder):
         assert gate.wait(seconds if seconds is not None else 30) or seconds is not None
         return write(self, folder)
 
-    saving.SaveWork._write = late
+    saver.SaveWork._write = late
     try:
         yield gate
     finally:
         gate.set()
-        saving.SaveWork._write = write
+        saver.SaveWork._write = write
 
 
 def beside_job(folder):
@@ -196,13 +196,13 @@ def planning_job(folder, backend):
     moment are read back.
     """
     planned = []
-    offer = saving.SaveWork._offer
+    offer = saver.SaveWork._offer
 
     def counted(self, problem):
         planned.append(1)
         return offer(self, problem)
 
-    saving.SaveWork._offer = counted
+    saver.SaveWork._offer = counted
     accelerator = Accelerator(cpu=True, config=load_config(overrides={"distributed_type": backend}, environ={}))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))

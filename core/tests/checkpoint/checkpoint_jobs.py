@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from drivetrain.backend import RunSettings, Trainable
+from drivetrain.backends import portable
 from drivetrain.checkpoint import Rng, TrainingState, load, save
+from drivetrain.distributed.current import World
+from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
 from drivetrain.launch.environment import read_place
-from drivetrain.runtime import portable
-from drivetrain.runtime.rng import capture_rng, restore_rng, set_seed
-from drivetrain.runtime.world import World
 
 
 class Plain(Trainable):

@@ -10,7 +10,7 @@ from drivetrain.checkpoint.background import HostBuffer
 from drivetrain.checkpoint.storage import PlannedFile
 from drivetrain.checkpoint.tensorfile import Source
 from drivetrain.registry import get_registry
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 def sharding_or_not():

@@ -16,7 +16,7 @@ import torch
 from drivetrain.checkpoint import convert, inspect
 from drivetrain.checkpoint.matching import match, match_unordered
 from drivetrain.errors import CheckpointError, CheckpointNotFoundError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 HERE = Path(__file__).parent
 PEERS = HERE.parents[2] / ".venv-bench"  # Made by `make bench`; has both libraries, once it is stamped.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.checkpoint import inspect
-from drivetrain.checkpoint.owner import OWNER
-from drivetrain.testing import spawn
+from drivetrain.checkpoint.folder import OWNER
+from drivetrain_testing import spawn
 
 # Forked from one process that has imported torch, so that 20 kills cost seconds.
 KILLER = """
@@ -95,7 +95,7 @@ def test_killed_while_replacing_a_checkpoint_the_old_or_the_new_one_is_whole(tmp
 REPLACE = """
 import os, pathlib, sys, time
 target, point = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-from drivetrain.checkpoint.files import CheckedFile, commit, data_folder, stage
+from drivetrain.checkpoint.folder import CheckedFile, commit, data_folder, stage
 from drivetrain.checkpoint.manifest import Manifest
 
 def write(iteration):

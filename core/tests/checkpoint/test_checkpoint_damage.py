@@ -10,8 +10,13 @@ import torch
 
 from drivetrain.checkpoint import export_model, inspect, read_manifest
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
-from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
-from drivetrain.testing import spawn
+from drivetrain.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from drivetrain_testing import spawn
 
 
 class Bomb:

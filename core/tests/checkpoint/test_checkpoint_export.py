@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain.checkpoint import export_model, save_object
 from drivetrain.checkpoint.export import _parse_size
 from drivetrain.errors import CheckpointError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 class Tied(nn.Module):

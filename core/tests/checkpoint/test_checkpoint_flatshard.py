@@ -15,9 +15,8 @@ from torch import nn
 from drivetrain import Accelerator, load_config
 from drivetrain.checkpoint.flatshard import FlatShard, boxes
 from drivetrain.checkpoint.saved import read_saved
-from drivetrain.checkpoint.settled import in_shards, layout_of
-from drivetrain.checkpoint.storage import DrivetrainReader, planner_of, settle_plans
-from drivetrain.testing import spawn
+from drivetrain.checkpoint.storage import DrivetrainReader, in_shards, layout_of, planner_of, settle_plans
+from drivetrain_testing import spawn
 
 
 @st.composite

@@ -21,7 +21,7 @@ from drivetrain import Accelerator
 from drivetrain.checkpoint import read_manifest
 from drivetrain.checkpoint.manifest import MANIFEST
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 JUNK = (None, True, -1, 3, 1e308, "", "x", "float64", [], [1], {}, {"a": 1}, {"$": "tensor", "key": "model.0.weight"},
         {"$": "tuple", "items": [1]}, {"$": "nothing"}, {"$": "float", "value": "nan"}, {"$": "dtype", "value": "int8"},

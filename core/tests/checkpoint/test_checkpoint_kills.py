@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 SCRIPT = Path(__file__).with_name("kill_jobs.py")
 
@@ -59,7 +59,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import kill_jobs
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 disk = Path(sys.argv[2])
 reports = spawn(kill_jobs.full_disk_job, 2, disk / "checkpoints", 24, True, timeout=90)
 newest = spawn(kill_jobs.load_job, 3, disk / "checkpoints")

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.checkpoint import Naming, inspect, owner
-from drivetrain.checkpoint.files import commit, stage
+from drivetrain.checkpoint import Naming, folder, inspect
+from drivetrain.checkpoint.folder import commit, stage
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
 from drivetrain.errors import CheckpointError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 @pytest.fixture(autouse=True)
 def nothing_held():
     yield
-    owner.release()
+    folder.release()
 
 
 # ---- numbers and pruning --------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ LINGERING = """
 import sys, time
 from pathlib import Path
 from drivetrain.checkpoint import Naming
-from drivetrain.checkpoint.files import commit, data_folder, stage
+from drivetrain.checkpoint.folder import commit, data_folder, stage
 from drivetrain.checkpoint.manifest import Manifest
 folder = Path(sys.argv[1])
 target = Naming(folder).next_path() if sys.argv[2] == "numbered" else folder
@@ -201,7 +201,7 @@ def test_a_second_writer_raises_before_it_changes_anything(lingering, tmp_path, 
     process.wait()
     assert spawn(save_to, 3, folder, second) == [None] * 3, "a dead owner's folder is taken over"
     if first == second:
-        assert not list(tmp_path.rglob(f"*{owner.OWNER}")), "and given back at the end"
+        assert not list(tmp_path.rglob(f"*{folder.OWNER}")), "and given back at the end"
 
 
 def test_of_two_first_saves_at_a_new_path_the_second_raises(lingering, tmp_path):
@@ -232,10 +232,10 @@ def test_a_writer_that_was_taken_for_dead_raises_and_changes_nothing(tmp_path):
 
 def of_another_machine(folder, **changed):
     """Let the folder be held by a process elsewhere."""
-    owner.claim(folder)
-    file = folder / owner.OWNER
+    folder.claim(folder)
+    file = folder / folder.OWNER
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "there", "token": "theirs", **changed}))
-    owner.release()
+    folder.release()
     return file
 
 
@@ -243,27 +243,27 @@ def test_elsewhere_an_owner_lives_while_it_renews_its_file(tmp_path, monkeypatch
     file = of_another_machine(tmp_path, host="there")
     monkeypatch.setattr(time, "sleep", lambda _: os.utime(file))
     with pytest.raises(CheckpointError, match="on there, which is alive"):
-        owner.claim(tmp_path)
+        folder.claim(tmp_path)
     assert "waiting up to" in caplog.text
     assert json.loads(file.read_text())["token"] == "theirs"
 
 
 def test_elsewhere_an_owner_is_dead_that_renews_nothing(tmp_path, monkeypatch):
     file = of_another_machine(tmp_path)
-    monkeypatch.setattr(owner, "DEAD_SECONDS", 0.2)
-    owner.claim(tmp_path)
+    monkeypatch.setattr(folder, "DEAD_SECONDS", 0.2)
+    folder.claim(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
     file = of_another_machine(tmp_path)
     os.utime(file, (1.0, 1.0))
-    monkeypatch.setattr(owner, "DEAD_SECONDS", 1e6)
-    owner.claim(tmp_path)
-    assert owner.holds(tmp_path)
+    monkeypatch.setattr(folder, "DEAD_SECONDS", 1e6)
+    folder.claim(tmp_path)
+    assert folder.holds(tmp_path)
 
 
 def test_an_owner_renews_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
-    owner.claim(tmp_path)
-    file = tmp_path / owner.OWNER
+    monkeypatch.setattr(folder, "BEAT_SECONDS", 0.01)
+    folder.claim(tmp_path)
+    file = tmp_path / folder.OWNER
     os.utime(file, (1.0, 1.0))
     while file.stat().st_mtime == 1.0:  # The test's own time-out ends it.
         time.sleep(0.01)
@@ -274,28 +274,28 @@ def test_a_zombie_and_a_later_process_with_the_same_number_are_dead(tmp_path):
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not owner.is_alive(child)
+    assert not folder.is_alive(child)
     os.waitpid(child, 0)
-    assert owner.is_alive(os.getpid())
-    assert not owner.is_alive(os.getpid(), started="1")
+    assert folder.is_alive(os.getpid())
+    assert not folder.is_alive(os.getpid(), started="1")
 
 
 def test_a_copy_of_a_folder_has_no_owner(lingering, tmp_path):
     lingering(tmp_path / "ckpt", "fixed")
     shutil.copytree(tmp_path / "ckpt", tmp_path / "copy")
-    owner.claim(tmp_path / "copy")
+    folder.claim(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="which is alive"):
-        owner.claim(tmp_path / "ckpt")
+        folder.claim(tmp_path / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="which is alive"):
-        owner.claim(tmp_path / "link")
+        folder.claim(tmp_path / "link")
 
 
 def test_a_file_that_says_nothing_is_judged_by_its_age(tmp_path):
-    file = tmp_path / owner.OWNER
+    file = tmp_path / folder.OWNER
     file.touch()
     os.utime(file, (1.0, 1.0))
-    owner.claim(tmp_path)
+    folder.claim(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
@@ -304,7 +304,7 @@ def claim_together(folder):
     dist.init_process_group("gloo")
     dist.barrier()
     try:
-        owner.claim(folder)
+        folder.claim(folder)
     except CheckpointError:
         holds = False
     else:
@@ -312,7 +312,7 @@ def claim_together(folder):
     dist.barrier()
     if holds:
         try:
-            owner.check(folder)
+            folder.check(folder)
         except CheckpointError:
             holds = False
     dist.barrier()
@@ -338,13 +338,13 @@ def test_a_job_that_is_restarted_goes_on_at_once(lingering, tmp_path):
 
 
 def test_a_forked_child_does_not_write_in_its_parents_name(tmp_path):
-    owner.claim(tmp_path)
+    folder.claim(tmp_path)
     child = os.fork()
     if child == 0:
         try:
-            owner.claim(tmp_path)
+            folder.claim(tmp_path)
         except CheckpointError:
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    owner.check(tmp_path)
+    folder.check(tmp_path)

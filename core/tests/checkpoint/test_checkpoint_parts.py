@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.checkpoint import Naming
-from drivetrain.checkpoint.files import discard, stage, sweep
+from drivetrain.checkpoint.folder import discard, stage, sweep
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, own_name, stored_name
 from drivetrain.checkpoint.tensorfile import Source, TensorFile, raw_bytes, write_tensors
 from drivetrain.checkpoint.tree import Encoder, decode

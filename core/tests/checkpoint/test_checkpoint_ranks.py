@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.checkpoint.ranks import Ranks
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError, UsageError
 
 

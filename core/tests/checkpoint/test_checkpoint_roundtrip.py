@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import inspect
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 WRITERS = [("replicated", 1), ("replicated", 2), ("replicated", 4), ("sharded", 2), ("sharded", 4), ("hybrid", 4)]
 READERS = [("replicated", 1), ("replicated", 2), ("sharded", 2), ("sharded", 4)]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from drivetrain.registry import get_registry
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli.imported import as_file, report
+from drivetrain.compat.config_files import judge_file
+from drivetrain.compat.config_rules import RULES, SECTIONS, number, whole
 from drivetrain.config import ResolvedConfig, Section, default_file, load_config, rows, worker_config
-from drivetrain.config.accelerate import RULES, SECTIONS
-from drivetrain.config.importing import judge_file
 from drivetrain.config.keys import CORE_KEYS
 from drivetrain.config.locate import MAX_BYTES, locate
-from drivetrain.config.rules import number, whole
 from drivetrain.config.schema import Config
 from drivetrain.errors import BackendError, ConfigError
 from drivetrain.registry import get_registry

@@ -14,15 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
+from drivetrain.data.loader import LoadingContext
+from drivetrain.data.metrics import gather_for_metrics
+from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.errors import DrivetrainError
 from drivetrain.kwargs import DataLoaderConfiguration
-from drivetrain.runtime.loading import (
-    LoadingContext,
-    gather_for_metrics,
-    prepare_data_loader,
-)
-from drivetrain.testing import spawn
 from drivetrain.topology import Mesh, Place, Topology
+from drivetrain_testing import spawn
 
 WORLDS = [1, 2, 4]
 

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.backend import Feeding
+from drivetrain.data.feeding import Feeder, fill
 from drivetrain.data.plan import Rows
-from drivetrain.runtime import trees
-from drivetrain.runtime.loading.feeding import Feeder, fill
-from drivetrain.runtime.loading.source import Item
+from drivetrain.data.source import Item
+from drivetrain.distributed import trees
 
 
 @pytest.fixture

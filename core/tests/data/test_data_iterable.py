@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from drivetrain.data.loader import already_sharded
+from drivetrain.data.prepare import skip_first_batches
 from drivetrain.errors import UsageError
-from drivetrain.runtime.loading import already_sharded, skip_first_batches
 
 # Two or three workers are more than a small machine has processors; torch remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -10,8 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.data.order import IndexedOrder, StreamedOrder, derive_seed, random_order
-from drivetrain.data.plan import Cut, Rows, chunk, plan_rounds, plan_samples, plan_split, round_rows, split_total
+from drivetrain.data.plan import (
+    Cut,
+    IndexedOrder,
+    Rows,
+    StreamedOrder,
+    chunk,
+    derive_seed,
+    plan_rounds,
+    plan_samples,
+    plan_split,
+    random_order,
+    round_rows,
+    split_total,
+)
 from drivetrain.errors import UsageError
 
 sizes = st.integers(0, 70)

@@ -12,8 +12,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.errors import UsageError
-from drivetrain.runtime.loading import prepare_data_loader
 
 N = 22
 
@@ -111,7 +111,7 @@ def fail(loader):
 
 
 def test_even_batches_can_be_overridden_for_a_while(ranks, numbers):
-    from drivetrain.runtime.loading import even_batches_as
+    from drivetrain.data.loader import even_batches_as
 
     loaders = ranks(lambda: DataLoader(numbers(3), batch_size=1), 2)
     with even_batches_as(loaders, False):

@@ -11,8 +11,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from drivetrain.data.loader import PreparedDataLoader
+from drivetrain.data.prepare import skip_first_batches
 from drivetrain.errors import UsageError
-from drivetrain.runtime.loading import PreparedDataLoader, skip_first_batches
 
 N = 22
 

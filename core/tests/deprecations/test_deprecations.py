@@ -9,8 +9,8 @@ import pytest
 
 import drivetrain
 from drivetrain.deprecations import DEPRECATIONS, Deprecation, ended, warn
-from drivetrain.testing import selection
-from drivetrain.testing.requirements import BaseRequirements
+from drivetrain_testing import selection
+from drivetrain_testing.requirements import BaseRequirements
 
 SOURCES = Path(drivetrain.__file__).parent
 CALL = re.compile(r"deprecations\.warn\(\s*\"([^\"]+)\"")

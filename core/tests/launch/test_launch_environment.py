@@ -9,12 +9,12 @@ from drivetrain.launch.environment import (
     CONFIG,
     LAUNCHER,
     available_cores,
+    first_host,
     meeting_point,
     read_place,
     refuse_nested,
     worker_environment,
 )
-from drivetrain.launch.slurm import first_host
 from drivetrain.topology import Place
 
 TORCHRUN = {

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from drivetrain.api import Place, ProcessGroupSettings
 from drivetrain.config import load_config
+from drivetrain.distributed.device import pick_device
+from drivetrain.distributed.process_group import ensure_process_group
 from drivetrain.errors import BackendBlockedError, ConfigError
 from drivetrain.launch import plan as planning
 from drivetrain.launch.devices import KINDS, kind_from, known_kinds
 from drivetrain.launch.inventory import Device, Inventory, take_inventory
 from drivetrain.launch.selection import Wish, check_count, choose
-from drivetrain.runtime.device import pick_device
-from drivetrain.runtime.process_group import ensure_process_group
 
 UUIDS = [f"GPU-{index}a1b2c3d-0000-1111-2222-333344445555" for index in range(4)]
 CUDA = Inventory("cuda", "NVIDIA", tuple(Device(i, "H200", UUIDS[i], "9.0", 139 * 2**30) for i in range(4)))

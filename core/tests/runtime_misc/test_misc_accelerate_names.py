@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
 from drivetrain import Accelerator, ParallelismConfig, load_config, utils
-from drivetrain.absent import INSTEAD
+from drivetrain.compat.absent import INSTEAD
 from drivetrain.data_loader import DataLoaderDispatcher, DataLoaderShard
 from drivetrain.errors import AbsentNameError, UsageError
-from drivetrain.testing import spawn
 from drivetrain.utils import clear_environment, convert_outputs_to_fp32, convert_to_fp32, patch_environment
+from drivetrain_testing import spawn
 
 
 def test_variables_come_and_go(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_name_without_a_meaning_says_what_to_write(name):
 
 
 def test_a_name_of_an_engine_that_is_not_installed_names_the_extra(monkeypatch):
-    monkeypatch.setattr("drivetrain.brought.known_extras", lambda: ("warp",))
+    monkeypatch.setattr("drivetrain.compat.names.known_extras", lambda: ("warp",))
     with pytest.raises(ImportError, match=r'pip install "drivetrain\[NAME\]", NAME one of warp'):
         from drivetrain.utils import WarpPlugin  # noqa: F401
 

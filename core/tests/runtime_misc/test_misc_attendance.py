@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveMismatchError
 from drivetrain.kwargs import InitProcessGroupKwargs
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 PATIENCE = 4.0
 """Seconds until a process group gives up a rank; more than the two by which ranks that are apart exchange words."""

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.distributed import collectives
 from drivetrain.errors import UsageError
-from drivetrain.runtime import collectives
-from drivetrain.testing import spawn
 from drivetrain.topology import Mesh, Place, Topology
+from drivetrain_testing import spawn
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 def told_on_one_rank(folder, last):

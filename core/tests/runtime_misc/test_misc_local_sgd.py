@@ -10,8 +10,8 @@ from torch import nn
 
 from drivetrain.backend import Capabilities
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.testing import spawn
 from drivetrain.topology import Mesh, Place, Topology
+from drivetrain_testing import spawn
 
 STEPS, EVERY, RATE = 5, 2, 0.1
 
@@ -131,7 +131,7 @@ def test_other_forms_of_the_loop_train_alone_too_and_reduce_again_behind_the_blo
 
 
 def test_a_backend_that_shards_parameters_is_refused() -> None:
-    from drivetrain.runtime.local_sgd import LocalSGD
+    from drivetrain.loop.local_sgd import LocalSGD
 
     # As much of an accelerator as is looked at before anything happens.
     topology = Topology(Place(0, 2, 0, 2), Mesh({"dp_shard": 2}), "cpu", "gloo")

@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from drivetrain.backend import RunSettings
+from drivetrain.distributed.current import World, set_current_backend
+from drivetrain.distributed.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
 from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_place
-from drivetrain.runtime.current import set_current_backend
-from drivetrain.runtime.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
-from drivetrain.runtime.world import World
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 def test_release_memory_returns_a_none_for_each_object() -> None:

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from drivetrain.backend import RunSettings
+from drivetrain.distributed import nested
+from drivetrain.distributed.current import World, set_current_backend
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.launch.environment import read_place
-from drivetrain.runtime import nested
-from drivetrain.runtime.current import set_current_backend
-from drivetrain.runtime.world import World
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 class Pair(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from drivetrain.compat.state import PartialState
+from drivetrain.distributed import nested
+from drivetrain.distributed.current import current_backend, forget_backend, set_current_backend
 from drivetrain.errors import EnvironmentVariableError, UsageError
-from drivetrain.runtime import nested
-from drivetrain.runtime.current import current_backend, forget_backend, set_current_backend
-from drivetrain.runtime.partial_state import PartialState
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 def joins() -> list[Any]:
@@ -87,7 +87,7 @@ def test_reset_state_gives_the_process_group_back() -> None:
 
 def takes_the_newest() -> None:
     from drivetrain.backend import RunSettings
-    from drivetrain.runtime.world import World
+    from drivetrain.distributed.current import World
 
     first, second = World(RunSettings()), World(RunSettings())
     for world in (first, second):

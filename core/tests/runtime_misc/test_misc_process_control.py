@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from drivetrain.backend import RunSettings
+from drivetrain.distributed.current import World
+from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.launch.environment import read_place
-from drivetrain.runtime.process_control import ProcessControl
-from drivetrain.runtime.world import World
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 
 class Control(ProcessControl):

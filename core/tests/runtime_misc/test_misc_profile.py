@@ -11,9 +11,9 @@ import torch
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
 from drivetrain.launch.environment import read_place
-from drivetrain.runtime.profile import build_profiler, profile
-from drivetrain.testing import spawn
+from drivetrain.loop.profile import build_profiler, profile
 from drivetrain.topology import Mesh, Topology
+from drivetrain_testing import spawn
 
 
 def profiles(folder: str, schedule: dict[str, int] | None) -> list[Any]:

@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from drivetrain.backend import RunSettings
-from drivetrain.errors import UsageError
-from drivetrain.launch.environment import read_place
-from drivetrain.runtime.current import set_current_backend
-from drivetrain.runtime.rng import (
+from drivetrain.distributed.current import World, set_current_backend
+from drivetrain.distributed.rng import (
     capture_rng,
     restore_rng,
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,
 )
-from drivetrain.runtime.world import World
-from drivetrain.testing import spawn
+from drivetrain.errors import UsageError
+from drivetrain.launch.environment import read_place
+from drivetrain_testing import spawn
 
 
 def draw() -> list[float]:
@@ -140,7 +139,7 @@ def restores_another_devices(caplog: Any = None) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.runtime.rng").addHandler(handler)
+    logging.getLogger("drivetrain.distributed.rng").addHandler(handler)
     captured = capture_rng()
     captured["device"] = {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)}
     restore_rng(captured)

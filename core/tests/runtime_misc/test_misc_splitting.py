@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
+from drivetrain.distributed.process_control import share, split
 from drivetrain.errors import UsageError
-from drivetrain.runtime.splitting import share, split
 
 
 @given(st.integers(0, 200), st.integers(1, 9))

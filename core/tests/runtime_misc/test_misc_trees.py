@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from drivetrain.distributed import trees
 from drivetrain.errors import UsageError
-from drivetrain.runtime import trees
 
 
 class Pair(NamedTuple):

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.distributed import watchdog
+from drivetrain.distributed.watchdog import note
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.kwargs import InitProcessGroupKwargs
-from drivetrain.runtime import watchdog
-from drivetrain.runtime.last_call import note
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 PATIENCE = 3.0
 """Seconds until an absent rank is given up; the reports of present ones take none of it."""

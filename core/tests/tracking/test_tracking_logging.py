@@ -15,7 +15,7 @@ from drivetrain.logging import (
     get_logger,
     set_rank,
 )
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 NAME = "test_tracking_logging"
 

@@ -9,8 +9,8 @@ import pytest
 from drivetrain import tracking
 from drivetrain.errors import UsageError
 from drivetrain.logging import set_rank
-from drivetrain.trackers.values import flat, number, without_tensors
 from drivetrain.tracking import GeneralTracker, Trackers, on_main_process, register_tracker_class
+from drivetrain.tracking.values import flat, number, without_tensors
 
 
 class Memory(GeneralTracker):

@@ -15,9 +15,9 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.backend import Place
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.runtime import sync_batch_norm
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain.loop import batch_norm
 from drivetrain.topology import Mesh, Topology
+from drivetrain_testing import RankFailedError, spawn
 
 TWO = Topology(Place(world_size=2), Mesh({"dp_replicate": 2}), "cpu")
 
@@ -52,7 +52,7 @@ def backend(*, switched_on=False, device="cpu", topology=TWO):
     settings = SimpleNamespace(sync_batch_norm=switched_on)
     topology = Topology(topology.place, topology.mesh, device)
     made = SimpleNamespace(settings=settings, topology=topology)
-    made.synchronise_batch_norm = lambda model: sync_batch_norm.convert(model, topology)
+    made.synchronise_batch_norm = lambda model: batch_norm.convert(model, topology)
     return made
 
 
@@ -64,7 +64,7 @@ def test_a_converted_layer_is_the_same_object_with_everything_it_had():
     layers, kinds = dict(model.named_modules()), {name: type(one) for name, one in model.named_modules()}
     modes = {name: one.training for name, one in model.named_modules()}
     keys = list(model.state_dict())
-    sync_batch_norm.settle(model, backend(switched_on=True), training=True)
+    batch_norm.settle(model, backend(switched_on=True), training=True)
     after = dict((*model.named_parameters(), *model.named_buffers()))
     assert all(after[name] is one for name, one in before.items())
     assert list(model.state_dict()) == keys
@@ -75,12 +75,12 @@ def test_a_converted_layer_is_the_same_object_with_everything_it_had():
         assert layer is layers[name]
         assert isinstance(layer, kinds[name])
         assert type(layer).__name__ == kinds[name].__name__
-        assert isinstance(layer, sync_batch_norm.Synchronised) == isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        assert isinstance(layer, batch_norm.Synchronised) == isinstance(layer, nn.modules.batchnorm._BatchNorm)
     # Without a process group, and in evaluation, it computes alone; its copies too.
     given = torch.randn(4, 3, 2, 2)
     expected = nn.BatchNorm2d(3, momentum=None)(given)
     for layer in (copy.deepcopy(model).plain, pickle.loads(pickle.dumps(model.frozen)), model.plain):
-        assert isinstance(layer, sync_batch_norm.Synchronised)
+        assert isinstance(layer, batch_norm.Synchronised)
         if layer.training:
             assert torch.equal(layer(given), expected)
     assert calls == [1, 1]
@@ -96,30 +96,30 @@ def test_a_converted_layer_is_the_same_object_with_everything_it_had():
 def test_a_layer_that_computes_otherwise_is_refused_and_nothing_is_converted(layer, words):
     model = nn.Sequential(layer, nn.BatchNorm1d(3))
     with pytest.raises(UnsupportedError, match=words):
-        sync_batch_norm.settle(model, backend(switched_on=True), training=True)
+        batch_norm.settle(model, backend(switched_on=True), training=True)
     assert type(model[1]) is nn.BatchNorm1d
 
 
 def test_a_pipeline_is_refused():
     cut = Topology(Place(world_size=4), Mesh({"pp": 2, "dp_replicate": 2}), "cpu")
     with pytest.raises(UnsupportedError, match="mesh axis pp"):
-        sync_batch_norm.convert(nn.Sequential(nn.BatchNorm1d(3)), cut)
+        batch_norm.convert(nn.Sequential(nn.BatchNorm1d(3)), cut)
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.InstanceNorm1d, nn.Linear])
 def test_models_without_batch_statistics_are_not_spoken_of(kind, caplog):
     model = nn.Sequential(kind(3, 3) if kind is nn.Linear else kind(3))
-    sync_batch_norm.settle(model, backend(), training=True)
+    batch_norm.settle(model, backend(), training=True)
     assert not caplog.records
 
 
 def test_local_statistics_are_said_aloud(caplog):
     model = nn.Sequential(nn.Linear(3, 3), *[nn.BatchNorm1d(3) for _ in range(6)])
-    sync_batch_norm.settle(model, backend(), training=False)
-    sync_batch_norm.settle(nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False), backend(), training=True)
+    batch_norm.settle(model, backend(), training=False)
+    batch_norm.settle(nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False), backend(), training=True)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        sync_batch_norm.settle(model, backend(), training=True)
+        batch_norm.settle(model, backend(), training=True)
     (record,) = caplog.records
     assert "6 batch norm layer(s) (1, 2, 3, 4 and 2 more)" in record.getMessage()
     assert "`sync_batch_norm: true`" in record.getMessage()
@@ -128,10 +128,10 @@ def test_local_statistics_are_said_aloud(caplog):
 def test_torchs_own_layers_are_refused_where_they_do_not_run():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(UsageError, match=r"SyncBatchNorm \(0 of Sequential\) does not run on cpu"):
-        sync_batch_norm.settle(model, backend(), training=True)
-    sync_batch_norm.settle(model, backend(device="cuda"), training=True)
-    sync_batch_norm.settle(model, backend(switched_on=True), training=True)
-    assert isinstance(model[0], sync_batch_norm.Synchronised)
+        batch_norm.settle(model, backend(), training=True)
+    batch_norm.settle(model, backend(device="cuda"), training=True)
+    batch_norm.settle(model, backend(switched_on=True), training=True)
+    assert isinstance(model[0], batch_norm.Synchronised)
     assert not isinstance(model[0], nn.SyncBatchNorm)
 
 
@@ -142,7 +142,7 @@ def penalised(parts):
     if parts > 1:
         dist.init_process_group("gloo")
         place = Place(rank=dist.get_rank(), world_size=parts)
-        sync_batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": parts}), "cpu"))
+        batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": parts}), "cpu"))
         given = given.split([1, *[8 // (parts - 1)] * (parts - 1)])[dist.get_rank()].clone()
     given.requires_grad_()
     (first,) = torch.autograd.grad(layer(given).tanh().sum(), given, create_graph=True)
@@ -178,7 +178,7 @@ def handed_to_torch():
     dist.init_process_group("gloo")
     place = Place(rank=dist.get_rank(), world_size=2)
     layer = nn.BatchNorm2d(3, momentum=None)
-    sync_batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": 2}), "cpu"))
+    batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": 2}), "cpu"))
     layer(torch.randn(4, 3, 2, 2))
     layer.eval()(torch.randn(4, 3, 2, 2))
     ((weight, _, running_mean, _, eps, factor, group, ranks),) = handed

@@ -18,8 +18,7 @@ from drivetrain.backends.single import SingleBackend
 from drivetrain.config import ResolvedConfig, load_config
 from drivetrain.errors import BackendBrokenError, BackendNotFoundError, ConfigError, UsageError
 from drivetrain.registry import get_registry, reset_registry
-from drivetrain.runtime.assembly import accumulation
-from drivetrain.runtime.choosing import choose_backend
+from drivetrain.run_setup import accumulation, choose_backend
 
 
 class ToySection(BaseModel):

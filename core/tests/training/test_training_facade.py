@@ -14,7 +14,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import BackendBlockedError, EnvironmentVariableError, UsageError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("facade_jobs", Path(__file__).with_name("facade_jobs.py"))
 jobs = importlib.util.module_from_spec(_spec)

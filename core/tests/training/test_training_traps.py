@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("training_jobs", Path(__file__).with_name("training_jobs.py"))
 jobs = importlib.util.module_from_spec(_spec)

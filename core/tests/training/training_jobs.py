@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradientAccumulationPlugin
-from drivetrain.runtime.optimizer import before_step
+from drivetrain.loop.optimizer import before_step
 
 
 def make_model(seed: int = 0) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, load_config
 from drivetrain.api import UsageError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 BATCH, STEPS, RANKS = 12, 4, 3
 

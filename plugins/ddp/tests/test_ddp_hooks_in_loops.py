@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 # Sums over ranks are taken in another order than on one process.
 TOLERANCE = 2e-5

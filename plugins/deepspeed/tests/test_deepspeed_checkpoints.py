@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, checkpoint, load_config
 from drivetrain.api import CheckpointMismatchError
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 CUT, STEPS = 3, 6
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.api import BackendBlockedError
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import full_state, share
 from drivetrain.utils import DummyOptim
 from drivetrain_deepspeed.compiling import guard
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import full_state, share
 
 TOLERANCE = 3e-6
 """Float32 sums in another order, and an Adam that rounds otherwise than torch's; seen are 4e-7 after six steps."""

@@ -10,7 +10,6 @@ import torch
 
 from drivetrain import load_config
 from drivetrain.api import ConfigError, PrecisionPolicy, UsageError
-from drivetrain.testing import spawn
 from drivetrain.utils import DummyOptim
 from drivetrain_deepspeed.config import TYPED, DeepSpeedConfig
 from drivetrain_deepspeed.engine_config import EngineConfig, hidden_size_of, implied
@@ -19,6 +18,7 @@ from drivetrain_deepspeed.optimizers import describe, engine_optimizer
 from drivetrain_deepspeed.schedules import plan
 from drivetrain_deepspeed.vocabulary import KNOWN, ZERO
 from drivetrain_deepspeed.written import Written
+from drivetrain_testing import spawn
 
 PLAIN = PrecisionPolicy()
 BF16 = PrecisionPolicy("bf16", compute="bfloat16")

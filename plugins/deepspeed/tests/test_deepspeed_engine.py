@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import full_state, share
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import full_state, share
 
 TOLERANCE = 5e-6
 """Float32 sums in another order, through AdamW, after three steps of a Llama; seen are 7e-7."""

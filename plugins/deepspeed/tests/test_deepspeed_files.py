@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError
-from drivetrain.testing import spawn
 from drivetrain.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from drivetrain_testing import spawn
 
 WORLD, BATCH, STEPS, RATE = 2, 4, 4, 0.02
 AUTO = "auto"

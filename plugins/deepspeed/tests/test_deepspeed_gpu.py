@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import full_state
 from drivetrain.utils import DummyOptim
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import full_state
 
 pytestmark = pytest.mark.gpu
 

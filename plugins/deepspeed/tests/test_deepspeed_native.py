@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, checkpoint, load_config
 from drivetrain.api import CheckpointError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 CUT, STEPS = 3, 6
 

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import share
 from drivetrain_deepspeed import effects
 from drivetrain_deepspeed.config import DeepSpeedConfig
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.written import Written
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import share
 
 AUTO = "auto"
 BATCHES = dict.fromkeys(

@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drivetrain import EMA, Accelerator
 from drivetrain.api import DrivetrainError, UnsupportedError, UsageError
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import full_state, share
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import full_state, share
 
 TOLERANCE = 2e-5
 """What is promised: float32 sums in another order, through AdamW, after four steps."""

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.api import DrivetrainError, UnsupportedError, UsageError
-from drivetrain.testing import models, spawn
-from drivetrain.testing.scenario import full_state, share
 from drivetrain_deepspeed.loss_scale import LossScale
+from drivetrain_testing import models, spawn
+from drivetrain_testing.scenario import full_state, share
 
 TOLERANCE = 2e-6
 """Sums over ranks in another order, in float32, after eight steps; seen are 3e-7."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain_testing.suite import *  # noqa: F403
 
 
 class Requirements(BaseRequirements):  # noqa: F405

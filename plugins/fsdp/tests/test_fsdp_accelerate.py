@@ -11,8 +11,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from drivetrain import Accelerator
 from drivetrain.api import ConfigError, UsageError, load_config
-from drivetrain.testing import spawn
 from drivetrain.utils import FullyShardedDataParallelPlugin
+from drivetrain_testing import spawn
 
 VERSION_2 = """
 distributed_type: FSDP

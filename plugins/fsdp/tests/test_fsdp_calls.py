@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.testing import spawn
-from drivetrain.testing.processes import RankFailedError
+from drivetrain_testing import spawn
+from drivetrain_testing.processes import RankFailedError
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Torch 2.9 has no such switch."""

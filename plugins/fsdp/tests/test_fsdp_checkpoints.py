@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 Place = tuple[str, int, dict[str, int]]
 HSDP: Place = ("fsdp", 4, {"dp_replicate": 2, "dp_shard": 2})

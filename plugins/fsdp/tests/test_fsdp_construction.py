@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
 from drivetrain_fsdp.weights import load_weights
+from drivetrain_testing import spawn
 
 WIDTH = 96
 

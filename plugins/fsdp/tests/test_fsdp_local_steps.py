@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import local_steps
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 KINDS = sorted(local_steps.ELEMENTWISE, key=lambda kind: kind.__name__)
 WIDTH, STEPS = 5, 4

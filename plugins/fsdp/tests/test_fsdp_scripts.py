@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import DrivetrainError, UnsupportedError
-from drivetrain.testing import spawn
 from drivetrain_fsdp import hidden
+from drivetrain_testing import spawn
 
 WIDTH, BATCH, STEPS = 5, 12, 4
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
-from drivetrain.testing.processes import RankFailedError
+from drivetrain_testing import spawn
+from drivetrain_testing.processes import RankFailedError
 
 WORDS, WIDTH, BATCH, STEPS = 17, 8, 8, 4
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator, load_config
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: there is no Llama to train")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from drivetrain.testing import preload
+from drivetrain_testing import preload
 
 MODELS = ("llama", "gpt2", "mixtral", "qwen2", "qwen3", "t5")
 

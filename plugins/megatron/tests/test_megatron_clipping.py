@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UsageError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 WIDTH, MAX_NORM = 8, 0.05
 ATOL = 5e-6

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import Place
-from drivetrain.testing import spawn
 from drivetrain_megatron.backend import _warn_of_nodes
+from drivetrain_testing import spawn
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 12, 8, 5, 8, 3
 ATOL = 2e-5

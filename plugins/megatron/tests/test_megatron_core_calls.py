@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import BackendBlockedError, UnsupportedError, UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine.parallel_state import check
 from drivetrain_megatron.core_engine.rearranging import EXPERTS_OUT, GATED, TRANSPOSED, heads, packed_heads, padded_rows
 from drivetrain_megatron.core_engine.transformers_models import describe
+from drivetrain_testing import spawn
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from drivetrain.testing.kit import Kit, brought_cases, run_case
-from drivetrain.testing.together import passed_together
+from drivetrain_testing.kit import Kit, brought_cases, run_case
+from drivetrain_testing.together import passed_together
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 

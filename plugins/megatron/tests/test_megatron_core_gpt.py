@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron.megatron_core import whole_models
+from drivetrain_testing import spawn
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 pytestmark = pytest.mark.timeout(240)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 pytestmark = pytest.mark.timeout(240)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import get_registry, hookimpl
-from drivetrain.testing import spawn
 from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_testing import spawn
 
 WIDTH, ROWS = 8, 8
 ATOL = 5e-6

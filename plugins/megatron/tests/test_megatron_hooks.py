@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 sys.path.insert(0, str(Path(__file__).parent))
 

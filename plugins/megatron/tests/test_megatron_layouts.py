@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from torch import nn
 
 from drivetrain.api import UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron.commands import plan
 from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_testing import spawn
 
 pytestmark = pytest.mark.timeout(240)
 

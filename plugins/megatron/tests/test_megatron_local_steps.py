@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.api import local_steps
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 pytestmark = pytest.mark.timeout(240)
 

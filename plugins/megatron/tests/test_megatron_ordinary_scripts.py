@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron.pipeline.batches import Rows
 from drivetrain_megatron.pipeline.cutting import partition
 from drivetrain_megatron.pipeline.skeleton import Elsewhere
+from drivetrain_testing import spawn
 
 WORDS, WIDTH, LENGTH = 11, 8, 5
 ATOL = 5e-6

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain.api import UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron.commands import plan
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.planner.actions import Action, ActionLists, parse
@@ -36,6 +35,7 @@ from drivetrain_megatron.planner.planning import Request, plan_best, plan_one
 from drivetrain_megatron.planner.search import Batch, search
 from drivetrain_megatron.planner.simulate import simulate
 from drivetrain_megatron.planner.text import draw
+from drivetrain_testing import spawn
 
 EXACT = 1e-9
 """Sums of a few hundred floats near 1 in another order: an error of 1e-13 is seen, 1e-9 is never reached."""

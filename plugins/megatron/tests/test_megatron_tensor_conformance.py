@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from drivetrain.testing.kit import Kit, run_case
-from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain_testing.kit import Kit, run_case
+from drivetrain_testing.suite import *  # noqa: F403
 
 
 class Requirements(BaseRequirements):  # noqa: F405

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.api import UnsupportedError
-from drivetrain.testing import spawn
 from drivetrain_megatron.tensor import rules
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.layout import Layout, follow_view
 from drivetrain_megatron.tensor.sharded import Sharded, full_tensor, sharded
+from drivetrain_testing import spawn
 
 assert rules
 

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from drivetrain import Accelerator
 from drivetrain.api import DrivetrainError
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 7, 12, 6, 4, 3
 TOLERANCE = 2e-5

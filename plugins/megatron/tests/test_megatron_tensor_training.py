@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import Accelerator
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 TOLERANCE = 5e-6
 WORDS, WIDTH, HEADS, LENGTH = 37, 24, 4, 6

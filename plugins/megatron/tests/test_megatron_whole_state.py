@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.testing import spawn
 from drivetrain_megatron import meeting
+from drivetrain_testing import spawn
 
 WORDS, WIDTH, LENGTH = 12, 8, 5
 ATOL = 5e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from drivetrain.testing import preload
+from drivetrain_testing import preload
 
 if find_spec("torch_xla") is not None:
     # Read by torch_xla when it is imported and when its runtime starts; a rank gets them from here.

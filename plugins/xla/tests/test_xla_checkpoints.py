@@ -13,7 +13,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `mak
 sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 TOLERANCE = 2e-6
 """float32 losses of about 2.5, added in three orders: by torch, by XLA, over ranks."""

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `make test-xla`")
 
-from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain_testing.suite import *  # noqa: F403
 
 ONE_PROCESS = "one process drives all devices of a mesh; in test_xla_mesh_conformance every case runs on one"
 

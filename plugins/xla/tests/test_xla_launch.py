@@ -16,7 +16,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `mak
 sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
-from drivetrain.testing import spawn
+from drivetrain_testing import spawn
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `mak
 sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
-from drivetrain.testing import RankFailedError, spawn
+from drivetrain_testing import RankFailedError, spawn
 
 TOLERANCE = 2e-6
 """float32 losses of about 2.5: XLA adds in another order than torch, and shards in another than one device."""

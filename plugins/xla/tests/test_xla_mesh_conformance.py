@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `make test-xla`")
 
-from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain_testing.suite import *  # noqa: F403
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.background import BackgroundSaver
     from drivetrain.checkpoint.converting import Converted, convert
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
+    from drivetrain.checkpoint.folder import Naming
     from drivetrain.checkpoint.formats import CheckpointFormat, convert_to
     from drivetrain.checkpoint.inspection import Inspection, inspect
-    from drivetrain.checkpoint.loading import load
+    from drivetrain.checkpoint.loader import load
     from drivetrain.checkpoint.manifest import Manifest, read_manifest
-    from drivetrain.checkpoint.naming import Naming
-    from drivetrain.checkpoint.saving import save
+    from drivetrain.checkpoint.saver import save
     from drivetrain.checkpoint.state import Rng, TrainingState
 
 _HOMES = {
@@ -27,7 +27,7 @@ _HOMES = {
     "Converted": "converting",
     "Inspection": "inspection",
     "Manifest": "manifest",
-    "Naming": "naming",
+    "Naming": "folder",
     "Rng": "state",
     "TrainingState": "state",
     "convert": "converting",
@@ -35,9 +35,9 @@ _HOMES = {
     "export_checkpoint": "export",
     "export_model": "export",
     "inspect": "inspection",
-    "load": "loading",
+    "load": "loader",
     "read_manifest": "manifest",
-    "save": "saving",
+    "save": "saver",
     "save_object": "export",
 }
 

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.checkpoint.ranks import Ranks
-from drivetrain.checkpoint.saving import SaveHooks, SaveWork
-from drivetrain.checkpoint.settled import PlanMemory
-from drivetrain.checkpoint.storage import PlannedFile
+from drivetrain.checkpoint.saver import SaveHooks, SaveWork
+from drivetrain.checkpoint.storage import PlanMemory, PlannedFile
 from drivetrain.checkpoint.tensorfile import Source
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:

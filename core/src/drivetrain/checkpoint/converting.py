@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.files import commit, data_folder, stage
+from drivetrain.checkpoint.folder import commit, data_folder, stage
 from drivetrain.checkpoint.foreign import Foreign, Tensors, clean
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
 from drivetrain.checkpoint.matching import Shape, match, match_unordered
 from drivetrain.checkpoint.recognising import read_foreign
-from drivetrain.checkpoint.saving import library_versions
+from drivetrain.checkpoint.saver import library_versions
 from drivetrain.checkpoint.tensorfile import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.errors import CheckpointError

@@ -12,11 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.files import CheckedFile, check_file, sync_folder
+from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
-from drivetrain.checkpoint.ranks import Ranks
 from drivetrain.checkpoint.storage import read_tensor
 from drivetrain.checkpoint.tensorfile import Source, header_bytes, raw_bytes, write_tensors
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -10,10 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.errors import CheckpointError, UnsupportedError
-from drivetrain.installed import known_extras, pip_line
-from drivetrain.registry import get_registry
-from drivetrain.suggest import did_you_mean, sentences
+from drivetrain.errors import CheckpointError, UnsupportedError, did_you_mean, sentences
+from drivetrain.registry import get_registry, known_extras, pip_line
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.foreign import Foreign

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.checkpoint.files import check_file
+from drivetrain.checkpoint.folder import check_file
 from drivetrain.checkpoint.manifest import Manifest, read_manifest
 from drivetrain.errors import CheckpointCorruptError
 

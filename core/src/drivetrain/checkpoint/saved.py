@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint.files import check_file
+from drivetrain.checkpoint.folder import check_file
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.storage import read_tensor, torch_dtype
 from drivetrain.checkpoint.tensorfile import Source

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,11 +26,72 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest
 from drivetrain.checkpoint.tensorfile import Source, TensorFile, dtype_name, write_tensors
 from drivetrain.errors import CheckpointCorruptError, CheckpointError
+
+# ---- What the ranks have settled about who writes what, kept for the next save of state that is laid out alike
+
+Layout = dict[str, tuple[Any, ...]]
+"""All that a rank's offer depends on: for each tensor by name dtype, whole shape and, in shards, where they lie."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The outcome of one planning on this rank. Holds no tensors.
+
+    The common plan is a function of every rank's layout and of nothing else. So it holds for each later save at which
+    every rank has the layout that it had then.
+
+    Args:
+        layout: of what this rank offered.
+        num_ranks: how many ranks took part.
+        plan: what this rank writes.
+        metadata: the index of all tensors.
+        sharded: names of the tensors that some rank holds in shards.
+    """
+
+    layout: Layout
+    num_ranks: int
+    plan: SavePlan
+    metadata: Metadata
+    sharded: frozenset[str]
+
+
+@dataclass
+class PlanMemory:
+    """The plan of the save before, if there was one."""
+
+    last: Settled | None = None
+
+    def fits(self, layout: Layout, num_ranks: int) -> bool:
+        """Whether it holds as far as this rank can tell. Not collective."""
+        return self.last is not None and self.last.num_ranks == num_ranks and self.last.layout == layout
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """The layout of an offer. Not collective."""
+    return {name: (tensor.dtype, tensor.shape, *_place(tensor)) for name, tensor in tensors.items()}
+
+
+def in_shards(tensor: Tensor) -> bool:
+    """Whether this rank holds parts of it: a DTensor, a ``FlatShard``, all that torch's planners ask for its chunks."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if isinstance(tensor, DTensor):  # Says the same as its list of chunks, at a tenth of the price.
+        return tensor.device_mesh, tensor.placements
+    if not in_shards(tensor):
+        return ()
+    shard: Any = tensor
+    return tuple((chunk.offsets, chunk.sizes) for chunk in shard.__create_chunk_list__())
+
+
+# ---- Storage writer and reader of `torch.distributed.checkpoint` for checkpoint folders
 
 _FILE_BYTES = 2 << 30
 """A rank begins another file after this many bytes, so that checking them can be shared by several ranks."""
@@ -285,3 +347,4 @@ def torch_dtype(name: str, spelled: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError(f"{name} has the dtype {spelled!r}, which this torch does not know")
     return dtype
+

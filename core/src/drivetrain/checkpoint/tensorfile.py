@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drivetrain.checkpoint.files import CheckedFile
+from drivetrain.checkpoint.folder import CheckedFile
 from drivetrain.checkpoint.manifest import FileEntry
 from drivetrain.errors import CheckpointCorruptError, CheckpointError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from drivetrain.installed import BackendReport
+    from drivetrain.registry import BackendReport
 
 
 @click.command()

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.cli.prompts import Choice
-from drivetrain.errors import BackendError
-from drivetrain.installed import known_extras, pip_line
-from drivetrain.launch.environment import available_cores
+from drivetrain.errors import BackendError, sentences
+from drivetrain.launch.environment import available_cores, first_host
 from drivetrain.launch.inventory import Inventory, take_inventory
-from drivetrain.launch.slurm import first_host
-from drivetrain.registry import Registry
-from drivetrain.suggest import sentences
+from drivetrain.registry import Registry, known_extras, pip_line
 
 BEST = "best"
 """The answer that leaves the backend to the core."""

@@ -38,9 +38,8 @@ def facts() -> Iterator[tuple[str, str]]:
     import torch
 
     from drivetrain.backend import CONTRACT
-    from drivetrain.installed import core_version
     from drivetrain.launch.environment import available_cores
-    from drivetrain.registry import get_registry
+    from drivetrain.registry import core_version, get_registry
 
     yield "drivetrain", f"{core_version()}, backend contract {CONTRACT}"
     yield "python", f"{platform.python_version()} at {sys.executable}"

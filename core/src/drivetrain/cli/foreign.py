@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from drivetrain.config.accelerate import RULES, SECTIONS
+from drivetrain.compat.config_rules import RULES, SECTIONS, Rule
 from drivetrain.config.keys import CORE_KEYS
-from drivetrain.config.rules import Rule
 from drivetrain.errors import BackendError
 from drivetrain.registry import get_registry
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from drivetrain.config.rules import Verdict
+    from drivetrain.compat.config_rules import Verdict
 
 
 @click.command("import")
@@ -22,7 +22,7 @@ def import_file(file: str, output: str | None, force: bool) -> None:
 
     FILE need not be imported to be used: `drivetrain launch --config_file FILE` reads it as it stands.
     """
-    from drivetrain.config.importing import judge_file
+    from drivetrain.compat.config_files import judge_file
     from drivetrain.config.locate import locate, read_file
     from drivetrain.config.resolved import mistakes
     from drivetrain.registry import get_registry
@@ -60,7 +60,7 @@ def _what_stops(file: str) -> str:
 
 def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
     """The three piles as lines, and whether a launch with this file would go on."""
-    from drivetrain.config.rules import PILES
+    from drivetrain.compat.config_rules import PILES
 
     verdicts = list(verdicts)
     for pile in PILES:

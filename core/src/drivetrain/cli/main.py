@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from drivetrain.errors import DrivetrainError
-from drivetrain.suggest import did_you_mean, sentences
+from drivetrain.errors import DrivetrainError, did_you_mean, sentences
 
 COMMANDS = {
     "backends": (
@@ -90,7 +89,7 @@ class Commands(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from drivetrain.installed import core_version
+        from drivetrain.registry import core_version
 
         click.echo(f"drivetrain {core_version()}")
         ctx.exit()

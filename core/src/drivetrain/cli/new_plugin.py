@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from drivetrain.errors import UsageError
-from drivetrain.suggest import sentences
+from drivetrain.errors import UsageError, sentences
 
 FILES = {
     ".gitignore": "gitignore",
@@ -76,8 +75,7 @@ def check_name(name: str) -> None:
 
 def _owner(name: str) -> str | None:
     """Who brings a backend of this name or alias, in any case, installed or not; ``None`` when nobody is known to."""
-    from drivetrain.installed import known_extras
-    from drivetrain.registry import get_registry
+    from drivetrain.registry import get_registry, known_extras
 
     for report in get_registry().reports():
         if name.lower() in {report.name.lower(), *(alias.lower() for alias in report.aliases)}:

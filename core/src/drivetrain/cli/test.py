@@ -9,7 +9,7 @@ import click
 
 from drivetrain.cli.options import configuration_options, normalise, resolve
 
-SELF_TEST = "drivetrain.testing.self_test"
+SELF_TEST = "drivetrain.cli.self_test"
 
 
 @click.command(context_settings={"token_normalize_func": normalise})

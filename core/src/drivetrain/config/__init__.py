@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from drivetrain.config.explain import Row, rows
     from drivetrain.config.load import load_config, worker_config
-    from drivetrain.config.origin import Origin
+    from drivetrain.config.locate import Origin
     from drivetrain.config.resolved import ResolvedConfig
     from drivetrain.config.schema import Config, Section
     from drivetrain.config.template import default_file
 
 _HOME = {
     "Config": "schema",
-    "Origin": "origin",
+    "Origin": "locate",
     "ResolvedConfig": "resolved",
     "Row": "explain",
     "Section": "schema",

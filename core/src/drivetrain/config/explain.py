@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.config.load import Backends
-from drivetrain.config.origin import DEFAULT, Origin
+from drivetrain.config.locate import DEFAULT, Origin
 from drivetrain.config.resolved import ResolvedConfig, leaves
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.config.accelerate import RULES, SECTIONS
+from drivetrain.compat.config_rules import RULES, SECTIONS
 
 CORE_KEYS = frozenset(
     {

@@ -12,13 +12,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from drivetrain.config.origin import Origin
-from drivetrain.errors import ConfigError
-from drivetrain.suggest import cut
+from drivetrain.errors import ConfigError, cut
+
+# ---- Where a configuration value came from, and where in a file a mistake sits
+
+Kind = Literal["default", "file", "environment", "flag"]
+
+PRECEDENCE: tuple[Kind, ...] = ("default", "file", "environment", "flag")
+"""Who speaks louder, quietest first."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Origin:
+    """Source of one value.
+
+    Args:
+        kind: which layer of :data:`PRECEDENCE`.
+        source: the file's name, the environment variable or the flag; empty for a default.
+        line: line in the file, from 1; 0 when the source has no lines.
+        column: column in that line, from 1; 0 when the source has no lines.
+    """
+
+    kind: Kind
+    source: str = ""
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        """``default``, ``train.yaml:3:18``, ``environment variable DRIVETRAIN_DEBUG`` or ``flag --debug``."""
+        if self.kind == "default":
+            return "default"
+        if self.kind == "file":
+            return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+        return f"environment variable {self.source}" if self.kind == "environment" else f"flag {self.source}"
+
+    def at_least(self, kind: Kind) -> bool:
+        """Whether this origin speaks as loud as ``kind`` or louder."""
+        return PRECEDENCE.index(self.kind) >= PRECEDENCE.index(kind)
+
+
+DEFAULT = Origin("default")
+
+
+# ---- Parse YAML into plain values, with the line and column of each key and value
 
 Path = tuple[str | int, ...]
 """Position of a value in the tree: mapping keys and list indices, outermost first."""
@@ -349,3 +389,4 @@ class _Walk:
 def _unknown_tag(node: yaml.Node) -> yaml.MarkedYAMLError:
     tag = node.tag.removeprefix("tag:yaml.org,2002:")
     return yaml.MarkedYAMLError(problem=f"the tag '{tag}' has no meaning here", problem_mark=node.start_mark)
+

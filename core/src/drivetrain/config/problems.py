@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from drivetrain.config.locate import Path, Problem
-from drivetrain.config.origin import DEFAULT, Origin
-from drivetrain.suggest import closest, cut
+from drivetrain.config.locate import DEFAULT, Origin, Path, Problem
+from drivetrain.errors import closest, cut
 
 _EXPECTED = {
     "int": "a whole number",

@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from drivetrain.config.locate import Path, Problem
-from drivetrain.config.origin import DEFAULT, Origin
+from drivetrain.config.locate import DEFAULT, Origin, Path, Problem
 from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
 from drivetrain.config.schema import Config, Section
-from drivetrain.errors import ConfigError
-from drivetrain.suggest import cut
+from drivetrain.errors import ConfigError, cut
 
 _FORMAT = 1
 

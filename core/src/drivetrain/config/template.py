@@ -10,10 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from drivetrain.config.load import Backends
+from drivetrain.config.load import Backends, flag_paths
 from drivetrain.config.locate import write
 from drivetrain.config.schema import Config, Section
-from drivetrain.config.sources import flag_paths
 from drivetrain.errors import BackendError
 
 Given = Mapping[tuple[str | int, ...], Any]

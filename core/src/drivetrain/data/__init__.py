@@ -1,1 +1,1 @@
-"""Which rank reads which sample: pure planning, no torch. The loaders are in ``drivetrain.runtime.loading``."""
+"""Which rank reads which sample, and the loaders that do it."""

@@ -7,15 +7,76 @@ Anything in between is refused, since a process that guesses wrong trains alone 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import EnvironmentVariableError
-from drivetrain.launch.slurm import first_host, tasks_per_node
 from drivetrain.topology import Place
+
+# ---- Environment variables for a while, and back again: what scripts and tests of scripts wrap around a call
+
+@contextlib.contextmanager
+def patch_environment(**variables: object) -> Iterator[None]:
+    """Set variables inside of the block; afterwards each is what it was before.
+
+    Args:
+        variables: by name, which is written in upper case; values become text.
+    """
+    given = {name.upper(): str(value) for name, value in variables.items()}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """No variables at all inside of the block; afterwards those of before, whatever the block has set."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# ---- Slurm's compressed lists, of hosts and of tasks, as its variables hold them. No torch
+
+def first_host(listed: str) -> str:
+    """First name of Slurm's compressed list: ``node[03-05,9],gpu1`` begins with ``node03``.
+
+    Source: the hostlist expressions of ``scontrol show hostnames``.
+    """
+    before, bracket, after = listed.partition("[")
+    if not bracket or "," in before:
+        return before.partition(",")[0]
+    inside, _, rest = after.partition("]")
+    return before + re.split("[-,]", inside)[0] + first_host(rest)
+
+
+def tasks_per_node(text: str) -> list[int] | None:
+    """Slurm's ``4(x2),3`` as ``[4, 4, 3]``; ``None`` when the text is a plain number or no such list."""
+    if text.isdecimal() or not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        return None
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+# ---- The environment contract, both ways: what any launcher tells a process, and what ours tells its workers
 
 CONFIG = "DRIVETRAIN_CONFIG"
 """The resolved configuration, as JSON: how the launcher hands it to its workers, all in one value."""
@@ -382,3 +443,4 @@ def _refuse(
         whose=f"seen: {found}",
         cure=cure,
     )
+

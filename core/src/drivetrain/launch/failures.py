@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from drivetrain.errors import cut
 from drivetrain.launch.last_seen import LastSeen, place, read_workers
-from drivetrain.suggest import cut
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The signals with which the agent stops the workers that are still running."""

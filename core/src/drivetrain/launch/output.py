@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from drivetrain.config.schema import OutputConfig
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, cut
 from drivetrain.launch.failures import explain, read_failures
 from drivetrain.launch.streams import Pump, Seen, Stream
-from drivetrain.suggest import cut
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from drivetrain.config.schema import RendezvousConfig, machine_range
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
-from drivetrain.installed import core_version
 from drivetrain.launch.devices import known_kinds
 from drivetrain.launch.environment import DEFAULT_PORT
 from drivetrain.launch.inventory import Inventory, take_inventory
 from drivetrain.launch.selection import Selection, Wish, check_count, choose
-from drivetrain.registry import get_registry
+from drivetrain.registry import core_version, get_registry
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig

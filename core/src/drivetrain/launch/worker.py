@@ -128,7 +128,7 @@ def leave_traces() -> None:
 
     A signal that ends the process makes ``faulthandler`` write every thread's stack, also while the main thread waits
     in a collective, where Python code could not run. What survives SIGKILL is only the record of the last call, which
-    :mod:`drivetrain.runtime.last_call` keeps in a mapped file.
+    :mod:`drivetrain.distributed.watchdog` keeps in a mapped file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or sys.platform == "win32":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from drivetrain.testing.suite import *  # noqa: F403
+from drivetrain_testing.suite import *  # noqa: F403
 
 
 class Requirements(BaseRequirements):  # noqa: F405

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain.api import CheckpointError, UsageError
-from drivetrain.testing import spawn
 from drivetrain_diloco.commands import diloco
 from drivetrain_diloco.traffic import Traffic
+from drivetrain_testing import spawn
 
 WORKERS, LOCAL_STEPS, ROUNDS = 2, 3, 3
 TOLERANCE = 1e-6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from drivetrain.testing.suite import BaseRequirements, pytest_generate_tests, test_conformance
+from drivetrain_testing.suite import BaseRequirements, pytest_generate_tests, test_conformance
 
 __all__ = ["Requirements", "pytest_generate_tests", "test_conformance"]
 

@@ -1,0 +1,334 @@
+"""What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step.
+
+A backend holds one :class:`TorchEngine` and calls it; nobody derives from it. It knows nothing of ranks: that
+gradients agree on all ranks when it looks at them is the backend's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from drivetrain.backend import PrecisionPolicy, RunSettings, StepResult, Topology
+from drivetrain.backends.local_steps import on_local_parts
+from drivetrain.distributed.trees import attribute
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop import precision
+
+# ---- Getting a model ready for its device: what most backends do before they wrap it
+
+def original_module(model: nn.Module) -> nn.Module:
+    """The user's module behind ``torch.compile``, whose parameters have the original names."""
+    inner = attribute(model, "_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def place_model(
+    model: nn.Module, optimizers: Sequence[Optimizer], settings: RunSettings, topology: Topology
+) -> nn.Module:
+    """Apply the precision policy and move to the device, in place: parameters stay the objects that optimizers hold.
+
+    Returns:
+        The module with the original parameter names.
+    """
+    module = original_module(model)
+    precision.cast_parameters(module, settings.precision)
+    if settings.place_on_device:
+        module.to(topology.device)
+    for optimizer in optimizers:
+        move_optimizer_state(optimizer)
+    return module
+
+
+def move_optimizer_state(optimizer: Optimizer) -> None:
+    """Bring state that an optimizer already has beside its parameters: same device, and same dtype for moments."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = value.to(parameter)
+
+
+# ---- Torch's loss scaler for gradients that may be plain tensors, DTensors, or both on several meshes
+
+@final
+class LossScaler(torch.amp.GradScaler):
+    """Takes the scale out of what this rank holds of each gradient.
+
+    Torch's own does not take plain tensors beside DTensors. Whether another rank's part overflowed is the caller's to
+    ask.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    grad = parameter.grad
+                    if grad is None:
+                        continue
+                    if grad.dtype == torch.float16 and not allow_fp16:
+                        raise ValueError("Attempting to unscale FP16 gradients.")
+                    if grad.is_sparse:
+                        # Duplicates in a sparse gradient may overflow only once they are added up.
+                        parameter.grad = grad = grad.coalesce()
+                        grad = grad._values()  # noqa: SLF001 (torch's documented name)
+                    local = grad.to_local() if isinstance(grad, DTensor) else grad
+                    alike.setdefault((local.device, local.dtype), []).append(local)
+            flags: dict[torch.device, Tensor] = {}
+            for (device, _), grads in alike.items():
+                flag = flags.setdefault(device, found_inf.to(device, copy=True))
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+        return flags
+
+
+# ---- Norms and clipping of gradients that may be plain tensors, DTensors, or both on several meshes
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that exist."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of all gradients together as a plain 0-d tensor. Collective over the meshes of DTensors.
+
+    Tensors on different meshes cannot be stacked, so each mesh's norm is taken alone and the norms are combined.
+    """
+    if not grads:
+        return torch.zeros(())
+    by_mesh: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = []
+    for group in by_mesh.values():
+        norm = get_total_norm(group, norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def multiply(grads: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply each gradient in place by a number or 0-d tensor, one kernel for each device, dtype and mesh."""
+    alike: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        alike.setdefault((mesh, grad.device, grad.dtype), []).append(grad)
+    for group in alike.values():
+        torch._foreach_mul_(group, factor)
+
+
+def clip_values(grads: list[Tensor], clip_value: float) -> None:
+    """Clamp each gradient element to ``[-clip_value, clip_value]`` in place."""
+    for grad in grads:
+        grad.clamp_(-clip_value, clip_value)
+
+
+# ---- What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step
+
+_APPLIED = StepResult()
+
+
+@final
+class TorchEngine:
+    """Precision, loss scaling and the optimizer step for all trainables of one backend.
+
+    The loss scaler is shared by all of them, since one loss may reach several models.
+
+    Args:
+        policy: the run's precision policy.
+        device: this process's device.
+        agree: makes a verdict the same on every rank (logical or); identity when gradients are replicated.
+        norm: ``norm(gradients, norm_type)``, global over every axis along which gradients are shared out.
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        device: str,
+        agree: Callable[[bool], bool] | None = None,
+        norm: Callable[[list[Tensor], float], Tensor] = total_norm,
+    ) -> None:
+        self.policy, self.device = policy, device
+        self._agree, self._norm = agree, norm
+        self.scaler = (
+            LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
+        )
+        self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
+        self._output = None if policy.output is None else precision.dtype_of(policy.output)
+        # Looked up once; the context itself is made anew, since a forward may run inside another.
+        self._autocast = (
+            None
+            if self._compute is None
+            else partial(
+                torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache
+            )
+        )
+        self._unscaled: set[int] = set()
+        self._norms: dict[int, tuple[Tensor, bool]] = {}
+        self._num_backwards = 0
+        self._backwards_at_step: dict[int, int] = {}
+        """By optimizer, the number of backwards before its last step."""
+
+    def forward(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module under the policy."""
+        if self._autocast is None:
+            return module(*args, **kwargs)
+        with self._autocast():
+            output = module(*args, **kwargs)
+        # The common output, one tensor, is not worth a walk through a tree.
+        if type(output) is Tensor and self._output is not None:
+            return output.to(self._output) if output.dtype is self._compute else output
+        return precision.cast_output(output, self.policy)
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
+        self.count_backward()
+        if isinstance(factor, Tensor) or factor != 1.0:
+            loss = loss * factor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def count_backward(self) -> None:
+        """Note a backward: :meth:`backward` does, and so does an engine that back-propagates by other means.
+
+        A step with no gradients at all is refused where there was none since the step before.
+        """
+        self._num_backwards += 1
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of this optimizer's gradients, once per step."""
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        # The scaler refuses an optimizer without a single gradient.
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def clip_grad_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Iterable[Optimizer]
+    ) -> Tensor:
+        """Clip and return the norm before clipping; ``optimizers`` are those whose step a non-finite norm stops."""
+        optimizers = _owners(parameters, list(optimizers))
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        grads = gradients(parameters)
+        norm = self._norm(grads, norm_type)
+        # Reading the value here costs one device synchronisation a step, the price of never applying a NaN.
+        value = norm.item()
+        finite = math.isfinite(value)
+        if finite and value > max_norm:
+            multiply(grads, max_norm / (value + 1e-6))
+        for optimizer in optimizers:
+            self._norms[id(optimizer)] = (norm, finite)
+        return norm
+
+    def clip_grad_value(
+        self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Clamp gradient elements, loss scale taken out first."""
+        for optimizer in _owners(parameters, list(optimizers)):
+            self.unscale(optimizer)
+        clip_values(gradients(parameters), clip_value)
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, local: bool = False
+    ) -> StepResult:
+        """One update, or none when gradients are not finite.
+
+        Args:
+            optimizer: of a model of this engine.
+            closure: as ``optimizer.step`` takes it.
+            local: parameters that are DTensors step as plain tensors, this rank's parts, wherever that gives the same
+                (:mod:`drivetrain.backends.local_steps`). Not under a loss scaler, which looks at gradients itself.
+        """
+        self.check_reached(optimizer, closure)
+        if self.scaler is None and not self._norms:
+            _update(optimizer, closure, local=local)
+            return _APPLIED
+        norm, finite = self._norms.pop(id(optimizer), (None, True))
+        if self.scaler is None:
+            if finite:
+                _update(optimizer, closure, local=local)
+            return StepResult(skipped=not finite, grad_norm=norm)
+        if closure is not None:
+            raise UnsupportedError(
+                "an optimizer closure cannot be combined with loss scaling",
+                cure="Use mixed_precision='bf16' or 'no' with this optimizer.",
+            )
+        self.unscale(optimizer)
+        if id(optimizer) not in self._unscaled:
+            optimizer.step()
+            return StepResult(grad_norm=norm)
+        self._unscaled.discard(id(optimizer))
+        # torch has no public way to ask, and guessing from the scale misses a user's backoff_factor.
+        flags = list(self.scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
+        overflow = not finite or any(flag.item() > 0 for flag in flags)
+        if self._agree is not None:
+            overflow = self._agree(overflow)
+        if overflow:
+            for flag in flags:
+                flag.fill_(1.0)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return StepResult(skipped=overflow, grad_norm=norm)
+
+    def check_reached(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Refuse a step without any gradient that no backward came before; :meth:`step` does. Not collective.
+
+        Raises:
+            UsageError: there is no gradient, and was no backward since this optimizer's last step.
+        """
+        if closure is None and self._backwards_at_step.get(id(optimizer), 0) == self._num_backwards:
+            _check_gradients(optimizer)
+        self._backwards_at_step[id(optimizer)] = self._num_backwards
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for the portable checkpoint."""
+        return {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over :meth:`state`; a checkpoint without loss scaling leaves the scaler as it is."""
+        if self.scaler is not None and state.get("loss_scaler"):
+            self.scaler.load_state_dict(state["loss_scaler"])
+
+
+def _update(optimizer: Optimizer, closure: Callable[[], Any] | None, *, local: bool) -> None:
+    # A closure computes gradients, of the parameters as the model has them.
+    with on_local_parts(optimizer) if local and closure is None else nullcontext():
+        optimizer.step(closure)
+
+
+def _check_gradients(optimizer: Optimizer) -> None:
+    """Refuse a step before any backward. After one that leaves this optimizer out a step does nothing, as in torch."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return
+    raise UsageError(
+        f"{type(optimizer).__name__}.step() was called, and no backward since its last step gave its parameters a "
+        "gradient",
+        cure="Call accelerator.backward(loss) before optimizer.step().",
+    )
+
+
+def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Those of the optimizers that hold at least one of the parameters."""
+    if len(optimizers) <= 1:
+        return optimizers
+    wanted = {id(parameter) for parameter in parameters}
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
+    ]
+

@@ -1,0 +1,701 @@
+"""Create and replace checkpoint folders atomically. No torch, not collective.
+
+A checkpoint is first written into a hidden *staging* folder. A new checkpoint's staging folder stands beside its target
+and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging
+folder stands inside it: its parts, whose names are new, are moved next to the old ones, and replacing the one file
+``manifest.json`` turns the page. Only then do the files go that the old manifest named; other people's files stay.
+
+Whoever writes holds the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from drivetrain.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
+from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+# ---- Lock a checkpoint folder, so that one process at a time writes to it. No torch
+
+logger = logging.getLogger(__name__)
+
+OWNER = ".owner.json"
+"""Name of the file inside the folder that is owned; ``.<folder>.owner.json`` where it lies beside the folder."""
+
+BEAT_SECONDS = 10.0
+"""How often an owner renews its files."""
+
+DEAD_SECONDS = 60.0
+"""An owner on another machine that has not renewed its file for so long is dead; six beats may be late together."""
+
+_MOST_HELD = 16
+"""A script that saves each checkpoint into another folder holds the newest so many; each costs one call a beat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What an owner file says.
+
+    Args:
+        host: host name, for people.
+        machine: tells apart host, start of its system and container: who may judge by process id.
+        pid: process id.
+        started: when that process started, as the system counts; empty where it does not say.
+        folder: the folder's path there; a copy of the folder elsewhere has no owner.
+        token: of this claim.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    folder: str
+    token: str
+
+
+_held: dict[Path, tuple[str, Path]] = {}
+"""Token and file of each folder that this process holds, the one written last at the end."""
+_lock = threading.RLock()
+_wake = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def claim(folder: Path, *, beside: bool = False) -> None:
+    """Hold an existing folder, or make sure that this process still does. Not collective: for the main process.
+
+    A claim on a folder that a process of another machine may hold waits until it is known whether that is alive.
+
+    Args:
+        folder: it, and everything directly in it, is written by this process alone from now on.
+        beside: put the file beside the folder, whose content scripts list.
+
+    Raises:
+        CheckpointError: another living process holds it; nothing was changed.
+    """
+    folder = _real(folder)
+    path, other = _files(folder)[:: -1 if beside else 1]
+    _refuse(other, folder)
+    while True:
+        found = _read(path)
+        if found is None:
+            owner = _here(folder)
+            if _create(path, owner):
+                _hold(folder, owner.token, path)
+                return
+        elif _is_this_process(found, folder):
+            _hold(folder, found.token, path)
+            return
+        elif _lives(found, path, folder):
+            _held.pop(folder, None)
+            raise _taken(found, folder)
+        else:
+            _clear(path, found)
+
+
+def check(folder: Path) -> None:
+    """Raise unless this process still holds the folder that it claimed. Nothing is changed.
+
+    Raises:
+        CheckpointError: another process took it over, taking this one for dead.
+    """
+    folder = _real(folder)
+    token, path = _held.get(folder, ("", folder / OWNER))
+    found = _read(path)
+    if found is None or found.token != token:
+        _held.pop(folder, None)
+        raise _taken(found, folder)
+
+
+def holds(folder: Path) -> bool:
+    """Whether this process has claimed the folder."""
+    return _real(folder) in _held
+
+
+def claim_new(staging: Path, target: Path) -> None:
+    """Put an owner file into a folder that is going to be renamed to ``target``; then call :func:`claim`."""
+    _create(staging / OWNER, _here(_real(target)))
+
+
+def refuse_if_held(folder: Path) -> None:
+    """Raise :class:`CheckpointError` when a living process other than this one holds the folder."""
+    folder = _real(folder)
+    for path in _files(folder):
+        _refuse(path, folder)
+
+
+def release() -> None:
+    """Let go of every folder that this process holds. Not collective; may be called twice."""
+    with _lock:
+        for folder in list(_held):
+            _let_go(folder)
+    _wake.set()
+
+
+def is_alive(pid: int, started: str = "") -> bool:
+    """Whether a process of this machine lives; ``started`` tells it from a later one with the same number."""
+    state = _state(pid)
+    if state is not None:
+        return state[0] not in "ZX" and started in ("", state[1])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@cache
+def machine() -> str:
+    """This machine since it was started, and on it this container."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    since = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
+    container = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{socket.gethostname()}/{since}/{container}"
+
+
+def _state(pid: int) -> tuple[str, str] | None:
+    """State and start time of a process; ``None`` where it is gone or the system has no such file."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # Before it stands the program's name, which may hold anything.
+    return fields[0], fields[19]
+
+
+def _real(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
+
+
+def _files(folder: Path) -> tuple[Path, Path]:
+    """Where a folder's owner may be named: inside and beside it."""
+    return folder / OWNER, folder.parent / f".{folder.name}{OWNER}"
+
+
+def _refuse(path: Path, folder: Path) -> None:
+    found = _read(path)
+    if found is not None and not _is_this_process(found, folder) and _lives(found, path, folder):
+        raise _taken(found, folder)
+
+
+def _here(folder: Path) -> Owner:
+    state = _state(os.getpid())
+    started = "" if state is None else state[1]
+    return Owner(socket.gethostname(), machine(), os.getpid(), started, str(folder), secrets.token_hex(8))
+
+
+def _read(path: Path) -> Owner | None:
+    """What the file says; ``None`` when there is none. One that is being written names nobody."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        found = json.loads(text)
+        names = {name: str(found[name]) for name in ("host", "machine", "started", "folder", "token")}
+        return Owner(pid=int(found["pid"]), **names)
+    except (ValueError, KeyError, TypeError):
+        return Owner("a host that is not known", "", 0, "", "", "")
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Write this process's name; ``False`` when there is a file already."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(owner)) + "\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _is_this_process(found: Owner, folder: Path) -> bool:
+    if folder in _held and found.token == _held[folder][0]:
+        return True
+    here = _here(folder)
+    names = ("machine", "pid", "started", "folder")
+    return all(getattr(found, name) == getattr(here, name) for name in names)
+
+
+def _lives(found: Owner, path: Path, folder: Path) -> bool:
+    if found.machine != machine():
+        return _beats(path, found)
+    # What was copied with a folder says nothing about the copy.
+    there = Path(found.folder)
+    return there.exists() and there.samefile(folder) and is_alive(found.pid, found.started)
+
+
+def _beats(path: Path, found: Owner) -> bool:
+    """Whether the file is renewed, by the clock of the file system; waits until that is known."""
+    probe = path.with_name(f".owner-{secrets.token_hex(8)}")
+    seen = _modified(path)
+    try:
+        probe.touch(exist_ok=False)
+        left = DEAD_SECONDS - (_modified(probe) - seen)
+    finally:
+        probe.unlink(missing_ok=True)
+    if left > 0:
+        logger.warning("%s names %s; waiting up to %.0f s to see whether that is alive.", path, _name(found), left)
+    deadline = time.monotonic() + left
+    while time.monotonic() < deadline:
+        time.sleep(min(BEAT_SECONDS / 10, left))
+        if _modified(path) != seen:
+            return True
+    return False
+
+
+def _modified(path: Path) -> float:
+    """Time of a file's last change, asked of the server: opening it drops what this machine remembers of it."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _clear(path: Path, dead: Owner) -> None:
+    """Remove a dead owner's file. Where another process is doing the same, the faster one's new file stays."""
+    aside = path.with_name(f".owner-{secrets.token_hex(8)}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    moved = _read(aside)
+    if moved is not None and moved.token != dead.token:
+        aside.rename(path)
+    else:
+        aside.unlink(missing_ok=True)
+
+
+def _hold(folder: Path, token: str, path: Path) -> None:
+    global _thread  # noqa: PLW0603 (one thread renews the files of the process)
+    with _lock:
+        _held.pop(folder, None)
+        _held[folder] = token, path
+        while len(_held) > _MOST_HELD:
+            _let_go(next(iter(_held)))
+        if _thread is None:
+            _wake.clear()
+            _thread = threading.Thread(target=_renew, name="drivetrain-owner", daemon=True)
+            _thread.start()
+
+
+def _let_go(folder: Path) -> None:
+    token, path = _held.pop(folder)
+    found = _read(path)
+    if found is not None and found.token == token:
+        path.unlink(missing_ok=True)
+
+
+def _renew() -> None:
+    """Renew the files of all folders held, until there are none."""
+    global _thread  # noqa: PLW0603 (as above)
+    while True:
+        released = _wake.wait(BEAT_SECONDS)
+        with _lock:
+            _wake.clear()
+            if not _held:
+                _thread = None
+                return
+            for _, path in [] if released else list(_held.values()):
+                # A folder that was removed, or a file system that is away, is for the next save to tell.
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+
+
+def _name(found: Owner) -> str:
+    return f"process {found.pid} on {found.host}"
+
+
+def _taken(found: Owner | None, folder: Path) -> CheckpointError:
+    if found is None:
+        return CheckpointError(
+            f"{folder} is no longer held by this process: its file {OWNER} is gone",
+            cure="Save again; do not remove that file while a run saves there.",
+        )
+    return CheckpointError(
+        f"{folder} belongs to {_name(found)}, which is alive: two runs would overwrite each other's checkpoints",
+        cure="Stop that process, let it call accelerator.end_training(), or save into another folder.",
+    )
+
+
+def _forked() -> None:
+    """A child of a fork is another process: it holds nothing, and no thread of its parent's runs in it."""
+    global _thread, _lock, _wake
+    _held.clear()
+    _thread, _lock, _wake = None, threading.RLock(), threading.Event()
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(release)
+
+
+# ---- Number checkpoints, find the newest one, and choose which to delete. No torch, not collective
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One complete checkpoint.
+
+    Args:
+        number: in its folder's name.
+        run: which run saved it, as its manifest says; empty when it was saved without.
+        path: its folder.
+    """
+
+    number: int
+    run: str
+    path: Path
+
+
+class Naming:
+    """``<folder>/checkpoint_{iteration}``.
+
+    Args:
+        folder: where the checkpoints lie, usually ``<project_dir>/checkpoints``; need not exist yet.
+        total_limit: how many of this run's to keep, at least 1; ``None`` keeps all.
+        iteration: number of the next one, or higher where that is taken.
+        run: tells this run and those that it continues from others that saved in the same folder.
+    """
+
+    def __init__(
+        self, folder: str | Path, total_limit: int | None = None, iteration: int = 0, run: str = ""
+    ) -> None:
+        if total_limit is not None and total_limit < 1:
+            raise CheckpointError(f"total_limit must be at least 1, not {total_limit}", cure="None keeps all of them.")
+        self.folder, self.total_limit, self.iteration, self.run = Path(folder), total_limit, iteration, run
+
+    def complete(self) -> list[Named]:
+        """The complete checkpoints, oldest first. Strangers (another name, no manifest, not ours) are passed over."""
+        found = []
+        for path, number in self._numbered():
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:
+                # Half-written by a dead process, damaged, or not ours: it can neither be the newest nor be pruned.
+                continue
+            found.append(Named(number, str(manifest.info.get("run", "")), path))
+        return sorted(found, key=lambda one: (one.number, one.path.name))
+
+    def latest(self) -> Path:
+        """Folder of the newest complete checkpoint. Raises :class:`CheckpointNotFoundError` when there is none."""
+        complete = self.complete()
+        if not complete:
+            raise CheckpointNotFoundError(
+                f"{self.folder} holds no complete checkpoint",
+                cure="Save one first, or give load_state the folder of another run's checkpoint.",
+            )
+        return complete[-1].path
+
+    def next_path(self) -> Path:
+        """Claim the folder and return that of the next save, whose number :attr:`iteration` then is.
+
+        For the main process.
+
+        Raises:
+            CheckpointError: another living process saves in the folder.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        claim(self.folder, beside=True)
+        self.iteration = max(self.iteration, self._highest() + 1)
+        return self.path
+
+    @property
+    def path(self) -> Path:
+        """Folder of the checkpoint with the number :attr:`iteration`."""
+        return self.folder / f"checkpoint_{self.iteration}"
+
+    def warn_of_others(self) -> None:
+        """Say that a run that was begun anew finds checkpoints in its folder."""
+        complete = self.complete()
+        if complete:
+            kept = "" if self.total_limit is None else ", and total_limit removes this run's only"
+            logger.warning(
+                "%s holds checkpoints of an earlier run, up to %s, and this run was begun anew: its own go on from "
+                "checkpoint_%d%s. Call load_state() first to continue that run, or choose another project_dir.",
+                self.folder,
+                complete[-1].path.name,
+                self.iteration,
+                kept,
+            )
+
+    def saved(self, newest: Path) -> list[Path]:
+        """Count a complete save: move on to the next number, and :meth:`prune`."""
+        self.iteration += 1
+        return self.prune(newest)
+
+    def prune(self, newest: Path) -> list[Path]:
+        """Delete this run's oldest complete checkpoints beyond ``total_limit``; returns those.
+
+        Only what is older than ``newest``, which was just written, can be deleted, and nothing of other runs.
+
+        Raises:
+            CheckpointError: another process has taken the folder over, or ``newest`` is gone.
+        """
+        if self.total_limit is None:
+            return []
+        if holds(self.folder):
+            check(self.folder)
+        complete = self.complete()
+        if newest.name not in (one.path.name for one in complete):
+            raise CheckpointError(f"{newest}, which was just saved, is gone", cure="Look for what else removes it.")
+        names = [one.path.name for one in complete]
+        older = [one.path for one in complete[: names.index(newest.name)] if one.run == self.run]
+        removed = older[: max(len(older) + 1 - self.total_limit, 0)]
+        for path in removed:
+            discard(path)
+        return removed
+
+    def resumed(self, manifest: Manifest) -> None:
+        """Continue numbering after a loaded checkpoint, and after everything that already lies in the folder."""
+        saved = manifest.info.get("iteration")
+        self.iteration = 1 + max(self._highest(), saved if isinstance(saved, int) else -1, self.iteration - 1)
+        self.run = str(manifest.info.get("run", ""))
+        sweep(self.folder)
+
+    def _highest(self) -> int:
+        return max((number for _, number in self._numbered()), default=-1)
+
+    def _numbered(self) -> list[tuple[Path, int]]:
+        if not self.folder.is_dir():
+            return []
+        names = ((path, _NAME.fullmatch(path.name)) for path in self.folder.iterdir() if path.is_dir())
+        return [(path, int(match[1])) for path, match in names if match]
+
+
+# ---- Create and replace checkpoint folders atomically. No torch, not collective
+
+_DATA = re.compile(r"data-[0-9a-f]{12}")
+_STAGING = re.compile(r"\.(?:tmp|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}-.*", re.DOTALL)
+_BLOCK = 4 << 20  # Checksum and write in blocks that stay in the processor's cache.
+
+
+class CheckedFile:
+    """A new file that is counted and checksummed while it is written, and is on the disk when the ``with`` ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=1 << 16)
+        self.size, self.crc32 = 0, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        for start in range(0, len(view), _BLOCK):
+            block = view[start : start + _BLOCK]
+            self.crc32 = zlib.crc32(block, self.crc32)
+            self._file.write(block)
+        self.size += len(view)
+
+    def close(self) -> None:
+        """Give up: what was written may not be on the disk."""
+        self._file.close()
+
+    def rewrite_start(self, data: bytes) -> None:
+        """Overwrite the first bytes; the checksum no longer holds."""
+        self._file.seek(0)
+        self._file.write(data)
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size, self.crc32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def check_file(folder: Path, name: str, expected: FileEntry) -> None:
+    """Compare one file with its entry. Raises :class:`CheckpointCorruptError` that names the file."""
+    path = folder / name
+    cure = "Load an older checkpoint, or fetch this file again from where it came."
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            what = f"{name} has {size} bytes where its manifest says {expected.size}"
+            raise CheckpointCorruptError(what, whose=str(folder), cure=cure)
+        crc = 0
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK):
+                crc = zlib.crc32(block, crc)
+    except FileNotFoundError as problem:
+        raise CheckpointCorruptError(f"{name} is missing", whose=str(folder), cure=cure) from problem
+    if crc != expected.crc32:
+        raise CheckpointCorruptError(f"{name} was altered: its checksum is wrong", whose=str(folder), cure=cure)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's list of names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stage(target: Path) -> Path:
+    """Claim ``target``, make a staging folder for it and clear away what dead saves left there.
+
+    Returns:
+        The staging folder, with a new, empty ``data-...`` folder in it.
+
+    Raises:
+        CheckpointError: ``target`` is a file, its ``manifest.json`` is another program's, or another living process
+            saves there; nothing was changed then.
+    """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file", cure="Give a folder; it is made when it does not exist.")
+    inside, numbered = target.is_dir(), holds(target.parent)
+    if numbered:
+        check(target.parent)
+    else:
+        refuse_if_held(target.parent)
+    if inside:
+        if not holds(target):
+            _refuse_another_programs(target)  # Before a file of ours is put there.
+        if not numbered:
+            claim(target)
+        _clear_unreferenced(target)
+    parent = target if inside else target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
+    staging = parent / _hidden_name("tmp", target)
+    (staging / f"data-{secrets.token_hex(6)}").mkdir(parents=True)
+    if not (inside or numbered):
+        claim_new(staging, target)
+    return staging
+
+
+def data_folder(staging: Path) -> Path:
+    """The one ``data-...`` folder of a staging folder."""
+    (folder,) = (path for path in staging.iterdir() if _DATA.fullmatch(path.name))
+    return folder
+
+
+def commit(staging: Path, target: Path, manifest: Manifest) -> None:
+    """Turn a staging folder, whose files are on the disk, into the checkpoint ``target``.
+
+    A crash at any point leaves what was at ``target`` before, or the new checkpoint; never a mixture.
+
+    Raises:
+        CheckpointError: another process took the folder over, or saved at a new ``target`` first.
+    """
+    numbered, new = holds(target.parent), staging.parent != target
+    if numbered or not new:
+        check(target.parent if numbered else target)
+    text = manifest.to_json().encode()
+    with CheckedFile(staging / MANIFEST) as file:
+        file.write(text)
+    for folder in {staging, *((staging / name).parent for name in manifest.files)}:
+        sync_folder(folder)
+    if new:
+        _appear(staging, target)
+        if not numbered:
+            claim(target)
+        return
+    for part in staging.iterdir():
+        if part.name != MANIFEST:
+            _move_over(part, target / part.name)
+    sync_folder(target)
+    (staging / MANIFEST).replace(target / MANIFEST)
+    sync_folder(target)
+    staging.rmdir()
+    _clear_unreferenced(target)
+
+
+def _appear(staging: Path, target: Path) -> None:
+    try:
+        staging.rename(target)
+    except OSError:
+        if target.exists():
+            refuse_if_held(target)
+        raise
+    sync_folder(target.parent)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint so that a crash on the way leaves no folder that looks whole."""
+    trash = folder.parent / _hidden_name("trash", folder)
+    folder.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sweep(parent: Path) -> None:
+    """Delete staging folders whose process, on this machine, is dead. Other machines' are left alone."""
+    if not parent.is_dir():
+        return
+    for path in parent.iterdir():
+        match = _STAGING.fullmatch(path.name)
+        if match and match["host"] == _host() and not is_alive(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)  # Two jobs may sweep at once.
+
+
+def _refuse_another_programs(target: Path) -> None:
+    """Raise :class:`CheckpointError` when a save would overwrite what is not of this format."""
+    try:
+        read_manifest(target)
+    except (CheckpointNotFoundError, CheckpointCorruptError):
+        return
+    except CheckpointError as problem:
+        raise CheckpointError(
+            f"{target / MANIFEST} is not of the format {FORMAT} that this Drivetrain writes; it would be overwritten",
+            cure="Save into another folder.",
+        ) from problem
+
+
+def _clear_unreferenced(target: Path) -> None:
+    """Delete ``data-...`` folders that the manifest does not name: parts of saves that died, or of the page turned."""
+    try:
+        named = {name.partition("/")[0] for name in read_manifest(target).files}
+    except CheckpointNotFoundError:
+        named = set()
+    except CheckpointCorruptError:
+        return
+    for path in target.iterdir():
+        if _DATA.fullmatch(path.name) and path.name not in named:
+            shutil.rmtree(path)
+
+
+def _move_over(source: Path, target: Path) -> None:
+    if source.is_dir() and target.is_dir():
+        for part in source.iterdir():
+            _move_over(part, target / part.name)
+        source.rmdir()
+    else:
+        source.replace(target)
+
+
+def _hidden_name(kind: str, target: Path) -> str:
+    return f".{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(6)}-{target.name}"
+
+
+def _host() -> str:
+    """Who may judge by process id."""
+    return f"{zlib.crc32(machine().encode()):08x}"
+

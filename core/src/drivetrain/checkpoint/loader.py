@@ -1,0 +1,669 @@
+"""Load a checkpoint; one that cannot be loaded leaves the run unchanged.
+
+A rank has no room for a second copy of its weights, so they cannot be read aside and exchanged, nor put back. Instead
+all that can go wrong comes first: the checksum of every file, names and shapes, the header of every tensor that is
+read, and everything but model and optimizer tensors is read, decoded and tried. What is changed by then (registered
+objects, schedulers, loaders) is small and is taken back if any rank fails. Only then are the weights read over.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain.backend import PortableState, TensorSpec
+from drivetrain.checkpoint.folder import check_file
+from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_name
+from drivetrain.checkpoint.storage import DrivetrainReader, torch_dtype
+from drivetrain.checkpoint.tensorfile import TensorFile, dtype_name
+from drivetrain.checkpoint.tree import decode, tensor_keys
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from drivetrain.backend import Backend
+    from drivetrain.checkpoint.state import Portable, Rng, TrainingState
+
+# ---- Does a checkpoint fit what is to be loaded? Names, shapes, parameter groups, and the sentences. No torch
+
+_SHOWN = 6  # Names in one sentence; a wrong model has hundreds.
+
+
+@dataclass
+class Differences:
+    """What one rank found.
+
+    Args:
+        missing: needed here, not in the checkpoint.
+        unused: in the checkpoint, not needed here.
+        shapes: sentences about tensors of another shape.
+        others: further sentences; loading cannot go on with any of these or of ``shapes``, strict or not.
+    """
+
+    missing: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
+    shapes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+def joined(found: Sequence[Differences]) -> Differences:
+    """All ranks' differences as one: a tensor is unused only if no rank needs it."""
+    return Differences(
+        missing=set().union(*(one.missing for one in found)),
+        unused=set.intersection(*(one.unused for one in found)),
+        shapes=_once(sentence for one in found for sentence in one.shapes),
+        others=_once(sentence for one in found for sentence in one.others),
+    )
+
+
+def judge(differences: Differences, where: str, *, strict: bool) -> str:
+    """Raise when the checkpoint does not fit.
+
+    Args:
+        differences: of all ranks.
+        where: the checkpoint's folder.
+        strict: missing and unused names count too.
+
+    Returns:
+        The sentence about names that were passed over, empty when there are none.
+
+    Raises:
+        CheckpointMismatchError: names every kind of difference at once.
+    """
+    hard = [*differences.others]
+    if differences.shapes:
+        hard.append("other shapes: " + _list(differences.shapes))
+    soft = []
+    if differences.missing:
+        soft.append("missing in the checkpoint: " + _list(_hinted(differences.missing, differences.unused)))
+    if differences.unused:
+        soft.append("in the checkpoint but not here: " + _list(sorted(differences.unused)))
+    if hard or (strict and soft):
+        raise CheckpointMismatchError(
+            "the checkpoint does not fit what is prepared: " + "; ".join(hard + soft),
+            whose=where,
+            cure="Prepare the same models, optimizers and registered objects in the same order as when it was saved"
+            + (", or pass strict=False to leave out the names that differ." if not hard else "."),
+        )
+    return "; ".join(soft)
+
+
+def compare_groups(
+    saved: Any, here: Any, tied: Mapping[str, str], what: str, ungrouped: Collection[str] = ()
+) -> list[str]:
+    """Sentences about optimizers and parameter groups that differ; empty when they fit.
+
+    Groups are the same when they hold the same parameters, in any order, and stand at the same position: schedulers
+    address them by position.
+
+    Args:
+        saved: list of optimizers, each a list of groups with ``"params"`` (names).
+        here: the same of what is prepared.
+        tied: first name of each other name of a tied parameter, on both sides.
+        what: begins the sentences, e.g. ``"model 0"``.
+        ungrouped: parameters of which the checkpoint does not know whether they were in a group; they do not count.
+    """
+    if len(saved) != len(here):
+        return [f"{what} was saved with {len(saved)} optimizer(s) and has {len(here)} here"]
+    sentences = []
+    for number, (old, new) in enumerate(zip(saved, here, strict=True)):
+        before = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in old]
+        after = [{tied.get(name, name) for name in group["params"]}.difference(ungrouped) for group in new]
+        if before == after:
+            continue
+        where = f"optimizer {number} of {what}"
+        if len(before) == len(after) and all(group in after for group in before):
+            sentences.append(f"{where} has its parameter groups in another order")
+        elif set().union(*before) == set().union(*after):
+            moved = {name for one, two in zip(before, after, strict=False) for name in one ^ two}
+            sentences.append(
+                f"{where} has {len(after)} parameter group(s) where {len(before)} were saved, "
+                f"differing in {_list(sorted(moved))}"
+            )
+        else:
+            gone, come = set().union(*before) - set().union(*after), set().union(*after) - set().union(*before)
+            parts = [f"no longer holds {_list(sorted(gone))}"] if gone else []
+            parts += [f"did not hold {_list(_hinted(come, gone))} when it was saved"] if come else []
+            sentences.append(f"{where} {' and '.join(parts)}")
+    return sentences
+
+
+def _hinted(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
+    pool = sorted(candidates)
+    hinted: list[str] = []
+    for name in sorted(names):
+        near = get_close_matches(name, pool, n=1) if len(hinted) < _SHOWN else []
+        hinted.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return hinted
+
+
+def _list(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def _once(sentences: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(sentences))
+
+
+# ---- Check that a run can load a state, and restore the state before it if loading fails
+
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""What torch's GradScaler gives and wants back."""
+
+_EXTRA: dict[str, Any] = {
+    "tied": str,
+    "numbers": str,
+    "slots": Mapping,
+    "modules": object,
+    "loss_scaler": (int, float),
+}
+"""Parts of a trainable's extra state that the core writes, and what each of them maps names to."""
+
+
+def check_alike(saved: Any, here: Any, what: str) -> None:
+    """Raise where a value is of another kind than the one that it is to replace. Not collective.
+
+    Kinds are: numbers (a tensor with one element is one), strings, ``None``, mappings, sequences of the same length.
+    Keys that are only on one side are passed over, as is anything where ``None`` is here.
+
+    Raises:
+        CheckpointMismatchError: names the place and both values.
+    """
+    if isinstance(here, Mapping) and isinstance(saved, Mapping):
+        for key in here.keys() & saved.keys():
+            check_alike(saved[key], here[key], f"{what}.{key}")
+    elif isinstance(here, (list, tuple)) and isinstance(saved, (list, tuple)) and len(here) == len(saved):
+        for index, (old, new) in enumerate(zip(saved, here, strict=True)):
+            check_alike(old, new, f"{what}[{index}]")
+    elif here is not None and (_kind(saved) != _kind(here) or isinstance(here, (list, tuple))):
+        raise CheckpointMismatchError(
+            f"{what} is {saved!r} in the checkpoint and {here!r} here",
+            cure="Build the optimizer as it was built for the run that saved.",
+        )
+
+
+def _kind(value: Any) -> type:
+    is_number = isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if is_number:
+        return float
+    return Mapping if isinstance(value, Mapping) else type(value)
+
+
+def check_words(portable: PortableState, template: PortableState, trainable: Portable, what: str) -> None:
+    """Raise where the state beside the tensors makes no sense or does not fit; nothing is changed. Not collective.
+
+    Args:
+        portable: decoded; its tensors have no values yet.
+        template: what the run has, for comparison.
+        trainable: what is to take it.
+        what: begins the sentences.
+
+    Raises:
+        CheckpointCorruptError: no run can have saved this.
+        CheckpointMismatchError: hyper-parameters of another kind than the optimizer's here.
+    """
+    if not isinstance(portable.extra, Mapping) or not isinstance(portable.optimizers, list):
+        raise _senseless(what)
+    extra: Mapping[str, Any] = portable.extra
+    for name, kind in _EXTRA.items():
+        if not _is_mapping(extra.get(name, {}), kind):
+            raise _senseless(f"{name} of {what}")
+    for name in ("frozen", "ungrouped"):
+        names = extra.get(name, [])
+        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+            raise _senseless(f"{name} of {what}")
+    for key, tensor in portable.tensors.items():
+        if key in extra.get("numbers", {}) and tensor.numel() != 1:
+            raise _senseless(f"{key}, which is a number,")
+    if extra.get("loss_scaler") and not all(name in extra["loss_scaler"] for name in _SCALER):
+        raise _senseless(f"the loss scale of {what}")
+    for number, (saved, here) in enumerate(zip(portable.optimizers, template.optimizers, strict=False)):
+        for index, (old, new) in enumerate(zip(saved, here, strict=False)):
+            hyper = {key: value for key, value in new.items() if key != "params"}
+            check_alike(old, hyper, f"optimizers[{number}][{index}] of {what}")
+    for optimizer in trainable.optimizers:
+        _check_slots(portable, trainable.module, optimizer, what)
+
+
+def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, what: str) -> None:
+    """Let the optimizer's own ``__setstate__`` look at the state that it would get, on a stand-in for it."""
+    if not isinstance(optimizer, Optimizer):
+        return
+    names = {id(parameter): original_name(name) for name, parameter in module.named_parameters()}
+    numbers = portable.extra.get("numbers", {})
+    slots: dict[str, dict[str, Any]] = {name: dict(rest) for name, rest in portable.extra.get("slots", {}).items()}
+    for key, tensor in portable.tensors.items():
+        if key.startswith("optim."):
+            name, _, slot = key.removeprefix("optim.").rpartition(".")
+            slots.setdefault(name, {})[slot] = 0 if key in numbers else tensor
+    state = {
+        parameter: slots[names[id(parameter)]]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if names.get(id(parameter)) in slots
+    }
+    kind: Any = type(optimizer)
+    # An optimizer whose __del__ frees what it has made elsewhere would free the original's.
+    stand_in: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
+    vars(stand_in).update(vars(optimizer))
+    try:
+        stand_in.__setstate__({"state": state, "param_groups": [dict(group) for group in optimizer.param_groups]})
+    except Exception as problem:
+        raise _senseless(f"the state of {type(optimizer).__name__} of {what} ({type(problem).__name__})") from problem
+
+
+def set_extra_states(module: nn.Module, extra: Mapping[str, Any]) -> list[Callable[[], object]]:
+    """Give submodules their ``set_extra_state``; returns what takes each back, also where one of them raises.
+
+    Raises:
+        CheckpointError: a submodule that is not here or has none, or that refuses its state; none has changed then.
+    """
+    undo: list[Callable[[], object]] = []
+    parts = dict(module.named_modules(remove_duplicate=False))
+    try:
+        for path, value in extra.get("modules", {}).items():
+            part = _with_extra_state(parts.get(path), path)
+            undo.append(_extra_state_again(part))
+            part.set_extra_state(value)
+    except BaseException:
+        for again in reversed(undo):
+            again()
+        raise
+    return undo
+
+
+def _with_extra_state(part: nn.Module | None, path: str) -> nn.Module:
+    if part is None or type(part).get_extra_state is nn.Module.get_extra_state:
+        raise CheckpointMismatchError(f"{path} has extra state in the checkpoint and none here")
+    return part
+
+
+def _extra_state_again(part: nn.Module) -> Callable[[], object]:
+    before = copy.deepcopy(part.get_extra_state())
+    return lambda: part.set_extra_state(before)
+
+
+def remembered(item: Any) -> Callable[[], object]:
+    """What gives an object its present state back, by its own two methods. Collective where those are.
+
+    Its tensors are copied into host memory, so that an object may keep a whole second model.
+    """
+    copies: list[tuple[Tensor, Tensor]] = []
+    tree = _copied(item.state_dict(), copies)
+
+    @torch.no_grad()
+    def take_back() -> None:
+        for tensor, was in copies:
+            tensor.copy_(was)
+        item.load_state_dict(tree)
+
+    return take_back
+
+
+def _copied(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    """The containers copied; the tensors themselves, with a copy of each in ``copies``."""
+    if isinstance(value, Tensor):
+        local = value.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        copies.append((local, local.to("cpu", copy=True)))
+        return value
+    if isinstance(value, Mapping):
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        items = [_copied(item, copies) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return copy.deepcopy(value)
+
+
+def _is_mapping(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and all(isinstance(each, kind) for each in value.values())
+    )
+
+
+def _senseless(what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
+
+
+# ---- Load a checkpoint; one that cannot be loaded leaves the run unchanged
+
+LoadHooks = Callable[[Path], Collection[int]]
+
+
+def load(
+    path: str | Path,
+    state: TrainingState,
+    backend: Backend,
+    *,
+    strict: bool = True,
+    hooks: LoadHooks | None = None,
+) -> Manifest:
+    """Read a checkpoint into a run of any backend and world size. Collective over all ranks.
+
+    Nothing of the run is changed unless all of it was found sound on every rank. Nothing is unpickled.
+
+    Args:
+        path: the checkpoint's folder.
+        state: what to fill.
+        backend: for collectives and this process's place.
+        strict: names in the checkpoint and here must be the same; otherwise differences are passed over with a warning.
+            Shapes and parameter groups must always fit.
+        hooks: called on every rank with the folder once its files were checked. Returns the indices of trainables whose
+            ``model.*`` tensors are left as they are.
+
+    Returns:
+        The manifest; its ``info`` is what the save was given.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint there.
+        CheckpointCorruptError: a file is missing, truncated or altered.
+        CheckpointMismatchError: the checkpoint is of another model, optimizer or script.
+        CheckpointError: it does not make sense, or an object refused its state. All on every rank, with the run as it
+            was. Only a file that cannot be read any more after it was checked, and an engine that refuses what fits,
+            fail with the weights replaced; the message says so.
+    """
+    folder = Path(path).absolute()
+    ranks = Ranks(backend)
+    (text, *_) = ranks.agree("read the manifest", lambda: read_text(folder) if ranks.is_main else "")
+    manifest = Manifest.from_json(ranks.broadcast(text), str(folder / MANIFEST))
+    ranks.agree("check its share of the files", lambda: _check_share(folder, manifest, ranks))
+    skipped = frozenset(hooks(folder)) if hooks is not None else frozenset[int]()
+    work = _Load(folder, manifest, state, backend, skipped)
+    differences = joined(ranks.agree("compare the checkpoint", work.compare))
+    passed_over = judge(differences, str(folder), strict=strict)
+    ranks.agree("make sense of the checkpoint", work.decode)
+    work.remark_rng()
+    if ranks.is_main:
+        remarks = [f"strict=False passes over: {passed_over}"] if passed_over else []
+        for sentence in remarks + work.remarks:
+            warnings.warn(sentence, stacklevel=2)
+    try:
+        ranks.agree("take over the state of objects", work.take_over_objects)
+    except BaseException:
+        work.take_back()
+        raise
+    try:
+        ranks.agree("read its tensors", work.fill)
+        ranks.agree("take over the state", work.take_over)
+    except CheckpointError as problem:
+        work.take_back()
+        raise type(problem)(
+            f"{problem.what}; weights were replaced by then",
+            whose=problem.whose,
+            cure="Load another checkpoint, or start the run again: what is prepared now is of neither.",
+        ) from problem
+    return manifest
+
+
+def _check_share(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+    """Check this rank's share of the files: largest first, each to the rank that has least to read."""
+    loads = [0] * ranks.world_size
+    for name, entry in sorted(manifest.files.items(), key=lambda one: (-one[1].size, one[0])):
+        rank = loads.index(min(loads))
+        loads[rank] += entry.size
+        if rank == ranks.rank:
+            check_file(folder, name, entry)
+
+
+class _Load:
+    """One rank's part of one load. Its methods run in the order written here."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, state: TrainingState, backend: Backend, skip_models: frozenset[int]
+    ) -> None:
+        self._folder, self._manifest, self._state = folder, manifest, state
+        self._topology, self._skip_models = backend.topology, skip_models
+        self._templates: list[PortableState] = []
+        self._targets: dict[str, Any] = {}  # Tensors of models and optimizers to be filled, by stored name.
+        self._words: dict[str, Any] = {}  # New tensors for all other state.
+        self._aliases: dict[str, str] = {}  # Stored name wanted here: the stored name that it was tied to.
+        self._portable: list[PortableState] = []
+        self._objects: dict[str, Any] = {}
+        self._counters: dict[str, Any] = {}
+        self._rng: Any = None
+        self._undo: list[Callable[[], object]] = []
+        self.remarks: list[str] = []
+
+    def compare(self) -> Differences:
+        """Lay out what is to be filled and find what does not fit. Not collective."""
+        found = Differences(unused={name for name in self._manifest.tensors if name.startswith(("model", "optim"))})
+        for index, trainable in enumerate(self._state.trainables):
+            if index < len(self._manifest.trainables):
+                self._compare_trainable(index, trainable, found)
+            else:
+                found.others.append(f"{self._kind(index)} {index} is here, {len(self._manifest.trainables)} were saved")
+        here, saved = set(self._state.objects), set(self._manifest.objects)
+        found.missing.update(f"objects.{name}" for name in here - saved)
+        found.unused.update(f"objects.{name}" for name in saved - here)
+        self._lay_out(self._manifest.counters)
+        for entry in self._manifest.trainables[: len(self._state.trainables)]:
+            self._lay_out([entry["optimizers"], entry["extra"]])
+        for name in sorted(here & saved):
+            keys = {key for key, _ in tensor_keys(self._manifest.objects[name])}
+            is_sharded = any(self._manifest.tensors[key].sharded for key in keys)
+            self._lay_out(self._manifest.objects[name], self._state.objects[name].state_dict() if is_sharded else None)
+        return found
+
+    def _kind(self, index: int) -> str:
+        return "average" if index >= len(self._state.trainables) - self._state.averages else "model"
+
+    def _left_out(self, index: int, trainable: Portable, specs: Mapping[str, Any]) -> set[str]:
+        """Names of saved tensors that nobody is to take."""
+        left_out = {own for own in specs if own.startswith("model.") and index in self._skip_models}
+        if not trainable.optimizers and any(own.startswith("optim.") for own in specs):
+            left_out |= {own for own in specs if own.startswith("optim.")}
+            self.remarks.append(f"the optimizer state of model {index} is left out: no optimizer is prepared with it")
+        return left_out
+
+    def _is_other_kind(self, index: int, saved: Mapping[str, Any], found: Differences) -> bool:
+        kind = "average" if "average" in saved["extra"] else "model"
+        if kind == self._kind(index):
+            return False
+        found.others.append(f"{self._kind(index)} {index} here is a {kind} in the checkpoint")
+        self._templates.append(PortableState())
+        return True
+
+    def decode(self) -> None:
+        """Read everything but what goes into models and optimizers, and look at the rest. Not collective."""
+        reader, planner, plan = self._plan(self._targets)
+        reader.check_data(plan)
+        reader, planner, plan = self._plan(self._words)
+        reader.read_data(plan, planner).wait()
+        for index, (trainable, template) in enumerate(zip(self._state.trainables, self._templates, strict=True)):
+            saved = self._manifest.trainables[index]
+            tensors = {
+                own: self._targets[stored]
+                for own in template.tensors
+                if (stored := stored_name(own, index)) in self._targets
+            }
+            optimizers = decode(saved["optimizers"], self._fetch) if trainable.optimizers else []
+            portable = PortableState(tensors, optimizers, decode(saved["extra"], self._fetch))
+            check_words(portable, template, trainable, f"model {index}")
+            self._portable.append(portable)
+        self._objects = {
+            name: decode(self._manifest.objects[name], self._fetch)
+            for name in self._state.objects
+            if name in self._manifest.objects
+        }
+        self._counters = decode(self._manifest.counters, self._fetch)
+        if not isinstance(self._counters, dict) or any(type(each) is not int for each in self._counters.values()):
+            raise CheckpointCorruptError("the counters make no sense", whose=str(self._folder))
+        file = self._manifest.rng.get(self._topology.dp_rank)
+        if self._state.rng is not None and file is not None:
+            self._rng = _read_rng(self._folder / file)
+            _try_rng(self._state.rng, self._rng, file)
+
+    def take_over_objects(self) -> None:
+        """Give registered objects, schedulers and loaders their state. Collective where theirs is."""
+        for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
+            self._undo += set_extra_states(trainable.module, portable.extra)
+        for name, decoded in self._objects.items():
+            item = self._state.objects[name]
+            remember = self._state.remember.get(name)
+            self._undo.append(remember() if remember is not None else remembered(item))
+            item.load_state_dict(decoded)
+
+    def take_back(self) -> None:
+        """Undo :meth:`take_over_objects`, as far as it came. Collective where that is."""
+        while self._undo:
+            again = self._undo.pop()
+            try:
+                again()
+            except Exception as problem:  # noqa: BLE001  The others are taken back all the same, and the cause is told.
+                warnings.warn(f"an object does not take its own former state back: {problem!r}", stacklevel=3)
+
+    def fill(self) -> None:
+        """Read the weights: every tensor that this rank needs, its own boxes only. Not collective."""
+        reader, planner, plan = self._plan(self._targets)
+        reader.read_data(plan, planner).wait()
+
+    def take_over(self) -> None:
+        """Hand everything to its owner; random state last, since owners may draw numbers. Collective where they are."""
+        for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
+            trainable.load_portable_state(portable)
+        self._state.counters.update(self._counters)
+        if self._state.rng is not None and self._manifest.rng:
+            if self._rng is not None:
+                self._state.rng.restore(self._rng)
+            else:
+                self._state.rng.reseed(self._derived_seed(self._topology.dp_rank))
+
+    def _plan(self, targets: dict[str, Any]) -> tuple[DrivetrainReader, DefaultLoadPlanner, LoadPlan]:
+        """What is read into these tensors, and from where."""
+        tied = {name: self._manifest.tensors[first] for name, first in self._aliases.items()}
+        reader = DrivetrainReader(
+            self._folder, dataclasses.replace(self._manifest, tensors={**self._manifest.tensors, **tied})
+        )
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, reader.read_metadata(), is_coordinator=self._topology.rank == 0)
+        return reader, planner, planner.create_local_plan()
+
+    def _compare_trainable(self, index: int, trainable: Portable, found: Differences) -> None:
+        saved, specs = self._manifest.trainables[index], self._manifest.specs(index)
+        tied = saved["extra"].get("tied", {})
+        if self._is_other_kind(index, saved, found):
+            return
+        origins = _tied_names(specs, tied)
+        template = trainable.portable_template({**{own: specs[first] for own, first in origins.items()}, **specs})
+        self._templates.append(template)
+        left_out = self._left_out(index, trainable, specs)
+        cast = []
+        for own, target in template.tensors.items():
+            first = own if own in specs else origins.get(own, own)
+            stored = stored_name(own, index)
+            if first in left_out or (own.startswith("model.") and index in self._skip_models):
+                continue
+            if first not in specs:
+                found.missing.add(stored)
+                continue
+            found.unused.discard(stored_name(first, index))
+            if tuple(target.shape) != specs[first].shape:
+                saved_shape = list(specs[first].shape)
+                found.shapes.append(f"{stored} is {saved_shape} in the checkpoint and {list(target.shape)} here")
+                continue
+            if torch_dtype(stored, specs[first].dtype).is_complex != target.dtype.is_complex:
+                found.others.append(f"{stored} is {specs[first].dtype} in the checkpoint and {target.dtype} here")
+                continue
+            if dtype_name(target.dtype) != specs[first].dtype:
+                cast.append(f"{stored} from {specs[first].dtype} to {dtype_name(target.dtype)}")
+            self._targets[stored] = target
+            if first != own:
+                self._aliases[stored] = stored_name(first, index)
+        found.unused -= {stored_name(own, index) for own in left_out}
+        if cast:
+            self.remarks.append(f"{len(cast)} tensor(s) change their dtype while loading, the first is {cast[0]}")
+        if trainable.optimizers and not saved["optimizers"]:
+            found.missing.add(f"optimizer state of model {index}")
+        elif trainable.optimizers and template.optimizers:
+            both = {**template.extra.get("tied", {}), **tied}
+            ungrouped = saved["extra"].get("ungrouped", ())
+            found.others += compare_groups(saved["optimizers"], template.optimizers, both, f"model {index}", ungrouped)
+
+    def _lay_out(self, tree: Any, like: Any = None) -> None:
+        """Make room for the tensors of encoded state: on the CPU, or sharded as they are now."""
+        for key, present in tensor_keys(tree, like):
+            entry = self._manifest.tensors[key]
+            if key.startswith(("model", "optim")):
+                raise CheckpointCorruptError(f"{key} is named as the state of something else", whose=str(self._folder))
+            if isinstance(present, DTensor) and tuple(present.shape) == entry.shape:
+                self._words[key] = torch.empty_like(present)
+            else:
+                self._words[key] = torch.empty(entry.shape, dtype=torch_dtype(key, entry.dtype))
+
+    def _fetch(self, key: str) -> Tensor:
+        tensor: Tensor = self._words[key]
+        return tensor
+
+    def remark_rng(self) -> None:
+        """Say what becomes of the random state where the checkpoint has none for a data-parallel coordinate."""
+        if self._state.rng is None:
+            return
+        lacking = [at for at in range(self._topology.dp_size) if at not in self._manifest.rng]
+        if lacking and not self._manifest.rng:
+            self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
+        elif lacking:
+            seeds = ", ".join(f"{at}: {self._derived_seed(at)}" for at in lacking)
+            self.remarks.append(
+                f"the checkpoint holds the random state of {len(self._manifest.rng)} data-parallel process(es); "
+                f"the others are seeded from it ({seeds})"
+            )
+
+    def _derived_seed(self, coordinate: int) -> int:
+        """A seed that depends on the checkpoint and the coordinate only."""
+        first = self._manifest.files[self._manifest.rng[min(self._manifest.rng)]]
+        return zlib.crc32(f"{first.crc32}/{coordinate}".encode())
+
+
+def _tied_names(specs: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> dict[str, str]:
+    """Further names under which saved tensors are known, by tying: ``{"model.head.weight": "model.embed.weight"}``."""
+    aliases: dict[str, list[str]] = {}
+    for alias, first in tied.items():
+        aliases.setdefault(first, []).append(alias)
+    names = {}
+    for own in specs:
+        kind, _, rest = own.partition(".")
+        name = rest if kind == "model" else rest.rpartition(".")[0]
+        for alias in aliases.get(name, ()):
+            names[f"{kind}.{alias}{rest[len(name) :]}"] = own
+    return names
+
+
+def _try_rng(rng: Rng, saved: Any, file: str) -> None:
+    """Raise when the generators do not take this state; they are as they were afterwards."""
+    before = rng.capture()
+    try:
+        rng.restore(saved)
+    except Exception as problem:
+        raise CheckpointCorruptError(
+            f"{file} holds no random state: {type(problem).__name__}: {problem}".rstrip(".")
+        ) from problem
+    finally:
+        rng.restore(before)
+
+
+def _read_rng(path: Path) -> Any:
+    file = TensorFile(path)
+    try:
+        tree = json.loads(file.metadata["tree"])
+    except (KeyError, ValueError) as problem:
+        raise CheckpointCorruptError(f"{path.name} holds no random state", whose=str(path.parent)) from problem
+    return decode(tree, file.copy)
+

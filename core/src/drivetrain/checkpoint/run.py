@@ -1,0 +1,281 @@
+"""``save_state`` and ``load_state``: what of a run goes into its checkpoint, and under which name."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+from drivetrain.backend import Backend
+from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, folder, load, save
+from drivetrain.distributed import rng
+from drivetrain.distributed.attendance import Attendance
+from drivetrain.distributed.trees import attribute
+from drivetrain.distributed.watchdog import meet, note
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.kwargs import ProjectConfiguration
+from drivetrain.loop.ema import EMA
+from drivetrain.loop.model import plain_state_dict
+from drivetrain.loop.prepare import Preparer
+from drivetrain.loop.training import Trainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RemovableHandle:
+    """Takes a hook back."""
+
+    hooks: dict[int, Callable[..., Any]]
+    key: int
+
+    def remove(self) -> None:
+        """Forget the hook; a second call does nothing."""
+        self.hooks.pop(self.key, None)
+
+
+@final
+class RunCheckpoints:
+    """The checkpoints of one accelerator.
+
+    Args:
+        backend: the started backend.
+        trainer: its step count goes along.
+        preparer: its models, optimizers and schedulers go along.
+        loaders: prepared loaders, whose position goes along.
+        project: folder, naming and limit.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        trainer: Trainer,
+        preparer: Preparer,
+        loaders: Sequence[Any],
+        project: ProjectConfiguration,
+    ) -> None:
+        self._backend, self._trainer, self._preparer, self._loaders = backend, trainer, preparer, loaders
+        self._project = project
+        self.custom: list[Any] = []
+        self.averages: list[EMA] = []
+        self.save_hooks: dict[int, Callable[..., Any]] = {}
+        self.load_hooks: dict[int, Callable[..., Any]] = {}
+        self._keys = count()
+        self._run: str | None = None  # Which run's checkpoints these are; settled by the first save or load.
+        self._background = BackgroundSaver(backend)
+        self._saving = Attendance(
+            backend.topology, "save_state", "the checkpoint is written without their random state"
+        )
+        self._exporting = Attendance(backend.topology, "save_model", "the model is written without waiting for them")
+
+    def hook(self, hooks: dict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
+        """Register a function in one of the two tables."""
+        key = next(self._keys)
+        hooks[key] = function
+        return RemovableHandle(hooks, key)
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Add objects of the user's; all of them must be able to say and take their state."""
+        self.averages += [each for each in objects if isinstance(each, EMA) and each not in self.averages]
+        objects = [each for each in objects if not isinstance(each, EMA)]
+        wrong = [
+            type(each).__name__
+            for each in objects
+            if not (callable(attribute(each, "state_dict")) and callable(attribute(each, "load_state_dict")))
+        ]
+        if wrong:
+            raise UsageError(
+                f"{', '.join(wrong)} cannot be saved: it has no state_dict() and load_state_dict()",
+                cure="Give it both methods, or save it yourself with accelerator.save.",
+            )
+        self.custom.extend(objects)
+
+    def wait(self) -> Path | None:
+        """Wait for the save that runs beside the training; its folder, or ``None``. Raises when it failed."""
+        return self._background.wait()
+
+    def close(self) -> None:
+        """Wait as well, and let go of the folders and of what such saves need. Not collective."""
+        self._background.close()
+        folder.release()
+
+    def save(self, output_dir: str | Path | None, *, blocking: bool = True) -> Path:
+        """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.
+
+        Where every rank holds everything, the main process may also be the only one that calls it, as scripts for other
+        libraries do: it then writes what it has.
+
+        Args:
+            output_dir: the folder; ``None`` takes the next one under automatic naming, which alone are counted.
+            blocking: see ``Accelerator.save_state``.
+        """
+        if not blocking and not self._backend.capabilities.async_save:
+            raise UnsupportedError(
+                f"{type(self._backend).__name__} cannot save beside the training: its state cannot be copied at once",
+                cure="Leave blocking at True.",
+            )
+        self._catch_up()
+        automatic = self._project.automatic_checkpoint_naming
+        begun_anew = self._run is None
+        if self._run is None:
+            self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
+        naming = self._naming() if automatic and output_dir is None else None
+        given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
+        alone = not self._all_come(self._saving)
+        if alone and self._backend.topology.rank != 0:
+            # Too late: the main process has written without this rank.
+            return given
+        ask: Callable[[Callable[[], Any]], Any] = _ask if alone else self._on_main
+        path: Path = given
+        if naming:
+            naming.iteration = ask(lambda: _next_number(naming, begun_anew=begun_anew))
+            path = naming.path
+        if self._trainer.unfinished:
+            logger.warning(
+                "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
+                "far are not part of it. Save where accelerator.sync_gradients is true to lose nothing.",
+                self._trainer.unfinished,
+            )
+        hooks = self._run_save_hooks if self.save_hooks else None
+        info: dict[str, Any] = {"run": self._run} if automatic else {}
+        info |= {"iteration": naming.iteration} if naming else {}
+        if blocking:
+            save(path, self._state(), self._backend, info=info, hooks=hooks, alone=alone)
+            if naming:
+                self._project.iteration = ask(lambda: _after(naming, naming.saved, path))
+            return path
+        prune = partial(naming.prune, path) if naming else None
+        self._background.start(path, self._state(), info=info, hooks=hooks, alone=alone, afterwards=prune)
+        if naming:
+            # Counted at once, since the next save needs a name; a save that fails leaves its number out.
+            self._project.iteration = ask(lambda: naming.iteration + 1)
+        return path
+
+    def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
+        """Read one checkpoint, the newest when none is named. Collective over all ranks."""
+        meet("load_state")
+        self._catch_up()
+        automatic = self._project.automatic_checkpoint_naming
+        if input_dir is None and not automatic:
+            self._given(input_dir, "load_state")
+        naming = self._naming() if automatic else None
+        path = self._on_main(naming.latest) if input_dir is None and naming else Path(str(input_dir))
+        state = self._state()
+        hooks = self._run_load_hooks if self.load_hooks else None
+        manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
+        self._trainer.step = int(state.counters["step"])
+        self._trainer.abandon_windows()
+        if naming:
+            self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
+            run = str(manifest.info.get("run", ""))
+            if run or path.absolute().parent == naming.folder.absolute():  # Others' begin a run of their own here.
+                self._run = run
+        return path, manifest
+
+    def _catch_up(self) -> None:
+        """Let a device that runs behind the host do what was recorded, and learn which steps it applied."""
+        for optimizer in self._preparer.optimizers:
+            optimizer.settle()
+        self._backend.sync()
+
+    def all_export(self) -> bool:
+        """Whether all ranks are in this ``save_model``; else only the main process writes, and nobody is waited for."""
+        return self._all_come(self._exporting)
+
+    def _all_come(self, attendance: Attendance) -> bool:
+        """Asked only where the main process could do without the others; elsewhere they must come."""
+        topology = self._backend.topology
+        if not (self._backend.capabilities.replicated and topology.dp_size == topology.world_size):
+            meet(attendance.call)
+            return True
+        return attendance.all_come(self._trainer.step, note(attendance.call))
+
+    def _run_save_hooks(self, folder: Path) -> set[int]:
+        """Let the script's hooks write their own files; the models whose weights they took out of the list."""
+        models = list(self._preparer.models)
+        weights = [plain_state_dict(model) for model in models]
+        kept = list(weights)
+        for hook in list(self.save_hooks.values()):
+            hook(models, kept, str(folder))
+        return _taken_out(weights, kept)
+
+    def _run_load_hooks(self, folder: Path) -> set[int]:
+        """Let the script's hooks load their own files; the models that they took out of the list."""
+        models = list(self._preparer.models)
+        kept = list(models)
+        for hook in list(self.load_hooks.values()):
+            hook(kept, str(folder))
+        return _taken_out(models, kept)
+
+    def _state(self) -> TrainingState:
+        objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
+        objects |= {f"loader.{index}": each for index, each in enumerate(self._loaders)}
+        objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
+        device = self._backend.topology.device
+        return TrainingState(
+            trainables=[*(record.trainable for record in self._trainer.records), *self.averages],
+            averages=len(self.averages),
+            objects=objects,
+            counters={"step": self._trainer.step},
+            remember={f"loader.{index}": each.remember for index, each in enumerate(self._loaders)},
+            rng=Rng(lambda: rng.capture_rng(device), lambda saved: rng.restore_rng(saved, device), rng.set_seed),
+        )
+
+    def _naming(self) -> Naming:
+        folder = Path(self._given(self._project.project_dir, "automatic checkpoint naming")) / "checkpoints"
+        return Naming(folder, self._project.total_limit, self._project.iteration, self._run or "")
+
+    @staticmethod
+    def _given(folder: Any, what: str) -> Any:
+        if folder is None:
+            raise UsageError(
+                f"{what} needs a folder",
+                cure="Pass one, or set project_dir with ProjectConfiguration(automatic_checkpoint_naming=True).",
+            )
+        return folder
+
+    def _on_main(self, ask: Callable[[], T]) -> T:
+        """The main process's answer on every rank, or its error: file systems show a new folder at different times."""
+        answer: tuple[T | None, Exception | None] = (None, None)
+        if self._backend.topology.rank == 0:
+            try:
+                answer = (ask(), None)
+            except Exception as error:  # noqa: BLE001 (raised on every rank below)
+                answer = (None, error)
+        value, failure = self._backend.broadcast_object(answer)
+        if failure is not None:
+            raise failure
+        result: T = value
+        return result
+
+
+def _ask(question: Callable[[], T]) -> T:
+    """The answer of this rank alone."""
+    return question()
+
+
+def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:
+    """Indices of the objects that a hook removed from its list."""
+    left = {id(each) for each in after}
+    return {index for index, each in enumerate(before) if id(each) not in left}
+
+
+def _next_number(naming: Naming, *, begun_anew: bool) -> int:
+    """The number of the next checkpoint, and a word where another run's lie in the folder."""
+    naming.next_path()
+    if begun_anew:
+        naming.warn_of_others()
+    return naming.iteration
+
+
+def _after(naming: Naming, change: Callable[..., Any], *arguments: Any) -> int:
+    """The number of the next checkpoint after a change to the names."""
+    change(*arguments)
+    return naming.iteration

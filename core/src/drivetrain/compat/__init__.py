@@ -1,0 +1,1 @@
+"""Everything that exists only for scripts and configuration files written for Accelerate."""

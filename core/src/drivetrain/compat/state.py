@@ -1,0 +1,233 @@
+"""For code that has no accelerator at hand: the state of the newest one, under the names of Accelerate's singletons.
+
+State lives on the accelerator, and several may coexist; what is here only finds the one that was made last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from drivetrain.backend import Backend, ProcessGroupSettings, RunSettings
+from drivetrain.backends.torch_engine import original_module
+from drivetrain.config import worker_config
+from drivetrain.distributed.current import (
+    World,
+    current_backend,
+    forget_all,
+    forget_backend,
+    set_current_backend,
+    started_backend,
+)
+from drivetrain.distributed.device import available_device_type
+from drivetrain.distributed.process_control import ProcessControl
+from drivetrain.errors import UsageError
+from drivetrain.launch.environment import read_place
+from drivetrain.logging import set_rank
+from drivetrain.loop.model import record_of
+from drivetrain.registry import get_registry
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator import RunFacts
+
+# ---- ``PartialState``: the processes of a job without anything that trains
+
+logger = logging.getLogger(__name__)
+
+# `PartialState().is_main_process` is written all over scripts: the first one's claim on the process group is kept.
+_kept: list[World] = []
+
+
+@final
+class PartialState(ProcessControl):
+    """Who this process is, and the means to wait, split and print, before or without an :class:`Accelerator`.
+
+    The first one joins the process group, forming it when a launcher started several processes (collective over all
+    ranks then). One made later, with the same wishes, or beside a started ``Accelerator``, shares what is there.
+
+    Args:
+        cpu: stay on the CPU even where there is an accelerator.
+        init_pg_kwargs: how to form the process group: ``backend`` (gloo, nccl, ...), ``init_method``, ``timeout`` (a
+            ``timedelta``). They lay over the configuration's ``process_group``.
+
+    Attributes:
+        backend: name of the communication backend, ``None`` when one process runs alone.
+        debug: whether collectives compare shapes first (``debug`` of the configuration).
+
+    Raises:
+        UsageError: a keyword argument that has no meaning here, or one that comes too late because the process group
+            exists already.
+    """
+
+    backend: str | None
+
+    def __init__(self, cpu: bool = False, **init_pg_kwargs: Any) -> None:
+        group = _group_settings(init_pg_kwargs)
+        config = worker_config().config
+        self.debug = config.debug
+        started = started_backend()
+        if started is not None and (not cpu or started[0].topology.device == "cpu"):
+            if init_pg_kwargs:
+                raise UsageError(
+                    f"the process group exists already; {', '.join(sorted(init_pg_kwargs))} can no longer be chosen",
+                    cure="Give these to the first PartialState or Accelerator of the process.",
+                )
+            self._shared, self._name = started
+        else:
+            asked = config.process_group
+            settings = RunSettings(
+                place=read_place(os.environ),
+                device_type="cpu" if cpu or config.use_cpu else None,
+                process_group=ProcessGroupSettings(
+                    group.communication_backend or asked.communication_backend,
+                    group.init_method or asked.init_method,
+                    group.timeout_seconds or asked.timeout_seconds,
+                ),
+            )
+            world = World(settings)
+            world.start()
+            _kept.append(world)
+            self._shared, self._name = world, ""
+            set_current_backend(world)
+            set_rank(world.topology.rank, world.topology.world_size, world.barrier)
+        self.backend = self._shared.topology.communication_backend
+
+    @property
+    def _job(self) -> Backend:
+        return self._shared
+
+    @property
+    def distributed_type(self) -> str:
+        """Name of the backend that trains here, or that would when nobody chooses one."""
+        return self._name or get_registry().default(self.num_processes).name
+
+    @property
+    def initialized(self) -> bool:
+        """Always ``True``: the state is complete when ``__init__`` returns."""
+        return True
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that torch finds on this machine, whatever was asked for."""
+        return torch.device(available_device_type())
+
+    def set_device(self) -> None:
+        """Make this process's device torch's current one again."""
+        if self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
+
+    def destroy_process_group(self) -> None:
+        """Give back the claim on the process group; the last claim destroys it. Every rank calls it, none waits.
+
+        An ``Accelerator`` that uses the group keeps it until its ``end_training``.
+        """
+        if isinstance(self._shared, World):
+            forget_backend(self._shared)
+            _kept[:] = [world for world in _kept if world is not self._shared]
+            self._shared.stop()
+        else:
+            logger.warning("the process group is in use by an Accelerator; its end_training() gives it back.")
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget every state of this process and give back the claims on the process group."""
+        forget_all()
+        while _kept:
+            _kept.pop().stop()
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        return f"PartialState({place}, {self.device}, communication backend: {self.backend})"
+
+
+def _group_settings(given: dict[str, Any]) -> ProcessGroupSettings:
+    unknown = sorted(set(given) - {"backend", "init_method", "timeout"})
+    if unknown:
+        raise UsageError(
+            f"PartialState does not know {', '.join(unknown)}",
+            cure="It takes cpu, backend, init_method and timeout.",
+        )
+    timeout = given.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise UsageError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
+    seconds = None if timeout is None else timeout.total_seconds()
+    return ProcessGroupSettings(given.get("backend"), given.get("init_method"), seconds)
+
+
+# ---- For code that has no accelerator at hand: the state of the newest one, under the names of Accelerate's singleto
+
+_made: list[weakref.ref[RunFacts]] = []
+
+
+def remember(run: RunFacts) -> None:
+    """Note a new accelerator; it is held weakly."""
+    _made[:] = [each for each in _made if each() is not None]
+    _made.append(weakref.ref(run))
+
+
+def _newest() -> RunFacts | None:
+    for each in reversed(_made):
+        run = each()
+        if run is not None:
+            return run
+    return None
+
+
+def is_initialized() -> bool:
+    """Whether there is an accelerator whose state ``AcceleratorState()`` would give."""
+    return _newest() is not None
+
+
+@final
+class AcceleratorState:
+    """``AcceleratorState()`` is the newest accelerator's ``state``.
+
+    Raises:
+        UsageError: there is no accelerator.
+    """
+
+    def __new__(cls) -> Any:
+        """Find it."""
+        run = _newest()
+        if run is None:
+            raise UsageError("there is no accelerator yet, so it has no state", cure="Create Accelerator() first.")
+        return run.state
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget which accelerators there are; they themselves go on."""
+        _made.clear()
+
+
+@final
+class GradientState:
+    """``GradientState()`` is the newest accelerator's ``gradient_state``. Raises as :class:`AcceleratorState` does."""
+
+    def __new__(cls) -> Any:
+        """Find it."""
+        return AcceleratorState().gradient_state
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here. Collective over all ranks."""
+    current_backend().barrier()
+
+
+def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    """The model itself: what ``prepare`` returns is the user's own object.
+
+    Args:
+        model: a prepared model, or its ``model.module``.
+        keep_fp32_wrapper: accepted either way: there is no such wrapper.
+        keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
+    """
+    del keep_fp32_wrapper
+    record = record_of(model)
+    model = model if record is None else record.source
+    return model if keep_torch_compile else original_module(model)
+

@@ -1,0 +1,1 @@
+"""What processes have in common: process group, collectives, random numbers, devices."""

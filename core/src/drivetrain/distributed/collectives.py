@@ -1,0 +1,192 @@
+"""Collectives on one tensor or one object over ``torch.distributed``: what a :class:`~drivetrain.api.Backend` inherits.
+
+``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
+Every function is collective over the group it names and local when that group has one member. A tensor of any dtype
+and device may be given: what the communication backend cannot carry travels in another dtype, without loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from drivetrain.errors import UsageError
+from drivetrain.topology import DATA_AXES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from drivetrain.backend import ReduceOp
+    from drivetrain.topology import Mesh, Topology
+
+# torch 2.13 renamed the function and deprecates the old name; 2.9 to 2.12 have only the old one.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Carried by gloo, nccl and xccl alike; gloo refuses int16, the unsigned types but uint8, and float8.
+_CARRIED = frozenset(
+    {torch.uint8, torch.int8, torch.int32, torch.int64} | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+_REDUCED = frozenset({torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_groups: WeakKeyDictionary[Any, dict[Mesh, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def dp_group(topology: Topology) -> dist.ProcessGroup | None:
+    """Process group of the ranks that read different samples; ``None`` stands for the default group.
+
+    Collective over *all* ranks on the first call for a mesh (every rank creates every group), free afterwards. A
+    backend with ``tp``, ``cp`` or ``pp`` axes calls it in ``start``, when all ranks are sure to be there.
+    """
+    if topology.dp_size == topology.world_size:
+        return None
+    made = _groups.setdefault(dist.group.WORLD, {})
+    mesh = topology.mesh
+    if mesh not in made:
+        for ranks in sorted({mesh.peers(rank, DATA_AXES) for rank in range(topology.world_size)}):
+            group = dist.new_group(list(ranks))
+            if topology.rank in ranks:
+                made[mesh] = group
+    return made[mesh]
+
+
+def all_gather(tensor: Tensor, topology: Topology) -> Tensor:
+    """Concatenate along dim 0 over the data-parallel ranks, by coordinate; a new tensor without gradient.
+
+    Collective over the data-parallel group. Shape and dtype must agree on all of its ranks:
+    :mod:`drivetrain.distributed.nested` checks that, this function does not (gloo aborts the process on unequal sizes).
+
+    Args:
+        tensor: shape ``(n, ...)``.
+
+    Returns:
+        Shape ``(dp_size * n, ...)``, on the tensor's device.
+    """
+    if tensor.dim() == 0:
+        raise UsageError("a 0-d tensor cannot be concatenated", cure="Give it a dimension: tensor[None].")
+    if topology.dp_size == 1:
+        return tensor.detach().clone()
+    sent, plain = _as_carried(tensor, topology)
+    received = torch.empty((topology.dp_size, *sent.shape), dtype=sent.dtype, device=sent.device)
+    _gather_into(received.view(-1), sent.view(-1), group=dp_group(topology))
+    shape = (topology.dp_size * tensor.shape[0], *tensor.shape[1:])
+    return (received if plain else received.view(tensor.dtype)).view(shape).to(tensor.device)
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp, topology: Topology) -> Tensor:
+    """Reduce over the data-parallel ranks; ``tensor`` itself stays as it was, the result has no gradient.
+
+    Collective over the data-parallel group; shape and dtype agree on all of its ranks. float16 and bfloat16 are added
+    in float32 and rounded once. ``"mean"`` is the sum divided by ``dp_size``: of integers and booleans it has the
+    default floating dtype, as torch's true division. ``"sum"`` of booleans counts (int64), of integers keeps the dtype
+    and wraps as torch's addition does.
+
+    Raises:
+        UsageError: an unknown ``op``, or a dtype without an order (complex, uint64) for ``"max"`` and ``"min"``.
+    """
+    if op not in _OPS:
+        raise UsageError(f"unknown reduction {op!r}", cure=f"Choose one of {', '.join(map(repr, _OPS))}.")
+    dtype = tensor.dtype
+    if op in ("max", "min") and (dtype.is_complex or dtype is torch.uint64):
+        raise UsageError(f"{op} is not defined for {dtype} across processes")
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    if whole and (op == "mean" or dtype not in _REDUCED):
+        work = tensor.detach().to(torch.int64, copy=True)
+    elif dtype in _REDUCED:
+        work = tensor.detach().clone(memory_format=torch.contiguous_format)
+    else:
+        work = tensor.detach().to(torch.float32, copy=True)
+    if topology.dp_size > 1:
+        sent = work.to(_wire_device(tensor, topology)).contiguous()
+        dist.all_reduce(sent, op=_OPS[op], group=dp_group(topology))
+        work = sent.to(tensor.device)
+    if op == "mean":
+        work = work / topology.dp_size
+        return work if whole else work.to(dtype)
+    return work if op == "sum" and dtype is torch.bool else work.to(dtype)
+
+
+def broadcast(tensor: Tensor, src: int, topology: Topology) -> Tensor:
+    """Everyone gets global rank ``src``'s values in a new tensor. Collective over all ranks; shape and dtype agree."""
+    if not 0 <= src < topology.world_size:
+        raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
+    if topology.world_size == 1:
+        return tensor.detach().clone()
+    sent, plain = _as_carried(tensor, topology)
+    received = sent.clone()
+    dist.broadcast(received, src=src)
+    return (received if plain else received.view(tensor.dtype)).view(tensor.shape).to(tensor.device)
+
+
+@torch.no_grad()
+def broadcast_in_place(tensors: Iterable[Tensor], topology: Topology) -> None:
+    """Give these tensors the values of the first data-parallel rank, in one message.
+
+    Collective over the data-parallel group; number, shapes and dtypes agree on all of its ranks. Of DTensors this
+    rank's part is exchanged. The write is not counted as one by autograd: a graph may have saved the values.
+    """
+    if topology.dp_size == 1:
+        return
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.data for tensor in tensors]
+    # The largest elements first, so that each tensor's bytes begin at a multiple of its element size.
+    local = sorted((each for each in local if each.numel()), key=lambda each: -each.element_size())
+    if not local:
+        return
+    device = _wire_device(local[0], topology)
+    parts = [each.to(device).contiguous().view(-1).view(torch.uint8) for each in local]
+    flat = torch.cat(parts)
+    dist.broadcast(flat, group=dp_group(topology), group_src=0)
+    for each, part in zip(local, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        each.copy_(part.view(each.dtype).view(each.shape))
+
+
+def all_gather_object(obj: Any, topology: Topology) -> list[Any]:
+    """One object from every data-parallel rank, by coordinate. Collective over the data-parallel group.
+
+    Objects are pickled, among the ranks of one job only.
+    """
+    if topology.dp_size == 1:
+        return [obj]
+    received: list[Any] = [None] * topology.dp_size
+    dist.all_gather_object(received, obj, group=dp_group(topology))
+    return received
+
+
+def broadcast_object(obj: Any, src: int, topology: Topology) -> Any:
+    """Everyone gets global rank ``src``'s object, pickled. Collective over all ranks; ``obj`` is ignored elsewhere."""
+    if not 0 <= src < topology.world_size:
+        raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
+    if topology.world_size == 1:
+        return obj
+    box = [obj if topology.rank == src else None]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def barrier(topology: Topology) -> None:
+    """Wait until every rank of the job is here. Collective over all ranks."""
+    if topology.world_size == 1:
+        return
+    device = torch.device(topology.device)
+    # Without an index NCCL guesses the device from the rank, which is wrong when devices are hidden, and warns.
+    dist.barrier(device_ids=None if device.type == "cpu" or device.index is None else [device.index])
+
+
+def _as_carried(tensor: Tensor, topology: Topology) -> tuple[Tensor, bool]:
+    """Contiguous, on the device of the group, and whether the dtype could stay; otherwise flat bytes."""
+    sent = tensor.detach().to(_wire_device(tensor, topology)).contiguous()
+    if sent.dtype in _CARRIED:
+        return sent, True
+    return sent.view(-1).view(torch.uint8), False
+
+
+def _wire_device(tensor: Tensor, topology: Topology) -> torch.device:
+    """Where a tensor must lie to travel: NCCL cannot carry a CPU tensor, so it goes by way of the device."""
+    device = torch.device(topology.device)
+    return tensor.device if tensor.device.type == device.type else device

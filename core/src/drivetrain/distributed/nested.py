@@ -1,0 +1,288 @@
+"""Collectives on nested structures of tensors and on objects, over any backend.
+
+Each function takes the ``backend`` to run on; without one it is the newest (:mod:`drivetrain.distributed.current`).
+``gather``, ``reduce``, ``pad_across_processes`` and ``gather_object`` are collective over the data-parallel ranks,
+``broadcast`` and ``broadcast_object_list`` over all ranks.
+
+**What is checked.** Ranks must call the same operation on trees of the same structure, shapes and dtypes. Gloo aborts
+the process when sizes differ, and mixes up elements when only shapes do; so on the CPU every call first compares a
+64-bit digest, one collective of eight bytes, and raises :class:`CollectiveMismatchError` on every rank. On an
+accelerator that comparison would make the host wait for the device, so there it is made in debug mode only
+(``debug=True``).
+
+**What travels.** Small tensors of one dtype go together in one collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.backend import Backend, ReduceOp
+from drivetrain.data.active import BatchInfo
+from drivetrain.distributed.current import current_backend, loaders_of
+from drivetrain.distributed.trees import describe, tensors, with_tensors
+from drivetrain.distributed.watchdog import meet
+from drivetrain.errors import CollectiveMismatchError, UsageError
+
+# On 2 gloo ranks a collective of 64 KiB takes as long as one of 256 bytes; at 1 MiB the size tells.
+TOGETHER_BYTES = 1 << 16
+
+
+def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) -> Any:
+    """Concatenate each tensor of a tree along dim 0 over the data-parallel ranks, by coordinate; 0-d becomes 1-d.
+
+    Args:
+        tensor: a tree of tensors; ``None`` is kept.
+        backend: what to run on.
+        debug: compare the trees first on every device, see the module.
+
+    Returns:
+        A tree of the same structure: shape ``(n, ...)`` has become ``(dp_size * n, ...)``. New tensors, no gradient.
+
+    Raises:
+        UsageError: a leaf that is no tensor.
+        UsageError: a rank has no batch where this one is.
+        CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first; batches
+            that the ranks share unevenly need nothing (:func:`drivetrain.data.metrics.gather_shared`).
+    """
+    backend = backend or current_backend()
+    shared = unequal_batch(backend) if backend.topology.dp_size > 1 else None
+    meet("gather", tensor, compare="all" if shared is None else "dtypes")
+    if shared is not None:
+        from drivetrain.data.metrics import gather_shared
+
+        with torch.no_grad():
+            return gather_shared(tensor, backend, shared)
+    leaves = tensors(tensor)
+    _compare("gather", tensor, backend, debug)
+    rows = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+    size = backend.topology.dp_size
+    results: dict[int, Tensor] = {}
+    for indices in _together(rows):
+        if len(indices) == 1:
+            results[indices[0]] = backend.gather(rows[indices[0]])
+            continue
+        flat = torch.cat([rows[index].reshape(-1) for index in indices])
+        received = backend.gather(flat[None])
+        parts = torch.split_with_sizes(received, [rows[index].numel() for index in indices], dim=1)
+        for index, part in zip(indices, parts, strict=True):
+            shape = rows[index].shape
+            results[index] = part.reshape(size * shape[0], *shape[1:])
+    return with_tensors(tensor, [results[index] for index in range(len(rows))])
+
+
+def reduce(
+    tensor: Any,
+    reduction: ReduceOp | Literal["none"] = "mean",
+    scale: float = 1.0,
+    backend: Backend | None = None,
+    *,
+    debug: bool = False,
+) -> Any:
+    """Reduce each tensor of a tree over the data-parallel ranks; every rank gets the result, arguments are unchanged.
+
+    Args:
+        tensor: a tree of tensors of any shape; ``None`` is kept.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``; ``"none"`` leaves every rank its own values. The mean of
+            integers is a number of the default floating dtype.
+        scale: factor on the result.
+        backend: what to run on.
+        debug: compare the trees first on every device, see the module.
+
+    Raises:
+        UsageError: another reduction, or a leaf that is no tensor.
+        CollectiveMismatchError: the ranks' trees differ.
+    """
+    if reduction not in ("sum", "mean", "max", "min", "none"):
+        raise UsageError(f"unknown reduction {reduction!r}", cure="Choose 'sum', 'mean', 'max', 'min' or 'none'.")
+    meet(f"reduce {reduction}", tensor, compare="all")
+    backend = backend or current_backend()
+    leaves = [leaf.detach() for leaf in tensors(tensor)]
+    _compare(f"reduce {reduction}", tensor, backend, debug)
+    if reduction == "none":
+        results = [leaf.clone() for leaf in leaves]
+    else:
+        chosen, operation = backend, reduction
+        results = _elementwise(leaves, lambda leaf: chosen.reduce(leaf, operation))
+    return with_tensors(tensor, results if scale == 1.0 else [result * scale for result in results])
+
+
+def broadcast(tensor: Any, from_process: int = 0, backend: Backend | None = None, *, debug: bool = False) -> Any:
+    """Fill each tensor of a tree, in place, with the values that one process has; the same tree is returned.
+
+    Args:
+        tensor: a tree of tensors, of the same shapes and dtypes on all ranks; ``None`` is kept.
+        from_process: global rank that sends.
+        backend: what to run on.
+        debug: compare the trees first on every device, see the module.
+
+    Raises:
+        UsageError: a leaf that is no tensor, or no such process.
+        CollectiveMismatchError: the ranks' trees differ.
+    """
+    meet(f"broadcast from {from_process}", tensor, compare="all")
+    backend = backend or current_backend()
+    leaves = tensors(tensor)
+    _compare(f"broadcast from {from_process}", tensor, backend, debug)
+    chosen = backend
+    received = _elementwise([leaf.detach() for leaf in leaves], lambda leaf: chosen.broadcast(leaf, from_process))
+    if backend.topology.rank != from_process:
+        for leaf, value in zip(leaves, received, strict=True):
+            leaf.detach().copy_(value)
+    return tensor
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    backend: Backend | None = None,
+    *,
+    debug: bool = False,
+) -> Any:
+    """Pad each tensor of a tree along one dim to the largest size that a data-parallel rank has, for ``gather``.
+
+    Args:
+        tensor: a tree of tensors; a tensor without that dim, and ``None``, are kept.
+        dim: which dim; negative counts from the end.
+        pad_index: value of the padding.
+        pad_first: pad at the start instead of the end.
+        backend: what to run on.
+        debug: compare the trees first on every device, see the module.
+
+    Raises:
+        UsageError: a leaf that is no tensor.
+        CollectiveMismatchError: the ranks' trees differ in more than sizes.
+    """
+    meet("pad_across_processes", tensor, compare="dtypes")
+    backend = backend or current_backend()
+    leaves = tensors(tensor)
+    _compare(f"pad_across_processes dim {dim}", tensor, backend, debug, sizes=False)
+    affected = [index for index, leaf in enumerate(leaves) if -leaf.dim() <= dim < leaf.dim()]
+    if not affected:
+        return tensor
+    mine = torch.tensor([leaves[index].shape[dim] for index in affected], device=backend.topology.device)
+    results: list[Tensor] = list(leaves)
+    for index, size in zip(affected, backend.reduce(mine, "max").tolist(), strict=True):
+        leaf = leaves[index]
+        if leaf.shape[dim] < size:
+            shape = list(leaf.shape)
+            shape[dim] = size
+            results[index] = leaf.new_full(shape, pad_index)
+            start = size - leaf.shape[dim] if pad_first else 0
+            if not start and dim in (0, -leaf.dim()):
+                # A gather within a loop puts these rows after those of all ranks' samples.
+                results[index]._drivetrain_rows = leaf.shape[0]  # type: ignore[attr-defined] # noqa: SLF001
+            results[index].narrow(dim, start, leaf.shape[dim]).copy_(leaf)
+    return with_tensors(tensor, results)
+
+
+def gather_object(object: Any, backend: Backend | None = None) -> list[Any]:  # noqa: A002 (Accelerate's name)
+    """Every data-parallel rank's object, by coordinate; lists and tuples are joined to one list.
+
+    Anything else, a dict too, becomes one element. The same rule holds for one process. Objects are pickled among the
+    ranks of the job.
+
+    Raises:
+        UsageError: some ranks gave a list or tuple and others did not.
+    """
+    meet("gather_object")
+    objects = (backend or current_backend()).gather_object(object)
+    sequences = [isinstance(one, (list, tuple)) for one in objects]
+    if all(sequences):
+        return list(chain.from_iterable(objects))
+    if any(sequences):
+        kinds = ", ".join(f"rank {rank}: {type(one).__name__}" for rank, one in enumerate(objects))
+        raise UsageError(f"gather_object was given lists by some ranks and other things by others ({kinds})")
+    return objects
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0, backend: Backend | None = None) -> list[Any]:
+    """Replace the contents of a list, in place, by those that one process has; the same list is returned.
+
+    Objects are pickled among the ranks of the job. Collective over all ranks.
+
+    Raises:
+        UsageError: ``object_list`` is no list, or there is no such process.
+    """
+    if not isinstance(object_list, list):
+        raise UsageError(f"broadcast_object_list fills a list in place, it was given {type(object_list).__name__}")
+    meet("broadcast_object_list")
+    object_list[:] = (backend or current_backend()).broadcast_object(object_list, from_process)
+    return object_list
+
+
+def verify_same(tree: Any, backend: Backend, operation: str) -> None:
+    """Compare operation, structure, shapes and dtypes over the data-parallel ranks, and raise on all of them.
+
+    Collective over the data-parallel ranks.
+
+    Raises:
+        CollectiveMismatchError: listing what each rank brought.
+    """
+    _compare(operation, tree, backend, debug=True)
+
+
+def unequal_batch(backend: Backend) -> BatchInfo | None:
+    """The current batch of the script's loop, if the ranks do not hold full, equal parts of it."""
+    active = loaders_of(backend)
+    info = None if active is None else active.current
+    if active is None or info is None or info.rows is None:
+        return None
+    rows, size = info.rows, info.nominal_rows or info.rows.loaded[0]
+    equal = not info.is_last if not rows.counted else all(loaded == size for loaded in rows.loaded)
+    if equal and not rows.missing:
+        return None
+    from drivetrain.data.metrics import current_batch
+
+    return current_batch(active, "gather")
+
+
+def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bool = True) -> None:
+    topology = backend.topology
+    if topology.dp_size == 1 or not (debug or topology.device == "cpu"):
+        return
+    shape = describe(tree) if sizes else describe(tree, lambda tensor: "*" * tensor.dim())
+    text = f"{operation} of {shape}"
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    digests = backend.gather(torch.tensor([digest], device=topology.device)).tolist()
+    if any(other != digest for other in digests):
+        # Every rank sees all digests, so all come here, and the descriptions can be exchanged.
+        lines = [
+            f"  rank {rank}: {line}" for rank, line in zip(topology.dp_ranks, backend.gather_object(text), strict=True)
+        ]
+        raise CollectiveMismatchError(
+            "ranks disagree about a collective:\n" + "\n".join(lines),
+            cure="Give every rank the same structure and shapes: pad_across_processes evens out one dim.",
+        )
+
+
+def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of tensors that travel in one collective: small ones by dtype and device, large ones alone."""
+    groups: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        small = leaf.numel() * leaf.element_size() <= TOGETHER_BYTES
+        groups.setdefault((leaf.dtype, leaf.device) if small else index, []).append(index)
+    return list(groups.values())
+
+
+def _elementwise(leaves: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Run a collective that works element by element on each leaf."""
+    results: dict[int, Tensor] = {}
+    for indices in _together(leaves):
+        if len(indices) == 1:
+            results[indices[0]] = collective(leaves[indices[0]])
+            continue
+        flat = torch.cat([leaves[index].reshape(-1) for index in indices])
+        received = collective(flat)
+        parts = torch.split_with_sizes(received, [leaves[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            results[index] = part.clone().view(leaves[index].shape)
+    return [results[index] for index in range(len(leaves))]

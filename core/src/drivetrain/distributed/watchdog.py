@@ -1,0 +1,348 @@
+"""The desync watchdog: ranks that are about to make different calls, or none, raise instead of waiting for each other.
+
+Each collective call of the script is compared over all ranks before it is made: operation, structure, shapes, dtypes
+and the line of the script. The comparison goes through the process group's store, never through another collective,
+which could hang just as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, BinaryIO, Literal, final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
+
+from drivetrain.backend import Backend
+from drivetrain.data.active import ActiveLoaders
+from drivetrain.distributed import trees
+from drivetrain.errors import CollectiveMismatchError, UnsupportedError
+from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
+
+# ---- The last call that the script made of us: kept where the launcher finds it after this process has died of anyth
+
+_BETWEEN = (str(Path(__file__).parent.parent), str(contextlib.__file__))
+"""Files whose frames stand between a call and the script's line: ours, and those of ``with`` blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line of the script that calls us.
+
+    Args:
+        number: from 1.
+        text: ``gather at eval.py:88``.
+        code: keeps the code object alive whose address is part of the key.
+    """
+
+    number: int
+    text: str
+    code: CodeType
+
+
+class _Record:
+    """This process's record; in memory of its own until a launcher's file is there to be used."""
+
+    numbers: memoryview = memoryview(bytearray(8 * (STOP + 1))).cast("Q")
+    file: BinaryIO | None = None
+
+
+_sites: dict[tuple[str, int, int], Site] = {}
+
+
+def use_launchers_file() -> None:
+    """Write to the file that our launcher made for this process, if it did. Called once for each accelerator."""
+    folder = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if _Record.file is not None or not folder:
+        return
+    path = Path(folder).with_name(LAST_CALL)
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+    if numbers[PID] != os.getpid():  # of the worker that started this process
+        return
+    numbers[CALLS], numbers[SITE] = _Record.numbers[CALLS], 0
+    _Record.numbers = numbers
+    _Record.file = path.with_name(CALL_SITES).open("ab", buffering=0)
+    _Record.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode(errors="backslashreplace"))
+
+
+def note(call: str) -> str:
+    """Note that the script calls this; to be the first line of a public method. Not collective.
+
+    Costs about half a microsecond.
+
+    Args:
+        call: the method's name, as users know it.
+
+    Returns:
+        ``gather at eval.py:88``.
+    """
+    frame = sys._getframe(2)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
+    # Only lines of scripts are in the table, so that a known one is found without looking at names of files.
+    while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
+        if frame.f_back is None or not frame.f_code.co_filename.startswith(_BETWEEN):
+            site = _new_site(call, frame)
+            break
+        frame = frame.f_back
+    numbers = _Record.numbers
+    numbers[CALLS] += 1
+    numbers[SITE] = site.number
+    return site.text
+
+
+def _new_site(call: str, frame: FrameType) -> Site:
+    code = frame.f_code
+    site = Site(len(_sites) + 1, f"{call} at {Path(code.co_filename).name}:{frame.f_lineno}", code)
+    _sites[call, id(code), frame.f_lasti] = site
+    if _Record.file is not None:
+        _Record.file.write(f"{site.text}\n".encode(errors="backslashreplace"))  # a file may be named in any bytes
+    return site
+
+
+def set_stop(value: int) -> None:
+    """Tell the launcher what a request to stop does to this process, see :data:`drivetrain.launch.worker.STOP`."""
+    _Record.numbers[STOP] = value
+
+
+# ---- The desync watchdog: ranks that are about to make different calls, or none, raise instead of waiting for each o
+
+_ALARM = 1 << 40
+"""Added to the count of arrivals by whoever finds the ranks apart; so many arrivals there never are."""
+
+_POLL_SECONDS = 0.0001, 0.01
+"""Shortest and longest pause between two looks at the store. The first is about the time of one look."""
+
+_WITNESS_SECONDS = 2.0
+"""How long ranks that are here wait for each other's words, once they know that something is wrong."""
+
+_serial = count()
+
+
+@final
+class Watchdog:
+    """Compares this process's calls with those of the other ranks. Made in the same order on every rank.
+
+    Args:
+        store: of the process group.
+        rank: global rank.
+        world_size: number of ranks.
+        timeout_seconds: how long a rank that is here waits for the others.
+        active: the batch that the script is at is compared, too; ranks that skip one would meet again a batch apart.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_seconds: float, active: ActiveLoaders | None = None
+    ) -> None:
+        self._store = dist.PrefixStore(f"watchdog/{next(_serial)}", store)  # type: ignore[attr-defined]
+        self._rank, self._world, self._timeout = rank, world_size, timeout_seconds
+        self._active = active
+        self._calls = 0
+        self._slots = ["", ""]
+        """What the store holds for the last call of even and of odd number."""
+        self._shared = "none"
+        """The last call that all ranks made."""
+        self._told = False
+        self.suspended = False
+        """Calls are not compared for a while."""
+
+    def meet(self, call: str) -> None:
+        """Wait until every rank is about to make this call. Collective over all ranks, through the store.
+
+        Args:
+            call: operation, what it is given, and where.
+
+        Raises:
+            CollectiveMismatchError: a rank makes another call, has ended, or does not come in time; on every rank that
+                is here, and on the others at their next call.
+        """
+        call = self._begin(call)
+        number, slot = self._calls, self._calls % 2
+        try:
+            # Whoever comes first writes the call down, the others read it. All know what the slot held before: nobody
+            # is here who has not seen everybody at the call before this one, and so nobody needs the one before that.
+            mine = f"{number} {call}"
+            first = self._store.compare_set(str(slot), self._slots[slot], mine).decode()
+            self._slots[slot] = first
+            if first != mine:
+                self._store.add("arrived", _ALARM)
+                self._raise(call)
+            arrived = self._store.add("arrived", 1)
+            if not self._all_come(arrived, number * self._world):
+                self._raise(call)
+        except dist.DistError as error:
+            raise CollectiveMismatchError(
+                f"{call}: the process that keeps the store of this job is gone",
+                whose=f"rank {self._rank}; last call that all ranks made: {self._shared}",
+                cure=CURE,
+            ) from error
+        self._shared = call
+
+    def _begin(self, call: str) -> str:
+        """Count a call; returns it with the batch that the script is at."""
+        self._calls += 1
+        current = None if self._active is None else self._active.current
+        return call if current is None else f"{call}, batch {current.index}"
+
+    def give_up(self, call: str) -> None:
+        """This process has waited for the others in a call that is not compared. Not collective.
+
+        Raises:
+            CollectiveMismatchError: with what the others do, here and on them.
+        """
+        call = self._begin(call)
+        try:
+            self._store.add("arrived", _ALARM)
+            self._raise(call)
+        except dist.DistError:
+            return  # nobody is left who could be told
+
+    def leave(self) -> None:
+        """Tell those who will wait for this process that its script has ended. Not collective."""
+        try:
+            self._tell(f"its script has ended; last call that all ranks made: {self._shared}")
+            self._store.add("arrived", _ALARM)
+        except dist.DistError:
+            return  # nobody is left who could be told
+
+    def _all_come(self, arrived: int, wanted: int) -> bool:
+        """Wait for the count; ``False`` when somebody has raised the alarm or time is up."""
+        pause, longest = _POLL_SECONDS
+        deadline = time.monotonic() + self._timeout
+        alarmed = False
+        # A rank that has ended raises the alarm, too, and may have come to this call before.
+        while arrived % _ALARM < wanted:
+            if alarmed:
+                return False
+            if time.monotonic() > deadline:
+                # This rank takes its arrival back, so that who comes later finds the call not made. Who came in this
+                # very moment counted all, has gone on, and is followed.
+                if self._store.add("arrived", _ALARM - 1) % _ALARM < wanted - 1:
+                    return False
+                self._store.add("arrived", 1 - _ALARM)
+                return True
+            alarmed = arrived >= _ALARM  # believed at a second look, see above
+            time.sleep(longest if alarmed else pause)
+            pause = min(2 * pause, longest)
+            arrived = self._store.add("arrived", 0)
+        return True
+
+    def _raise(self, call: str) -> None:
+        """Exchange words with the ranks that are here, and raise what all of them say."""
+        self._tell(call)
+        ranks = range(self._world)
+        deadline = time.monotonic() + _WITNESS_SECONDS
+        while not self._store.check([f"word/{rank}" for rank in ranks]) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1])
+        lines = [f"ranks are apart after {self._calls - 1} equal calls:"]
+        lines += [f"  rank {rank}: {self._word(rank)}" for rank in ranks]
+        raise CollectiveMismatchError("\n".join([*lines, "they would wait for each other"]), cure=CURE)
+
+    def _tell(self, word: str) -> None:
+        """Say once what this rank does: what it does after an error explains nothing."""
+        if not self._told:
+            self._told = True
+            self._store.set(f"word/{self._rank}", word)
+
+    def _word(self, rank: int) -> str:
+        key = f"word/{rank}"
+        if self._store.check([key]):
+            return str(self._store.get(key).decode())
+        return f"has not come; last call that all ranks made: {self._shared}"
+
+
+CURE = (
+    "Make each call on every rank, from the same line, in the same order: not under `if accelerator.is_main_process:`, "
+    "nor after a `break` or `continue` that only some ranks take."
+)
+
+
+class _Process:
+    """This process's watchdog."""
+
+    watchdog: Watchdog | None = None
+
+
+def watch(backend: Backend, active: ActiveLoaders) -> Watchdog | None:
+    """Compare calls from now on; ``None`` where one process is alone. Every rank calls it, or none.
+
+    Args:
+        backend: started.
+        active: the loaders of the run.
+
+    Raises:
+        UnsupportedError: the ranks have no process group whose store could be used.
+    """
+    topology = backend.topology
+    if topology.world_size == 1:
+        return None
+    if not dist.is_initialized():
+        raise UnsupportedError(
+            f"desync_watchdog compares ranks through a process group's store, and {type(backend).__name__} forms none",
+            cure="Leave desync_watchdog out.",
+        )
+    timeout = backend.settings.process_group.timeout_seconds or default_pg_timeout.total_seconds()
+    store = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
+    _Process.watchdog = Watchdog(store, topology.rank, topology.world_size, timeout, active)
+    return _Process.watchdog
+
+
+def stop_watching(watchdog: Watchdog | None) -> None:
+    """The run that asked for it is over. Not collective; nothing happens for ``None`` or a second time."""
+    if watchdog is not None and _Process.watchdog is watchdog:
+        _Process.watchdog = None
+        watchdog.leave()
+
+
+def meet(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
+    """Note that the script makes a collective call, and compare it where a watchdog is on; first line of such a call.
+
+    Args:
+        call: the method's name, as users know it.
+        tree: what it is given.
+        compare: what of ``tree`` must agree: shapes and dtypes, dtypes and numbers of dims, or nothing.
+
+    Raises:
+        CollectiveMismatchError: see :meth:`Watchdog.meet`.
+    """
+    site = note(call)
+    watchdog = _Process.watchdog
+    if watchdog is None or watchdog.suspended:
+        return
+    if compare != "nothing":
+        shape = trees.describe(tree) if compare == "all" else trees.describe(tree, lambda leaf: "*" * leaf.dim())
+        site = f"{call} of {shape}{site.removeprefix(call)}"
+    watchdog.meet(site)
+
+
+def give_up(call: str) -> None:
+    """This process has waited in vain, in a call that is not compared; see :meth:`Watchdog.give_up`."""
+    if _Process.watchdog is not None:
+        _Process.watchdog.give_up(call)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """In here ranks may make different numbers of calls."""
+    watchdog = _Process.watchdog
+    if watchdog is None:
+        yield
+        return
+    before, watchdog.suspended = watchdog.suspended, True
+    try:
+        yield
+    finally:
+        watchdog.suspended = before
+

@@ -1,0 +1,1 @@
+"""What happens in one training step: the prepared model, the accumulation window, the optimizer."""

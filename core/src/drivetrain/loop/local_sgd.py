@@ -1,0 +1,110 @@
+"""Local SGD: ranks train alone for some steps and then average their parameters.
+
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.backend import Backend
+from drivetrain.distributed import nested
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop.model import Record, record_of
+
+
+@final
+class LocalSGD:
+    """Within the block, gradients stay on their rank; parameters are averaged every few optimizer steps and at the end.
+
+    Wrap the loop in it and call :meth:`step` after ``optimizer.step()``; the loop itself stays as it is. What is
+    averaged are trainable parameters and floating buffers; the optimizers' state stays on its rank, so momenta differ
+    between ranks, as in the paper. Gradients are the mean over this rank's own samples.
+
+    Args:
+        accelerator: the accelerator that prepared the model.
+        model: the prepared model.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: ``False`` makes the block and :meth:`step` do nothing, as they do with one process.
+
+    Raises:
+        UnsupportedError: the backend does not hold all parameters on every rank, or cannot leave gradients unreduced.
+        UsageError: fewer than one step, or a model that was not prepared.
+    """
+
+    def __init__(self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise UsageError(f"local_sgd_steps must be at least 1, not {local_sgd_steps}")
+        self.accelerator, self.local_sgd_steps = accelerator, local_sgd_steps
+        self.model: Any = model
+        self._backend: Backend = accelerator.backend
+        self.enabled = enabled and self._backend.topology.dp_size > 1
+        self.num_steps = 0
+        """Optimizer steps since the block was entered."""
+        able = self._backend.capabilities
+        if self.enabled and not (able.replicated and able.accumulates_without_sync):
+            why = "does not hold all parameters on every rank" if not able.replicated else "always reduces gradients"
+            raise UnsupportedError(
+                f"{type(self._backend).__name__} {why}, so ranks cannot train alone",
+                cure="Use a backend such as the default one for several processes, or LocalSGD(..., enabled=False).",
+            )
+        if self.enabled and record_of(model) is None:
+            raise UsageError(
+                f"this {type(model).__name__} was not prepared", cure="Pass what accelerator.prepare(model) returned."
+            )
+
+    def __enter__(self) -> Self:
+        self.num_steps = 0
+        if self.enabled:
+            record = self._record()
+            record.steps_alone = True
+            record.trainable.synchronise_gradients(False)
+            # Accumulation windows and train_step switch the reduction on where a window ends; in here it stays off.
+            record.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
+        return self
+
+    def step(self) -> None:
+        """Note an optimizer step; every ``local_sgd_steps``-th averages. Collective over the data-parallel ranks then.
+
+        A micro-batch that does not complete an accumulation window is not counted.
+        """
+        if not self.enabled or not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            record = self._record()
+            record.steps_alone = False
+            del record.trainable.synchronise_gradients
+            record.trainable.synchronise_gradients(True)
+        # After an error the other ranks may be anywhere else.
+        if self.enabled and kind is None and self.num_steps % self.local_sgd_steps:
+            self._average()
+
+    def _record(self) -> Record:
+        record = record_of(self.model)
+        assert record is not None, "checked when this was made"
+        return record
+
+    def _average(self) -> None:
+        parameters: list[Tensor] = [one for one in self.model.parameters() if one.requires_grad]
+        buffers = [one for one in self.model.buffers() if one.is_floating_point()]
+        values = parameters + buffers
+        means = nested.reduce(values, "mean", backend=self._backend)
+        with torch.no_grad():
+            for value, mean in zip(values, means, strict=True):
+                value.copy_(mean)
+
+
+def _leave_it(enabled: bool) -> None:
+    """Take the place of a trainable's ``synchronise_gradients`` within the block."""
+    del enabled

@@ -1,0 +1,417 @@
+"""The prepared model: the user's own object, whose call runs the engine's forward.
+
+``prepare(model)`` replaces the class of the object that it is given by a subclass made for it, as torch's
+``fully_shard`` does. Attributes, submodules, buffers, hooks and methods are therefore the model's own.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from drivetrain.backend import Trainable
+from drivetrain.errors import UnsupportedError
+from drivetrain.loop.accumulation import Window
+from drivetrain.loop.buffers import Buffers
+
+# ---- What the core remembers about one prepared model between two calls of the user
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Record:
+    """A trainable and its place in the loop.
+
+    Args:
+        trainable: the engine's side.
+        source: the object that the user gave to ``prepare``, ``torch.compile`` wrapper and all.
+        index: its number in the order of ``prepare``, which is its number in a checkpoint.
+        ready: the last micro-batch completed a window, so that an optimizer may step.
+        held: inside ``no_sync``.
+        steps_alone: inside ``LocalSGD``: optimizers step on gradients of this rank.
+        active: it has run a forward with gradients since the last backward.
+        window: the window of this model alone.
+        plain_class: the class of ``source`` before it was prepared.
+        inside: identifiers of the threads in which the engine's forward runs.
+        buffers: keeps them the same on all ranks; ``None`` where the engine does.
+        replicated: the backend's capability of that name.
+        inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
+    """
+
+    trainable: Trainable
+    source: nn.Module
+    index: int
+    ready: bool = True
+    held: bool = False
+    steps_alone: bool = False
+    active: bool = False
+    window: Window | None = None
+    plain_class: type[nn.Module] = nn.Module
+    inside: set[int] = field(default_factory=set)
+    buffers: Buffers | None = None
+    replicated: bool = True
+    inner: nn.Module | None = None
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """What a call of the prepared model runs."""
+        return self.trainable.forward
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In here the engine calls the model in this thread: the user's own forward with its hooks."""
+        thread = get_ident()
+        if thread in self.inside:
+            yield
+            return
+        self.inside.add(thread)
+        try:
+            yield
+        finally:
+            self.inside.discard(thread)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards in here stay on this rank until a later backward outside of it."""
+        before, self.held = self.held, True
+        self.trainable.synchronise_gradients(False)
+        try:
+            yield
+        finally:
+            self.held = before
+            self.trainable.synchronise_gradients(not before)
+
+
+# ---- The prepared model: the user's own object, whose call runs the engine's forward
+
+_RECORD = "_drivetrain"
+"""Name of the instance attribute that holds the record; not a parameter, buffer or submodule."""
+
+
+class PreparedModel(nn.Module):
+    """First base of the class of every prepared model, before the user's own class.
+
+    It overrides only what must reach the engine: the call, ``forward``, ``zero_grad``, ``state_dict`` and copies.
+    """
+
+    _drivetrain: Record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the engine's forward under the run's precision policy. Collective where the engine's is.
+
+        Where the engine's own forward calls the module, this is the call of the user's class, so that its hooks run
+        once. A method of the model that calls ``self(...)`` runs the engine's forward.
+        """
+        record = self.__dict__[_RECORD]
+        thread = get_ident()
+        if thread in record.inside:
+            return super().__call__(*args, **kwargs)
+        if not record.replicated:
+            _refuse_transforms(self)
+        if torch.is_grad_enabled():
+            record.active = True
+        if record.buffers is not None:
+            record.buffers.before_forward()
+        record.inside.add(thread)
+        try:
+            return record.run(*args, **kwargs)
+        finally:
+            record.inside.discard(thread)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""
+        trainable = self.__dict__[_RECORD].trainable
+        # First: while an engine has gradients elsewhere it may refuse that .grad is touched.
+        for optimizer in trainable.optimizers:
+            trainable.zero_grad(optimizer, set_to_none)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole state, as that of the user's class.
+
+        Raises:
+            UsageError: this rank holds parts of the model, of which its engine makes no whole state here.
+        """
+        record = self.__dict__[_RECORD]
+        record.trainable.before_state_dict(replicated=record.replicated)
+        return super().state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What .to(), .double() and .half() call.
+        record = self.__dict__[_RECORD]
+        record.trainable.before_conversion()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """A replica of ``nn.DataParallel``, which is called by the engine alone, is of the user's class."""
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.__class__ = self.__dict__[_RECORD].plain_class
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's class that no engine trains, as for an average of weights.
+
+        Raises:
+            UnsupportedError: the engine does not hold the whole model on this rank.
+        """
+        record = self.__dict__[_RECORD]
+        record.trainable.before_copy()
+        made = record.plain_class.__dict__.get("__deepcopy__") or getattr(super(), "__deepcopy__", None)
+        if made is not None:
+            with unprepared(self):
+                return cast("nn.Module", deepcopy(self, memo))
+        copied = record.plain_class.__new__(record.plain_class)
+        memo[id(self)] = copied
+        state = deepcopy(_plain_state(self), memo)
+        if hasattr(copied, "__setstate__"):
+            copied.__setstate__(state)
+        else:
+            copied.__dict__.update(state)
+        return cast("nn.Module", copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the user's class, without the engine. Raises as a copy does."""
+        record = self.__dict__[_RECORD]
+        record.trainable.before_copy()
+        plain = record.plain_class
+        if plain.__reduce__ is not object.__reduce__ or plain.__reduce_ex__ is not object.__reduce_ex__:
+            with unprepared(self):
+                return self.__reduce_ex__(protocol)
+        # Not __newobj__, for which pickle insists on the class of the object; a file that needs no drivetrain to load.
+        return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _refuse_transforms(model: nn.Module) -> None:
+    """Raise inside of ``torch.func.vmap``, ``grad`` and the like, which see tensors without the ranks behind them."""
+    if torch.compiler.is_compiling():
+        # What is traced here is no transform of the script's.
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (torch has no public word for it)
+        raise UnsupportedError(
+            f"a transform of torch.func calls {type(model).__name__}, whose parameters are shared out over ranks",
+            cure="Use distributed_type: ddp, where every rank holds them all, or compute without torch.func.",
+        )
+
+
+def _plain_state(model: nn.Module) -> dict[str, Any]:
+    state = model.__getstate__()  # type: ignore[no-untyped-call]
+    return {name: value for name, value in state.items() if name != _RECORD}
+
+
+def _forward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a prepared model: a direct call runs the engine's forward too."""
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # While torch.compile traces, it is the user's code alone that counts.
+        if torch.compiler.is_compiling() or get_ident() in self.__dict__[_RECORD].inside:
+            return plain(self, *args, **kwargs)
+        return self(*args, **kwargs)
+
+    return forward
+
+
+def _new_of(plain: type[nn.Module]) -> Callable[..., nn.Module]:
+    """``type(model)(...)``, as slicing a ``Sequential`` does, makes an object of the user's class."""
+
+    def __new__(_cls: type, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: N807
+        return plain(*args, **kwargs)
+
+    return __new__
+
+
+def _inner_module(self: PreparedModel) -> Any:
+    """The model without this attribute; behind ``torch.compile`` the module in it; a submodule of this name if any."""
+    own = self.__dict__["_modules"].get("module")
+    if own is not None:
+        return own
+    record: Record = self.__dict__[_RECORD]
+    if record.trainable.module is not self:
+        return record.trainable.module
+    inner = record.inner
+    assert inner is not None, "made with the prepared model"
+    # A script may have replaced it since.
+    object.__setattr__(inner, "__dict__", self.__dict__)
+    return inner
+
+
+def _is_same_model(self: Any, other: object) -> Any:
+    """``model.module == model``: what is kept by module, such as torch's own state of it, is found by either."""
+    return vars(self) is vars(other) if isinstance(other, nn.Module) else NotImplemented
+
+
+def _make_inner(model: nn.Module, plain: type[nn.Module], bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+    """A second object with the attributes of the model, all of them and always, and no ``module``.
+
+    Scripts and libraries follow ``module`` until there is none. The call of this one runs the engine's forward too.
+    """
+    hash_of_model = object.__hash__(model)
+    if plain.__eq__ is object.__eq__ and plain.__hash__ is object.__hash__:
+        members = {**members, "__eq__": _is_same_model, "__hash__": lambda _: hash_of_model}
+    inner: Any = object.__new__(type(plain.__name__, bases, members))
+    object.__setattr__(inner, "__dict__", model.__dict__)
+    return inner
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether its objects keep attributes outside of their ``__dict__``."""
+    return any(set(vars(one).get("__slots__", ())) - {"__dict__", "__weakref__"} for one in kind.__mro__)
+
+
+def _no_sync(self: PreparedModel) -> AbstractContextManager[None]:
+    """As ``accelerator.no_sync(model)``."""
+    record: Record = self.__dict__[_RECORD]
+    return record.no_sync()
+
+
+def make_prepared(model: nn.Module, record: Record) -> nn.Module:
+    """Turn a model into a prepared one, in place.
+
+    Args:
+        model: the object that the user gave to ``prepare``; its engine is made already.
+        record: what the loop knows about it.
+
+    Raises:
+        UnsupportedError: the class of this object cannot be replaced.
+    """
+    current, plain = type(model), record.plain_class
+    members: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "forward": _forward(current.forward),
+        "__new__": _new_of(plain),
+    }
+    # What the user's class has under these names stays the user's.
+    if not hasattr(current, "no_sync") and "no_sync" not in vars(model):
+        members["no_sync"] = _no_sync
+    bases = (PreparedModel, current)
+    try:
+        if hasattr(current, "module") or "module" in vars(model) or _has_slots(current):
+            made = type(plain.__name__, bases, members)
+        else:
+            record.inner = _make_inner(model, current, bases, members)
+            made = type(plain.__name__, bases, {**members, "module": property(_inner_module)})
+        model.__dict__[_RECORD] = record
+        model.__class__ = made
+    except TypeError as error:
+        model.__dict__.pop(_RECORD, None)
+        raise UnsupportedError(
+            f"{plain.__name__} cannot be prepared: {error}",
+            cure="Put it into a plain nn.Module and prepare that.",
+        ) from error
+    return model
+
+
+def record_of(model: Any) -> Record | None:
+    """The record of a prepared model; ``None`` for anything else."""
+    return cast("Record", model.__dict__[_RECORD]) if isinstance(model, PreparedModel) else None
+
+
+def restore(model: nn.Module) -> None:
+    """Turn a prepared model into an object of the user's class again, with what its engine left on it."""
+    record = record_of(model)
+    if record is not None:
+        forget_registrations(record)
+        for one in (record.source, record.inner):
+            if one is not None:
+                one.__class__ = type(one).__bases__[1]
+        del model.__dict__[_RECORD]
+
+
+@contextmanager
+def unprepared(model: nn.Module) -> Iterator[None]:
+    """In here a prepared model is an object of the user's class."""
+    made, record = type(model), model.__dict__.pop(_RECORD)
+    model.__class__ = record.plain_class
+    try:
+        yield
+    finally:
+        model.__class__ = made
+        model.__dict__[_RECORD] = record
+
+
+def call_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the user's module with its hooks and without its engine: for engines that run it outside of a forward."""
+    record = record_of(model)
+    if record is None:
+        return model(*args, **kwargs)
+    with record.running():
+        return model(*args, **kwargs)
+
+
+def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The state dict of the user's class, of what this rank holds: for engines and checkpoints, which know its parts.
+
+    Args:
+        module: prepared or not, or a part of a model.
+        keep_vars: as in ``nn.Module.state_dict``.
+    """
+    # The class after PreparedModel in the order of resolution is the one that there was before prepare.
+    its: Any = super(PreparedModel, module) if isinstance(module, PreparedModel) else module
+    found: dict[str, Any] = its.state_dict(keep_vars=keep_vars)
+    return found
+
+
+# ---- what the script registers on a prepared model -------------------------------------------------------------------
+
+
+_watched: WeakKeyDictionary[nn.Module, ReferenceType[Record]] = WeakKeyDictionary()
+"""Every part of every prepared model."""
+
+
+def watch_registrations(record: Record) -> None:
+    """From now on its trainable hears of what the script registers on any part of this model, before it happens."""
+    _watched.update(dict.fromkeys(record.trainable.module.modules(), ref(record)))
+    if not _handles:
+        _handles.extend(
+            (
+                registration.register_module_module_registration_hook(_before_registration),
+                registration.register_module_parameter_registration_hook(_before_registration),
+                registration.register_module_buffer_registration_hook(_before_registration),
+            )
+        )
+
+
+def forget_registrations(record: Record) -> None:
+    """Its trainable hears of them no more."""
+    for part in [part for part, its in _watched.items() if its() in {record, None}]:
+        del _watched[part]
+
+
+_handles: list[Any] = []
+
+
+def _before_registration(parent: nn.Module, name: str, value: Any) -> None:
+    its = _watched.get(parent)
+    record = None if its is None else its()
+    if record is None:
+        return
+    record.trainable.before_registration(parent, name, value)
+    if record.buffers is not None and not isinstance(value, nn.Parameter):
+        record.buffers.registered()
+    if isinstance(value, nn.Module):
+        _watched.update(dict.fromkeys(value.modules(), ref(record)))
+
+
+__all__ = [
+    "PreparedModel",
+    "call_plainly",
+    "forget_registrations",
+    "make_prepared",
+    "plain_state_dict",
+    "record_of",
+    "restore",
+    "unprepared",
+    "watch_registrations",
+]
+

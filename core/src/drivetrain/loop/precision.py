@@ -1,0 +1,151 @@
+"""The precision policy at work: what ``mixed_precision`` does to parameters, to a forward, and to its outputs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.backend import PrecisionPolicy
+from drivetrain.distributed.trees import recursively_apply
+from drivetrain.errors import UsageError
+
+# ---- Outputs in float32, for scripts that cast them by themselves; a prepared model does so by its precision policy
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """A tree whose float16 and bfloat16 tensors are float32; all else is kept as it is.
+
+    Args:
+        tensor: a tensor, or a list, tuple, mapping or dataclass of them.
+    """
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it was, whose outputs go through :func:`convert_to_fp32`. It can be pickled when that one can."""
+    return functools.wraps(model_forward)(functools.partial(_call, model_forward))
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return convert_to_fp32(function(*args, **kwargs))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+# ---- The precision policy at work: what ``mixed_precision`` does to parameters, to a forward, and to its outputs
+
+logger = logging.getLogger(__name__)
+
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def policy_for(
+    mixed_precision: str,
+    *,
+    output: str = "float32",
+    scaler: Mapping[str, Any] | None = None,
+    autocast_cache: bool | None = None,
+) -> PrecisionPolicy:
+    """The policy that a value of ``mixed_precision`` stands for (table in :class:`PrecisionPolicy`).
+
+    Args:
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        output: ``"float32"`` casts floating outputs of the compute dtype; ``"compute"`` leaves them, which saves the
+            float32 copy of large logits.
+        scaler: arguments of ``torch.amp.GradScaler``.
+        autocast_cache: ``cache_enabled`` of autocast.
+    """
+    if mixed_precision == "no":
+        return PrecisionPolicy()
+    if mixed_precision not in _COMPUTE:
+        raise UsageError(
+            f"mixed_precision must be 'no', 'bf16' or 'fp16', not {mixed_precision!r}",
+            cure="fp8 needs an engine of its own; use bf16 here." if mixed_precision == "fp8" else "",
+        )
+    scaler = dict(scaler or {})
+    return PrecisionPolicy(
+        name="bf16" if mixed_precision == "bf16" else "fp16",
+        parameters="float32",
+        compute=_COMPUTE[mixed_precision],
+        reduce="float32",
+        output=None if output == "compute" else output,
+        loss_scaling=mixed_precision == "fp16" and bool(scaler.pop("enabled", True)),
+        scaler={name: value for name, value in scaler.items() if name != "enabled"},
+        autocast_cache=autocast_cache,
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``torch.bfloat16`` for ``"bfloat16"``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def autocast(policy: PrecisionPolicy, device: str, enabled: bool = True) -> AbstractContextManager[Any]:
+    """The policy's compute context on a device; nothing when the policy computes in the parameters' dtype."""
+    if policy.compute is None:
+        return nullcontext()
+    return torch.autocast(
+        torch.device(device).type,
+        dtype=dtype_of(policy.compute),
+        enabled=enabled,
+        cache_enabled=policy.autocast_cache,
+    )
+
+
+def cast_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Bring parameters that require gradients to the policy's parameter dtype, in place, keeping their identity.
+
+    Frozen parameters and buffers keep their dtype: nothing accumulates in them, and a frozen low-precision base model
+    would double in size.
+    """
+    if policy.parameters is None:
+        return
+    target = dtype_of(policy.parameters)
+    changed = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype.itemsize < target.itemsize:
+            parameter.data = parameter.data.to(target)
+            changed += 1
+    if changed:
+        logger.warning(
+            "mixed_precision=%s keeps %s master parameters: %d parameters of lower precision were cast up. "
+            "Use mixed_precision='no' to train in the model's own dtype.",
+            policy.name,
+            policy.parameters,
+            changed,
+        )
+
+
+def cast_output(output: Any, policy: PrecisionPolicy) -> Any:
+    """Cast tensors of the compute dtype to the output dtype, through tuples, lists, mappings and model outputs."""
+    if policy.output is None or policy.compute is None:
+        return output
+    return _cast(output, dtype_of(policy.compute), dtype_of(policy.output))
+
+
+def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(target) if value.dtype == source else value
+    if isinstance(value, Mapping):
+        cast = {key: _cast(item, source, target) for key, item in value.items()}
+        if type(value) is dict:
+            return cast
+        # A Transformers model output is a dataclass that is also a mapping: its constructor takes fields.
+        return type(value)(**cast) if is_dataclass(value) else type(value)(cast)  # type: ignore[call-arg]
+    if isinstance(value, tuple):
+        items = [_cast(item, source, target) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_cast(item, source, target) for item in value]
+    return value
+

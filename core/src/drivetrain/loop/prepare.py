@@ -1,0 +1,185 @@
+"""``prepare``: which object is what, which optimizer belongs to which model, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from drivetrain.backend import Backend
+from drivetrain.distributed.trees import attribute
+from drivetrain.distributed.watchdog import meet
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop import batch_norm
+from drivetrain.loop.buffers import Buffers
+from drivetrain.loop.model import PreparedModel, Record, make_prepared, record_of, restore, watch_registrations
+from drivetrain.loop.optimizer import PreparedOptimizer, watch_unprepared_steps
+from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine
+from drivetrain.loop.scheduler import PreparedScheduler
+from drivetrain.loop.training import Trainer
+
+
+@final
+class Preparer:
+    """Prepares models, optimizers and schedulers for one backend and remembers them in order.
+
+    Args:
+        backend: the started backend.
+        trainer: gets a record for each model.
+        step_with_optimizer: schedulers follow their optimizer's updates.
+        moves_per_step: see :class:`PreparedScheduler`.
+        compile_options: arguments of ``nn.Module.compile`` for every model, or ``None``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        trainer: Trainer,
+        *,
+        step_with_optimizer: bool = True,
+        moves_per_step: int = 1,
+        compile_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._backend, self._trainer = backend, trainer
+        self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
+        self.models: list[nn.Module] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        watch_unprepared_steps(trainer)
+
+    def prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
+
+        Collective over all ranks.
+        """
+        # Optimizers first get their wrapper, so that each model finds those that hold its parameters.
+        results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
+        results = [self.model(each) if is_model(each) else each for each in results]
+        return [self.scheduler(each) if is_scheduler(each) else each for each in results]
+
+    def model(self, model: nn.Module, *, training: bool = True) -> nn.Module:
+        """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
+        record = record_of(model)
+        if record is not None:
+            if record in self._trainer.records:
+                return record.source
+            # Another accelerator prepared it, which trains it no more.
+            restore(model)
+        capabilities = self._backend.capabilities
+        if self.models and not capabilities.multiple_models:
+            raise UnsupportedError(
+                f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
+                cure="Make one nn.Module of both.",
+            )
+        meet("prepare")
+        mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
+        for optimizer in mine:
+            if optimizer.records and not capabilities.optimizer_spans_models:
+                raise UnsupportedError(
+                    f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
+                    cure="Make one optimizer for each model.",
+                )
+        batch_norm.settle(model, self._backend, training=training)
+        if self._compile is not None:
+            model.compile(**self._compile)
+        plain_class = type(model)
+        trainable = self._backend.prepare(model, [optimizer.optimizer for optimizer in mine], training=training)
+        index = len(self._trainer.records)
+        record = Record(trainable, model, index, plain_class=plain_class, replicated=capabilities.replicated)
+        if training and not trainable.settles_buffers:
+            record.buffers = Buffers(trainable.module, self._backend.topology)
+        prepared = make_prepared(model, record)
+        self._trainer.records.append(record)
+        watch_registrations(record)
+        for optimizer, engine_optimizer in zip(mine, trainable.optimizers, strict=True):
+            optimizer.bind(record, engine_optimizer)
+        self.models.append(prepared)
+        return prepared
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        if not self._backend.capabilities.owns_optimizer:
+            refuse_without_engine(optimizer, type(self._backend).__name__)
+        prepared = PreparedOptimizer(optimizer, self._trainer)
+        self.optimizers.append(prepared)
+        for record in self._trainer.records:
+            if record.trainable.shares(_held(optimizer)):
+                record.trainable.add_optimizer(optimizer)
+                prepared.bind(record, record.trainable.optimizers[-1])
+        return prepared
+
+    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Wrap one scheduler; it follows the prepared optimizer whose learning rate it sets."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        its = getattr(scheduler, "optimizer", None)
+        followed = [each for each in self.optimizers if its is each or its is each.source]
+        if followed and followed[0].optimizer is not followed[0].source:
+            scheduler.optimizer = followed[0].optimizer
+        scheduler = self._backend.prepare_scheduler(scheduler, [each.optimizer for each in followed])
+        prepared = PreparedScheduler(
+            scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    def record_of(self, model: Any) -> Record:
+        """The record of a prepared model, given the prepared or the user's own object."""
+        record = record_of(model)
+        if record is not None and record in self._trainer.records:
+            return record
+        for record in self._trainer.records:
+            # What torch.compile was put around, or puts around it now.
+            if model is record.trainable.module or getattr(model, "_orig_mod", None) is record.source:
+                return record
+        raise UsageError(
+            f"{type(model).__name__} was not prepared by this accelerator",
+            cure="Pass what accelerator.prepare(model) returned.",
+        )
+
+    def optimizers_of(self, record: Record) -> list[PreparedOptimizer]:
+        """The prepared optimizers that hold parameters of this model."""
+        return [optimizer for optimizer in self.optimizers if record in optimizer.records]
+
+    def clear(self) -> None:
+        """Forget everything; models are objects of their own classes again."""
+        for model in self.models:
+            restore(model)
+        for kept in (self.models, self.optimizers, self.schedulers, self._trainer.records):
+            kept.clear()
+
+
+def is_model(value: Any) -> bool:
+    """A module not prepared yet; one without parameters and buffers (a loss function) has nothing to prepare."""
+    if not isinstance(value, nn.Module) or isinstance(value, PreparedModel):
+        return False
+    return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
+
+
+def is_optimizer(value: Any) -> bool:
+    """An optimizer that is not prepared yet."""
+    return isinstance(value, Optimizer) and not isinstance(value, PreparedOptimizer)
+
+
+def is_scheduler(value: Any) -> bool:
+    """A scheduler of torch, or of another library that follows its shape."""
+    if isinstance(value, PreparedScheduler | nn.Module | Optimizer):
+        return False
+    return isinstance(value, LRScheduler | DummyScheduler) or (
+        isinstance(attribute(value, "optimizer"), Optimizer)
+        and callable(attribute(value, "step"))
+        and callable(attribute(value, "state_dict"))
+    )
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _holds_some(optimizer: Optimizer, module: nn.Module) -> bool:
+    return not {id(each) for each in _held(optimizer)}.isdisjoint(map(id, module.parameters()))

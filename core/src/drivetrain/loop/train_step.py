@@ -1,0 +1,146 @@
+"""``train_step``: one whole optimizer step as a function, the explicit form of the loop on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.data.source import num_rows
+from drivetrain.distributed.watchdog import meet
+from drivetrain.errors import UsageError
+from drivetrain.loop.accumulation import Items
+from drivetrain.loop.model import Record
+from drivetrain.loop.optimizer import PreparedOptimizer, Verdict
+from drivetrain.loop.training import Trainer
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStepOutput:
+    """What one training step did, the same on every rank.
+
+    Args:
+        loss: (sum over all data-parallel ranks and micro-batches of the loss) / denominator, 0-d, detached.
+        grad_norm: norm before clipping, 0-d, when ``max_norm`` was given.
+        verdicts: of each optimizer's step: whether it was skipped, or what knows it once the device is done.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | None
+    verdicts: tuple[bool | Verdict, ...] = ()
+
+    @property
+    def skipped(self) -> bool:
+        """The update was not applied. Waits for a lazy device."""
+        return any(each if isinstance(each, bool) else each() for each in self.verdicts)
+
+
+def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a batch is given to the model unless the caller says otherwise.
+
+    A mapping as keywords, of a tuple or list the first element, anything else as it is.
+    """
+    if isinstance(batch, Mapping):
+        return (), {str(key): value for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return (batch[0],), {}
+    return (batch,), {}
+
+
+def train_step(
+    trainer: Trainer,
+    record: Record,
+    optimizers: Sequence[PreparedOptimizer],
+    batches: Any,
+    loss_fn: LossFunction,
+    *,
+    num_items: Callable[[Any], Items] | None = None,
+    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] = model_inputs,
+    max_norm: float | None = None,
+) -> TrainStepOutput:
+    """Forward and backward of a window's micro-batches, clip, step, zero. Collective over all ranks.
+
+    See :meth:`drivetrain.Accelerator.train_step`.
+    """
+    meet("train_step")
+    several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
+    window = list(batches) if several else [batches]
+    topology, backend = trainer.backend.topology, trainer.backend
+    weight = _weight(trainer, window, by_items=num_items is not None)
+    if num_items is None:
+        denominator = torch.tensor(float(topology.dp_size * len(window)), device=topology.device)
+    else:
+        counts = [torch.as_tensor(num_items(batch), device=topology.device).reshape(()) for batch in window]
+        denominator = backend.reduce(torch.stack(counts).sum() * weight, "sum").clamp(min=1)
+    if not optimizers:
+        raise UsageError(
+            "train_step needs the model's optimizer", cure="Prepare the model together with its optimizer."
+        )
+    for optimizer in optimizers:
+        record.trainable.zero_grad(optimizer.optimizer)
+    record.ready = True
+    with record.running():
+        local = record.trainable.forward_backward(
+            [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
+        )
+    trainer.window_closed()
+    loss = backend.reduce(local * weight, "sum") / denominator
+    norm = None
+    if max_norm is not None:
+        parameters = [parameter for parameter in record.trainable.module.parameters() if parameter.requires_grad]
+        norm = record.trainable.clip_grad_norm(parameters, max_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+    verdicts = tuple(optimizer.unsettled or optimizer.step_was_skipped for optimizer in optimizers)
+    for optimizer in optimizers:
+        record.trainable.zero_grad(optimizer.optimizer)
+    record.active = False
+    return TrainStepOutput(loss, norm, verdicts)
+
+
+def _weight(trainer: Trainer, window: Sequence[Any], *, by_items: bool) -> float:
+    """What this rank's losses are multiplied by where the ranks do not share the loop's current batch evenly.
+
+    Raises:
+        UsageError: the batches of a list need several weights, or the loss is to be weighed by items that nobody
+            counts.
+    """
+    if trainer.count_items and not by_items:
+        raise UsageError(
+            "train_step divides by the number of items before it computes the loss, so that count_items cannot read it "
+            "from the loss",
+            cure="Pass num_items, and a loss_fn that returns a sum.",
+        )
+    loop = trainer.loop_state()
+    if loop.conflict and not by_items:
+        raise UsageError(
+            f"{loop.conflict}, so that no weight makes one loss of them the loss of one big batch",
+            cure="Give the DataLoaders drop_last=True, or pass num_items.",
+        )
+    rows, topology = loop.rows, trainer.backend.topology
+    uneven = rows is not None and not rows.even
+    if len(window) > 1 and not by_items and (uneven or len({num_rows(batch) for batch in window}) > 1):
+        raise UsageError(
+            "these batches hold different numbers of samples, and train_step has one weight for all of them",
+            cure="Give the DataLoader drop_last=True, or pass num_items and a loss_fn that returns a sum.",
+        )
+    if rows is None or not uneven:
+        return 1.0
+    mine = rows.real[topology.dp_rank]
+    if not by_items:
+        return mine * topology.dp_size / rows.total
+    if len(window) > 1 and not all(rows.real):
+        raise UsageError(
+            "some ranks have no sample of the last of these batches, and train_step has one weight for all of them",
+            cure="Give the DataLoader drop_last=True, or pass one batch at a time.",
+        )
+    return float(mine > 0)
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, tuple | list | Mapping)

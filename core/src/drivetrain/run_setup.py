@@ -1,0 +1,462 @@
+"""From a configuration and the script's own arguments to a started backend."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from pydantic import BaseModel
+
+from drivetrain.backend import Backend, BackendInfo, Place, ProcessGroupSettings, RunSettings, Statement
+from drivetrain.config import ResolvedConfig, load_config, worker_config
+from drivetrain.config.locate import DEFAULT
+from drivetrain.config.schema import MeshConfig
+from drivetrain.errors import BackendBlockedError, BackendNotFoundError, UsageError
+from drivetrain.kwargs import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from drivetrain.launch.environment import read_place
+from drivetrain.logging import set_rank
+from drivetrain.loop.precision import policy_for
+from drivetrain.registry import get_registry
+from drivetrain.tracking import Trackers
+
+# ---- The end of a run: engines are let go before their process group, whether the script ends well or not
+
+def at_exit(close: Callable[[], None]) -> None:
+    """Call a bound method when the interpreter ends, if its object is still alive then."""
+    method = WeakMethod(close)
+
+    def run() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    atexit.register(run)
+
+
+def on_failure(report: Callable[[BaseException], None]) -> None:
+    """Call a bound method with the exception that ends the script, before the traceback is printed."""
+    method = WeakMethod(report)
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        alive = method()
+        if alive is not None:
+            alive(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+# ---- Which backend, and what its own section says about the run: settled before anything of it is imported
+
+logger = logging.getLogger(__name__)
+
+_SCRIPT = "the script"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen backend.
+
+    Args:
+        info: its description.
+        section: its validated section, or ``None`` when it has none.
+        origins: where each key of the section was written, by dotted key below the section.
+        implied: what the section says about keys of the core.
+    """
+
+    info: BackendInfo
+    section: Any = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    implied: Mapping[str, Statement] = field(default_factory=dict)
+
+    def settle(self, key: str, script: Any, resolved: ResolvedConfig) -> Any:
+        """The value of a key of the core: the script's, else the configuration's, else what the section says of it.
+
+        Args:
+            key: a key of the core's configuration.
+            script: what the script passed, ``None`` when nothing.
+            resolved: the configuration.
+
+        Raises:
+            UsageError: the section says something else than script or configuration.
+        """
+        configured, origin = getattr(resolved.config, key), resolved.origin(key)
+        said = None
+        if script is not None:
+            said = Statement(script, _SCRIPT)
+        elif origin != DEFAULT:
+            said = Statement(configured, str(origin))
+        theirs = self.implied.get(key)
+        if theirs is None:
+            return configured if said is None else said.value
+        if said is None:
+            logger.info("%s: %s is taken from %s", key, theirs.value, theirs.where)
+            return theirs.value
+        if said.value != theirs.value:
+            raise UsageError(
+                f"{key} is {said.value!r} ({said.where}) and {theirs.value!r} ({theirs.where})",
+                cure="Say it in one place, or the same in both.",
+            )
+        return said.value
+
+
+def choose_backend(
+    resolved: ResolvedConfig, distributed_type: str | None, world_size: int, engine_arguments: Mapping[str, Any]
+) -> Choice:
+    """The backend that the script names, else the configuration, else the best for the world.
+
+    Args:
+        resolved: the configuration.
+        distributed_type: the script's word, or ``None``.
+        world_size: number of processes.
+        engine_arguments: further arguments of ``Accelerator``; ``<backend>_plugin`` may be that backend's section.
+
+    Raises:
+        UsageError: arguments that are no section, or that contradict the choice.
+        TypeError: a word that is no argument anywhere.
+        BackendError, ConfigError: see :class:`drivetrain.registry.Registry` and the configuration.
+    """
+    registry = get_registry()
+    given = _section_argument(engine_arguments)
+    asked = distributed_type or resolved.config.distributed_type
+    if given is not None:
+        name, _ = given
+        if asked is not None and registry.canonical(asked) != name:
+            raise UsageError(
+                f"the script passes settings of the backend {name!r}, but {asked!r} was chosen",
+                cure=f"Choose distributed_type: {name}, or leave the argument out.",
+            )
+        asked = name
+    info = registry.info(asked) if asked else registry.default(world_size)
+    section_type = registry.load_section(info)
+    if section_type is None:
+        return Choice(info)
+    if given is not None:
+        section, origins = _from_script(section_type, given[1], info.name, resolved)
+    else:
+        section = resolved.validated_section(section_type, info.name)
+        prefix = f"{info.name}."
+        found = {key: origin for key, origin in resolved.origins.items() if key.startswith(prefix)}
+        origins = {key.removeprefix(prefix): str(origin) for key, origin in found.items() if origin != DEFAULT}
+    return Choice(info, section, origins, info.implied(section, origins))
+
+
+def section_at_hand(choice: Choice, engine: str) -> Any:
+    """The run's section where ``engine`` names its backend, else ``None``: what ``accelerator.<engine>_plugin`` is.
+
+    Raises:
+        AttributeError: nobody knows a backend of this name.
+    """
+    try:
+        return choice.section if get_registry().resolve(engine) == choice.info.name else None
+    except BackendNotFoundError as error:
+        if "pip install" in error.cure and "Did you mean" not in error.cure:
+            return None  # A backend that is not installed here, hence not this run's.
+        raise AttributeError(f"there is no backend {engine!r}, hence no {engine}_plugin") from error
+
+
+def _section_argument(given: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Backend and value of the one argument ``<backend>_plugin`` that is a section; refuses everything else."""
+    found: list[tuple[str, Any]] = []
+    for name, value in given.items():
+        engine = name.removesuffix("s").removesuffix("_plugin")
+        if engine == name.removesuffix("s") and name != "parallelism_config":
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value is None:
+            continue
+        if isinstance(value, Mapping | BaseModel) and name.endswith("_plugin"):
+            found.append((get_registry().resolve(engine), value))
+            continue
+        place = "mesh:" if name == "parallelism_config" else f"{engine.removesuffix('_lm')}:"
+        raise UsageError(
+            f"Accelerator takes no {name} like this; what an engine needs stands in the configuration",
+            cure=f"Write it in the section `{place}` of the config file (`drivetrain config` makes one).",
+        )
+    if len(found) > 1:
+        raise UsageError("one run has one backend, and settings of two were passed", cure="Keep one of them.")
+    return found[0] if found else None
+
+
+def _from_script(
+    section_type: type[BaseModel], given: Any, name: str, resolved: ResolvedConfig
+) -> tuple[BaseModel, dict[str, str]]:
+    """The section that the script passed; the configuration must not have one too."""
+    if resolved.section_for(name):
+        raise UsageError(
+            f"the script passes the settings of {name!r}, and the configuration has a section `{name}:`",
+            cure="Keep one of the two.",
+        )
+    values = dict(given) if isinstance(given, Mapping) else given.model_dump(exclude_unset=True)
+    if isinstance(given, BaseModel) and not isinstance(given, section_type):
+        raise UsageError(
+            f"the settings of {name!r} are a {section_type.__module__}.{section_type.__name__} or a mapping of its "
+            f"keys, not a {type(given).__name__}"
+        )
+    script = ResolvedConfig(resolved.config, {name: values})
+    return script.validated_section(section_type, name), dict.fromkeys(values, _SCRIPT)
+
+
+# ---- From a configuration and the script's own arguments to a started backend
+
+logger = logging.getLogger(__name__)
+
+_READ_BY_CORE = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The user's keyword handlers, sorted by who reads them.
+
+    Args:
+        by_name: all of them, by class name.
+    """
+
+    by_name: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, handlers: Sequence[Any] | None) -> Handlers:
+        """Sort a list. Raises :class:`UsageError` for two of one class or something that is no handler."""
+        by_name: dict[str, Any] = {}
+        for handler in handlers or ():
+            name = type(handler).__name__
+            if not isinstance(handler, KwargsHandler):
+                raise UsageError(f"{handler!r} is not a keyword handler", cure="Pass instances of the *Kwargs classes.")
+            if name in by_name:
+                raise UsageError(f"two {name} were given", cure="Pass one of each class.")
+            by_name[name] = handler
+        return cls(by_name)
+
+    def of_type(self, kind: type[Any]) -> Any:
+        """The handler of this class, or a fresh one with the defaults."""
+        return self.by_name.get(kind.__name__) or kind()
+
+    def for_backend(self, info: BackendInfo) -> dict[str, Any]:
+        """Those that the backend reads; says once which ones nobody does."""
+        core = {kind.__name__ for kind in _READ_BY_CORE}
+        unread = sorted(set(self.by_name) - core - info.capabilities.handlers)
+        if unread:
+            logger.warning("%s has no meaning under the backend %r and is not used.", ", ".join(unread), info.name)
+        return {name: handler for name, handler in self.by_name.items() if name in info.capabilities.handlers}
+
+
+def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig:
+    """What the script passed, else what the launcher handed over, else defaults and environment."""
+    if isinstance(config, ResolvedConfig):
+        return config
+    return worker_config(os.environ) if config is None else load_config(config)
+
+
+def with_mesh(resolved: ResolvedConfig, arguments: dict[str, Any]) -> ResolvedConfig:
+    """The configuration with the mesh that the script passes as ``parallelism_config``.
+
+    Args:
+        resolved: the configuration.
+        arguments: further arguments of ``Accelerator``; that one is taken out.
+
+    Raises:
+        UsageError: both speak of an axis, and say different sizes.
+    """
+    given = arguments.get("parallelism_config")
+    if not isinstance(given, ParallelismConfig):
+        return resolved
+    del arguments["parallelism_config"]
+    written, asked = resolved.config.mesh.sizes(), given.sizes()
+    for axis in [axis for axis in asked if written.get(axis, asked[axis]) != asked[axis]]:
+        where = resolved.origin(f"mesh.{axis}")
+        raise UsageError(
+            f"parallelism_config says {axis}_size={asked[axis]}, and mesh.{axis} is {written[axis]} ({where})",
+            cure="Say it in one place, or the same in both.",
+        )
+    mesh = MeshConfig(**{**written, **asked})
+    return replace(resolved, config=resolved.config.model_copy(update={"mesh": mesh}))
+
+
+def start_backend(
+    choice: Choice,
+    resolved: ResolvedConfig,
+    handlers: Handlers,
+    *,
+    mixed_precision: str | None,
+    cpu: bool,
+    place_on_device: bool,
+    sync_batch_norm: bool | None = None,
+) -> Backend:
+    """Check and start the chosen backend. Collective over all ranks.
+
+    Script arguments that are given win over the configuration.
+
+    Raises:
+        BackendNotFoundError, BackendBlockedError, ...: see :class:`drivetrain.registry.Registry`.
+        UsageError: the backend's section contradicts what script or configuration say.
+    """
+    config, registry, info = resolved.config, get_registry(), choice.info
+    place = read_place(os.environ)
+    spoken = None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)).lower()
+    precision = choice.settle("mixed_precision", spoken, resolved)
+    device_type = "cpu" if cpu or config.use_cpu else None
+    mesh = config.mesh.sizes()
+    scaler, autocast = handlers.of_type(GradScalerKwargs), handlers.of_type(AutocastKwargs)
+    policy = policy_for(
+        precision,
+        output=config.output_dtype,
+        scaler=scaler.to_dict(),
+        autocast_cache=autocast.cache_enabled,
+    )
+    _check(info, place, policy.name, mesh, registry.owner(info.name))
+    settings = RunSettings(
+        place=place,
+        mesh=mesh,
+        section=choice.section,
+        precision=policy,
+        device_type=device_type,
+        process_group=_process_group(resolved, handlers),
+        handlers=handlers.for_backend(info),
+        place_on_device=place_on_device,
+        origins=choice.origins,
+        name=info.name,
+        sync_batch_norm=config.sync_batch_norm if sync_batch_norm is None else sync_batch_norm,
+    )
+    backend = registry.load_backend(info)(settings)
+    backend.start()
+    return backend
+
+
+def _check(info: BackendInfo, place: Place, precision: str, mesh: Mapping[str, int], owner: str) -> None:
+    """Hold what was asked against what the backend declares, before anything of it is imported."""
+    capabilities = info.capabilities
+    if place.world_size > 1 and not capabilities.multi_process:
+        raise BackendBlockedError(
+            f"the backend {info.name!r} runs in one process, but {place.launcher} started {place.world_size}",
+            whose=owner,
+            cure="Start one process, or choose a backend for several (`drivetrain backends` lists them).",
+        )
+    if precision not in capabilities.precisions:
+        raise BackendBlockedError(
+            f"the backend {info.name!r} has no mixed_precision={precision!r}",
+            whose=owner,
+            cure=f"Choose one of {', '.join(sorted(capabilities.precisions))}.",
+        )
+    unknown = [axis for axis, size in mesh.items() if size > 1 and axis not in capabilities.mesh_axes]
+    if unknown:
+        able = ", ".join(sorted(capabilities.mesh_axes)) or "none"
+        raise BackendBlockedError(
+            f"the backend {info.name!r} has no mesh axis {', '.join(unknown)} (it has: {able})",
+            whose=owner,
+            cure="Remove it from `mesh:`, or choose another backend.",
+        )
+
+
+def _process_group(resolved: ResolvedConfig, handlers: Handlers) -> ProcessGroupSettings:
+    """The configuration's process group, overridden by what the script's handler says."""
+    given, config = handlers.of_type(InitProcessGroupKwargs), resolved.config.process_group
+    timeout = config.timeout_seconds if given.timeout is None else given.timeout.total_seconds()
+    return ProcessGroupSettings(
+        communication_backend=given.backend or config.communication_backend,
+        init_method=given.init_method or config.init_method,
+        timeout_seconds=timeout,
+    )
+
+
+def loader_configuration(
+    resolved: ResolvedConfig, given: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    """The script's own loader configuration, else the file's; ``split_batches`` may be said beside either."""
+    config = given if given is not None else DataLoaderConfiguration(**resolved.config.dataloader.model_dump())
+    if split_batches is None or split_batches == config.split_batches:
+        return config
+    if given is not None and config.split_batches:
+        raise UsageError("split_batches=False contradicts DataLoaderConfiguration(split_batches=True)")
+    return replace(config, split_batches=split_batches)
+
+
+def project_configuration(
+    resolved: ResolvedConfig, given: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """The script's own, with a folder from wherever one is named."""
+    project = given or ProjectConfiguration()
+    folder = project.project_dir or project_dir or resolved.config.project_dir
+    if folder is not None and project.project_dir is None:
+        project.set_directories(folder)
+    return project
+
+
+def saves_on_interrupt(resolved: ResolvedConfig, given: bool | None, project: ProjectConfiguration) -> bool:
+    """Whether the run saves itself when it is told to end. Raises :class:`UsageError` when it has no folder."""
+    wanted = resolved.config.save_on_interrupt if given is None else given
+    if wanted and project.project_dir is None:
+        raise UsageError(
+            "save_on_interrupt has no folder to save in", cure="Set project_dir, in the configuration or the script."
+        )
+    return wanted
+
+
+def accumulation(
+    resolved: ResolvedConfig, choice: Choice, steps: int, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    """How long a window is: the script's word, else the configuration's, else what the backend's section says.
+
+    Raises:
+        UsageError: the script says it twice, or the section something else.
+    """
+    configured = resolved.config.gradient_accumulation_steps
+    if plugin is not None and steps != 1:
+        raise UsageError(
+            "both gradient_accumulation_steps and gradient_accumulation_plugin were given",
+            cure="Put the number into GradientAccumulationPlugin(num_steps=...).",
+        )
+    said = plugin.num_steps if plugin is not None else steps
+    if configured not in (1, said) and said != 1:
+        logger.warning(
+            "The script's gradient_accumulation_steps=%d is used; the configuration says %d (%s).",
+            said,
+            configured,
+            resolved.origin("gradient_accumulation_steps"),
+        )
+    spoken = None if plugin is None and steps == 1 else said
+    settled = choice.settle("gradient_accumulation_steps", spoken, resolved)
+    return plugin if plugin is not None else GradientAccumulationPlugin(num_steps=settled)
+
+
+def data_seed(config: DataLoaderConfiguration, backend: Backend) -> int:
+    """Seed of the data order, the same on every rank: as configured, else the main process's. Collective."""
+    seed = config.data_seed if config.data_seed is not None else torch.initial_seed()
+    return int(backend.broadcast_object(seed))
+
+
+def name_this_process(backend: Backend) -> None:
+    """Tell the logging which rank this is; it must not keep a finished backend alive."""
+    weak = ref(backend)
+
+    def barrier() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.barrier()
+
+    set_rank(backend.topology.rank, backend.topology.world_size, barrier)
+
+
+def trackers(resolved: ResolvedConfig, log_with: Any, project: ProjectConfiguration, backend: Backend) -> Trackers:
+    """The trackers that the script names, else the configuration."""
+    named = log_with if log_with is not None else (resolved.config.log_with or None)
+    return Trackers(named, logging_dir=project.logging_dir, is_main_process=backend.topology.rank == 0)
+

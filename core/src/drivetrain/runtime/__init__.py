@@ -1,1 +1,0 @@
-"""Where torch lives: devices, process groups, precision, collectives, RNG, loaders, optimizer and scheduler."""

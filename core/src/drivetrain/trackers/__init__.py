@@ -1,1 +1,0 @@
-"""Adapters of experiment trackers, one file each, imported when a script names them."""

@@ -1,0 +1,11 @@
+"""The conformance kit and the tools that it is made of: ranks forked per test, hygiene checks, the standard cases.
+
+``spawn`` runs a function as the ranks of a real gloo job; ``drivetrain_testing.suite`` holds the standard cases that a
+plugin's own tests import; ``drivetrain_testing.plugin`` is a pytest plugin (fixtures, the ``gpu`` marker).
+"""
+
+from __future__ import annotations
+
+from drivetrain_testing.processes import RankFailedError, RankTimeoutError, preload, spawn
+
+__all__ = ["RankFailedError", "RankTimeoutError", "preload", "spawn"]

@@ -1,0 +1,374 @@
+"""What ordinary scripts do with a prepared model and its gradients: the numbers of one process, or a refusal.
+
+A refusal is an error of :class:`~drivetrain.errors.UnsupportedError` or :class:`~drivetrain.errors.UsageError` on every
+rank, before anything was updated. A backend that trains on after one of these calls trains what the script asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain_testing import models
+from drivetrain_testing.kit import Kit, case
+from drivetrain_testing.scenario import assert_same_state, backward, full_state, share
+
+STEPS, ROWS = 4, 12
+
+
+class Encoder(nn.Module):
+    """Has methods that call the model and methods that do not, a second head, and an attribute that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(models.FEATURES, 8)
+        self.head = nn.Linear(8, models.CLASSES)
+        self.scale = 1.0
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Features, ``(B, F) -> (B, 8)``."""
+        return torch.tanh(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encode(x)) * self.scale
+        return logits
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean loss, 0-d, through the model's own call."""
+        return F.cross_entropy(self(x), y)
+
+
+@dataclass
+class Logits:
+    """An output of a type that no tree walk of torch knows."""
+
+    values: Tensor
+
+
+class Wrapped(Encoder):
+    """Returns a dataclass."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Logits(super().forward(x))
+
+
+class Tied(Encoder):
+    """Two layers share a weight, and a buffer belongs to the state."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8, models.CLASSES)
+        self.again.weight = self.head.weight
+        self.register_buffer("offset", torch.arange(models.CLASSES) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encode(x)
+        logits: Tensor = self.head(features) + self.again(features.square()) + self.offset
+        return logits
+
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def _plainly(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def _batches() -> Iterator[tuple[Tensor, Tensor]]:
+    x, y = models.dense_data(STEPS * ROWS)
+    for step in range(STEPS):
+        rows = slice(step * ROWS, (step + 1) * ROWS)
+        yield x[rows], y[rows]
+
+
+def _built(kind: type[nn.Module]) -> Any:
+    with models.seeded(3):
+        return kind()
+
+
+def compare(
+    kit: Kit,
+    what: str,
+    loss: Loss = _plainly,
+    *,
+    kind: type[nn.Module] = Encoder,
+    between: Callable[[Any, Any, int], None] = lambda *_: None,
+    window: int = 1,
+) -> None:
+    """Train by a plain loop and through the backend; both end with the same weights, or the backend refuses.
+
+    Args:
+        kit: the backend.
+        what: the script does, for the error.
+        loss: ``loss(model, x, y)``, a mean.
+        kind: the model.
+        between: called with model, optimizer and step before each step's forward.
+        window: micro-batches between two updates.
+    """
+    # First, since torch's autograd knows only those devices that there are at its first backward.
+    accelerator = kit.accelerator(gradient_accumulation_steps=window)
+    plain = _built(kind)
+    steps = SGD(plain.parameters(), lr=0.5)
+    for step, (x, y) in enumerate(_batches()):
+        between(plain, steps, step)
+        backward(loss(plain, x, y) / window)
+        if (step + 1) % window == 0:
+            steps.step()
+            steps.zero_grad()
+    model = _built(kind)
+    optimizer: Any = SGD(model.parameters(), lr=0.5)
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step, (x, y) in enumerate(_batches()):
+            between(model, optimizer, step)
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, *share(accelerator, x, y)))
+                optimizer.step()
+                optimizer.zero_grad()
+        found = full_state(accelerator, model)
+    except (UnsupportedError, UsageError):
+        return
+    _assert_trained(found, plain, kit, what)
+
+
+def _assert_trained(found: dict[str, Tensor], plain: nn.Module, kit: Kit, what: str) -> None:
+    try:
+        assert_same_state(found, dict(plain.state_dict()), max(kit.atol, 2e-5))
+    except AssertionError as difference:
+        raise AssertionError(
+            f"{what}: no error, and the weights are not those of one process: {difference}"
+        ) from difference
+
+
+@case()
+def the_model_is_the_users(kit: Kit) -> None:
+    """``prepare`` returns the user's object: its class, name, attributes and module are as before."""
+    accelerator = kit.accelerator()
+    given = _built(Encoder)
+    model = accelerator.prepare(given)
+    assert model is given
+    assert isinstance(model, Encoder)
+    assert (type(model).__name__, type(model).__qualname__) == ("Encoder", "Encoder")
+    assert accelerator.unwrap_model(model) is given
+    assert model.scale == 1.0
+
+
+@case()
+def methods_that_call_the_model(kit: Kit) -> None:
+    """``model.loss(x, y)``, where the method calls ``self(x)``."""
+    compare(kit, "a method that calls the model", lambda model, x, y: model.loss(x, y))
+    compare(kit, "a method that calls the model", lambda model, x, y: model.loss(x, y), window=2)
+
+
+@case()
+def methods_that_do_not(kit: Kit) -> None:
+    """``model.head(model.encode(x))``: no forward of the model runs at all."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(model.encode(x)), y)
+
+    compare(kit, "methods past the model's call", loss)
+    compare(kit, "methods past the model's call", loss, window=2)
+
+
+@case()
+def attributes_that_forward_reads(kit: Kit) -> None:
+    """An attribute that is set after ``prepare`` is what the next forward reads."""
+
+    def between(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 2:
+            model.scale = 3.0
+
+    compare(kit, "an attribute set after prepare", between=between)
+
+
+@case()
+def layers_that_come_later(kit: Kit) -> None:
+    """A head that is replaced after ``prepare`` is trained from then on, and is part of the state."""
+
+    def between(model: Any, optimizer: Any, step: int) -> None:
+        if step == 2:
+            with models.seeded(9):
+                model.head = nn.Linear(8, models.CLASSES).to(model.body.weight.device)
+            optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.5})
+
+    compare(kit, "a layer replaced after prepare", between=between)
+
+
+@case()
+def parameters_that_are_unfrozen(kit: Kit) -> None:
+    """Parameters that did not require gradients in ``prepare`` are trained once they do."""
+
+    class Frozen(Encoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.requires_grad_(False)
+
+    def between(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 2:
+            model.body.requires_grad_(True)
+
+    compare(kit, "parameters unfrozen after prepare", kind=Frozen, between=between)
+
+
+@case()
+def outputs_of_any_type(kit: Kit) -> None:
+    """A model that returns a dataclass trains."""
+    compare(kit, "an output that is a dataclass", lambda model, x, y: F.cross_entropy(model(x).values, y), kind=Wrapped)
+
+
+@case()
+def several_forwards(kit: Kit) -> None:
+    """Two forwards before one backward."""
+    compare(kit, "two forwards before a backward", lambda model, x, y: F.cross_entropy(model(x) + model(2 * x), y))
+
+
+@case()
+def parameters_that_are_written(kit: Kit) -> None:
+    """``load_state_dict``, ``clamp_`` and ``mul_`` after ``prepare`` are what the next step starts from."""
+
+    def loads(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 2:
+            with models.seeded(11):
+                values = _built(Encoder).state_dict().items()
+                model.load_state_dict({name: torch.randn_like(value) for name, value in values})
+
+    def clamps(model: Any, _optimizer: Any, step: int) -> None:
+        if step:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+    def scales(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                model.head.weight.mul_(0.5)
+
+    for between in (loads, clamps, scales):
+        compare(kit, f"a script that {between.__name__} parameters", between=between)
+
+
+@case()
+def steps_without_the_accelerator(kit: Kit) -> None:
+    """A plain ``loss.backward()``, and a step of an optimizer that was never prepared."""
+    x, y = models.dense_data(ROWS)
+    for prepares_optimizer in (True, False):
+        accelerator = kit.accelerator()
+        plain = _built(Encoder)
+        steps = SGD(plain.parameters(), lr=0.5)
+        backward(F.cross_entropy(plain(x), y))
+        steps.step()
+        model = _built(Encoder)
+        optimizer: Any = SGD(model.parameters(), lr=0.5)
+        try:
+            if prepares_optimizer:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            else:
+                model = accelerator.prepare(model)
+                optimizer = SGD(model.parameters(), lr=0.5)
+            mine, labels = share(accelerator, x, y)
+            loss = F.cross_entropy(model(mine), labels)
+            if prepares_optimizer:
+                backward(loss)
+            else:
+                accelerator.backward(loss)
+            optimizer.step()
+            found = full_state(accelerator, model)
+        except (UnsupportedError, UsageError):
+            continue
+        _assert_trained(found, plain, kit, "loss.backward()" if prepares_optimizer else "an optimizer never prepared")
+
+
+@case()
+def steps_without_a_backward(kit: Kit) -> None:
+    """A step that no backward came before is refused, and changes nothing."""
+    accelerator = kit.accelerator()
+    model = _built(Encoder)
+    optimizer: Any = SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = full_state(accelerator, model)
+    refused = False
+    try:
+        optimizer.step()
+    except UsageError:
+        refused = True
+    assert refused, "optimizer.step() before any backward: it did not raise UsageError"
+    assert_same_state(full_state(accelerator, model), before, 0.0)
+
+
+@case()
+def copies(kit: Kit) -> None:
+    """A deep copy has the whole weights and the user's class, or is refused."""
+    accelerator = kit.accelerator()
+    model = accelerator.prepare(_built(Encoder))
+    try:
+        copied = copy.deepcopy(model)
+    except (UnsupportedError, UsageError):
+        return
+    assert type(copied) is Encoder
+    weights = {name: value.cpu() for name, value in copied.state_dict().items()}
+    assert_same_state(weights, dict(_built(Encoder).state_dict()), 0.0)
+
+
+@case()
+def state_dicts(kit: Kit) -> None:
+    """``torch.save(model.state_dict())`` after a step, on all ranks and on the main process alone.
+
+    The whole state, tied parameters still one, or an error that names what to call instead; never a part.
+    """
+    x, y = next(_batches())
+    accelerator = kit.accelerator()
+    plain = _built(Tied)
+    steps = SGD(plain.parameters(), lr=0.5)
+    backward(_plainly(plain, x, y))
+    steps.step()
+    model = _built(Tied)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
+    accelerator.backward(_plainly(model, *share(accelerator, x, y)))
+    optimizer.step()
+    optimizer.zero_grad()
+    for everyone in (True, False):
+        for asked in (model, accelerator.unwrap_model(model), model.head):
+            if everyone or accelerator.is_main_process:
+                _check_saved(asked, plain.head if asked is model.head else plain, kit)
+            accelerator.wait_for_everyone()
+
+
+def _check_saved(asked: nn.Module, plain: nn.Module, kit: Kit) -> None:
+    file, refusal = io.BytesIO(), ""
+    try:
+        torch.save(asked.state_dict(), file)
+    except (UnsupportedError, UsageError) as error:
+        refusal = str(error)
+    if refusal:
+        named = "accelerator.get_state_dict" in refusal or "accelerator.save_model" in refusal
+        assert named, f"state_dict() was refused without a word of what to call instead: {refusal}"
+        return
+    file.seek(0)
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    assert_same_state(found, dict(plain.state_dict()), max(kit.atol, 2e-5))
+    if isinstance(plain, Tied) and _keeps_ties(next(asked.parameters()).device):
+        assert _tied(found), "tied parameters were saved as two"
+
+
+def _tied(state: dict[str, Tensor]) -> bool:
+    return state["head.weight"].data_ptr() == state["again.weight"].data_ptr()
+
+
+def _keeps_ties(device: torch.device) -> bool:
+    """Whether torch saves tied parameters on this device as one, of a model that was not prepared."""
+    file = io.BytesIO()
+    torch.save(_built(Tied).to(device).state_dict(), file)
+    file.seek(0)
+    return _tied(torch.load(file, map_location="cpu", weights_only=True))

@@ -1,0 +1,10 @@
+"""The reference backend passes the kit."""
+
+from __future__ import annotations
+
+from drivetrain_testing.suite import *  # noqa: F403
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "single"
+    world_sizes = (1,)

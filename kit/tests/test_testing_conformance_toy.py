@@ -1,0 +1,11 @@
+"""The kit passes a right backend that is nothing like ours."""
+
+from __future__ import annotations
+
+from drivetrain_testing.suite import *  # noqa: F403
+
+
+class Requirements(BaseRequirements):  # noqa: F405
+    backend = "toy"
+    world_sizes = (2,)
+    setup = "toy_backend:register"
