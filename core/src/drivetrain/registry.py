@@ -248,20 +248,15 @@ def core_version() -> str:
 
 
 def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``."""
+    """Return the core's extras that stand for a backend: those that its extra ``all`` brings."""
+    from packaging.requirements import Requirement
+
     try:
-        core = metadata.metadata(CORE)
+        lines = metadata.requires(CORE) or ()
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
-    required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
-    extras = core.get_all("Provides-Extra") or ()
-    return tuple(extra for extra in extras if any(_names(line, f"{CORE}-{extra}") for line in required))
-
-
-def _names(requirement: str, distribution: str) -> bool:
-    """Whether a requirement line is about this distribution and not one whose name is longer."""
-    rest = requirement.removeprefix(distribution)
-    return rest != requirement and (not rest or rest[0] in " <>=!~([;")
+    found = (Requirement(line) for line in lines)
+    return tuple(sorted(extra for each in found if each.name == CORE for extra in each.extras))
 
 
 def pip_line(extra: str) -> str:
