@@ -256,7 +256,14 @@ def known_extras() -> tuple[str, ...]:
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
     found = (Requirement(line) for line in lines)
-    return tuple(sorted(extra for each in found if each.name == CORE for extra in each.extras))
+    wanted = (each.name for each in found if each.marker and each.marker.evaluate({"extra": "all"}))
+    return tuple(name.removeprefix(f"{CORE}-") for name in wanted if name.startswith(f"{CORE}-"))
+
+
+def _names(requirement: str, distribution: str) -> bool:
+    """Whether a requirement line is about this distribution and not one whose name is longer."""
+    rest = requirement.removeprefix(distribution)
+    return rest != requirement and (not rest or rest[0] in " <>=!~([;")
 
 
 def pip_line(extra: str) -> str:
