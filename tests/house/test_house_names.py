@@ -72,10 +72,7 @@ def test_there_is_exactly_one_console_script(house):
 
 
 def test_the_reference_backend_comes_by_the_same_door(core):
-    assert core.project["entry-points"] == {
-        "drivetrain": {"single": "drivetrain.backends.plugin"},
-        "pytest11": {"drivetrain": "drivetrain_testing.options"},
-    }
+    assert core.project["entry-points"] == {"drivetrain": {"single": "drivetrain.backends.plugin"}}
     assert get_registry().info("single").backend.startswith("drivetrain.backends.single:")
 
 
