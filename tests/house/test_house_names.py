@@ -9,7 +9,10 @@ from drivetrain.registry import get_registry
 def test_a_plugin_is_named_once(plugin):
     name = plugin.folder.name
     assert plugin.project["name"] == f"drivetrain-{name}"
-    assert plugin.project["entry-points"] == {"drivetrain": {name: f"drivetrain_{name}.plugin"}}
+    points = plugin.project["entry-points"]
+    assert points.pop("drivetrain") == {name: f"drivetrain_{name}.plugin"}
+    assert set(points.get("drivetrain.hooks", {}).values()) <= {f"drivetrain_{name}.plugin"}
+    assert points.keys() <= {"drivetrain.hooks"}
     assert plugin.package.is_dir()
 
 

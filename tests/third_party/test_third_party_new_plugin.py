@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/write-a-backend.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```python\n# (\S+\.py)(?:, continued)?\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+(HOOKS,) = re.findall(r"^```toml\n(\[project\.entry-points.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).splitlines()
 
 
@@ -39,6 +40,8 @@ def written(stranger, tmp_path_factory):
     ]  # fmt: skip
     stranger.run(shlex.split(COMMANDS[0]), folder)
     made = folder / "drivetrain-lockstep"
+    with (made / "pyproject.toml").open("a", encoding="utf-8") as project:
+        project.write("\n" + HOOKS)
     stranger.install("--editable", made)
     texts = {}
     for path, text in FILES:

@@ -73,7 +73,7 @@ def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
     info = tmp_path / "toy_cli-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-cli\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[drivetrain]\ntoy = toy_cli\n")
+    (info / "entry_points.txt").write_text("[drivetrain.hooks]\ncommands = toy_cli\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert drivetrain("greet", PYTHONPATH=path).stdout == "hello\n"
     words = drivetrain("--help", PYTHONPATH=path)
