@@ -15,9 +15,8 @@ from drivetrain.data.active import LoopState
 from drivetrain.distributed.watchdog import meet, note
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Items, Window
-from drivetrain.loop.items import count_items, is_mean_of_labels
+from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
 from drivetrain.loop.model import Record
-from drivetrain.loop.sums import sums_over_batch
 
 if TYPE_CHECKING:
     from drivetrain.loop.optimizer import PreparedOptimizer
@@ -66,7 +65,7 @@ class Trainer:
         loop_state: the batch that the script's innermost loop is at.
         sync_with_dataloader: close the window at the loader's last batch.
         sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
-        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.items`).
+        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
     """
 
