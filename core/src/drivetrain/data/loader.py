@@ -240,7 +240,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def _read(
         self, items: Iterator[Item], move: Callable[[Any], Any] | None, full: int
     ) -> tuple[Item | None, Callable[[], Any] | None, Rows | None]:
-        """The next batch, what gives it on its device, and what other ranks' batches hold after this rank's last one."""
+        """The next batch, what gives it on its device, and what other ranks' batches hold after the last one."""
         beyond = None
         for item in items:
             if item.absent:
