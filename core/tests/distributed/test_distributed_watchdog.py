@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.distributed import watchdog
-from drivetrain.distributed.watchdog import note
+from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.kwargs import InitProcessGroupKwargs
 from drivetrain_testing import spawn
@@ -221,7 +221,7 @@ def without_a_group():
         topology = type("Topology", (), {"world_size": 2})
 
     with pytest.raises(UnsupportedError, match="Lazy forms none"):
-        watchdog.watch(Lazy(), None)
+        watchdog.watch(Lazy(), lambda: None)
 
 
 def test_ranks_without_a_process_group_are_refused():
@@ -229,11 +229,11 @@ def test_ranks_without_a_process_group_are_refused():
 
 
 def calls_me():
-    return note("call")
+    return log_call("call")
 
 
-def test_a_call_is_noted_with_the_line_outside_of_us():
-    # `note` is called by a public method; its caller is the script.
+def test_a_call_is_logged_with_the_line_outside_of_us():
+    # `log_call` is called by a public method; its caller is the script.
     site = calls_me()
     assert site.startswith("call at test_distributed_watchdog.py:")
     with nullcontext():

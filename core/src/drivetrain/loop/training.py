@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import LoopState
-from drivetrain.distributed.watchdog import meet, note
+from drivetrain.distributed.watchdog import check_collective, log_call
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Items, Window
 from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
@@ -158,7 +158,7 @@ class Trainer:
     def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.records:
-            note("backward")
+            log_call("backward")
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
         if kwargs:
@@ -172,7 +172,7 @@ class Trainer:
         else:
             window, records, closes = self._outside()
         # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
-        (meet if closes else note)("backward")
+        (check_collective if closes else log_call)("backward")
         primary = _first_active(records)
         if num_items is None and self._judges:
             node = loss.grad_fn
@@ -324,9 +324,9 @@ class Trainer:
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip by the norm over all these parameters together; the norm before clipping. Collective."""
         if self.backend.capabilities.replicated:
-            note("clip_grad_norm_")
+            log_call("clip_grad_norm_")
         else:
-            meet("clip_grad_norm_")
+            check_collective("clip_grad_norm_")
         owners = self.owners(parameters)
         if norm_type != 2.0 and not self.backend.capabilities.other_norms:
             raise UnsupportedError(
