@@ -141,10 +141,10 @@ class ToyBackend(Backend):
 
     def start(self) -> Topology:
         settings = self.settings
-        device = pick_device(settings.device_type, settings.place)
-        self.group = ensure_process_group(settings.place, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.place.world_size})
-        self.topology = Topology(settings.place, mesh, device, self.group.communication_backend)
+        device = pick_device(settings.device_type, settings.process)
+        self.group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
+        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
+        self.topology = Topology(settings.process, mesh, device, self.group.communication_backend)
         self.engine = TorchEngine(settings.precision, device)
         self.scaler = self.engine.scaler
         self.trainables: list[ToyTrainable] = []

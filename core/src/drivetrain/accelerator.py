@@ -27,7 +27,7 @@ from drivetrain.distributed.ranks import Ranks
 from drivetrain.distributed.watchdog import check_collective, log_call, stop_watching
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain.loop import batch_norm
 from drivetrain.loop.accumulation import Items
 from drivetrain.loop.gradient_state import GradientState
@@ -695,7 +695,8 @@ class Accelerator(RunServices):
         **engine_arguments: Any,
     ) -> None:
         self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
-        self._choice = choice = choose_backend(resolved, distributed_type, read_place().world_size, engine_arguments)
+        world_size = read_process_info().world_size
+        self._choice = choice = choose_backend(resolved, distributed_type, world_size, engine_arguments)
         self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
         self._loader_config = run_setup.loader_configuration(resolved, dataloader_config, split_batches)
         self._project = run_setup.project_configuration(resolved, project_config, project_dir)

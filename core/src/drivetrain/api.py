@@ -37,7 +37,7 @@ from drivetrain.errors import (
     UsageError,
 )
 from drivetrain.hookspecs import hookimpl
-from drivetrain.topology import AXES, DATA_AXES, Mesh, Place, Topology
+from drivetrain.topology import AXES, DATA_AXES, Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
     from drivetrain.backends import elementwise as optimizer_kinds
@@ -124,11 +124,11 @@ __all__ = [
     "FlatShard",
     "LocalGradients",
     "Mesh",
-    "Place",
     "PortableState",
     "PrecisionPolicy",
     "ProcessGroupHandle",
     "ProcessGroupSettings",
+    "ProcessInfo",
     "Readiness",
     "Recording",
     "ReduceOp",

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +204,7 @@ class RunSettings:
     """Everything a backend is told at birth.
 
     Args:
-        place: ranks, as the launcher gave them.
+        process: ranks, as the launcher gave them.
         mesh: requested axis sizes by name; empty when the user asked for none, then the backend chooses.
         section: the validated config section (an instance of the model named by ``BackendInfo.config``), or ``None``.
         precision: the policy to interpret.
@@ -218,7 +218,7 @@ class RunSettings:
             :meth:`drivetrain.api.Backend.synchronise_batch_norm`.
     """
 
-    place: Place = field(default_factory=Place)
+    process: ProcessInfo = field(default_factory=ProcessInfo)
     mesh: Mapping[str, int] = field(default_factory=dict)
     section: Any = None
     precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
@@ -664,10 +664,10 @@ __all__ = [
     "BackendInfo",
     "Capabilities",
     "Mesh",
-    "Place",
     "PortableState",
     "PrecisionPolicy",
     "ProcessGroupSettings",
+    "ProcessInfo",
     "Readiness",
     "ReduceOp",
     "RunSettings",

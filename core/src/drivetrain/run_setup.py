@@ -16,7 +16,7 @@ from weakref import WeakMethod, ref
 import torch
 from pydantic import BaseModel
 
-from drivetrain.backend import Backend, BackendInfo, Place, ProcessGroupSettings, RunSettings, Statement
+from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, ProcessInfo, RunSettings, Statement
 from drivetrain.config import ResolvedConfig, load_config, worker_config
 from drivetrain.config.locate import DEFAULT
 from drivetrain.config.schema import MeshConfig
@@ -32,7 +32,7 @@ from drivetrain.kwargs import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
 from drivetrain.loop.precision import policy_for
 from drivetrain.registry import get_registry
@@ -310,7 +310,7 @@ def start_backend(
         UsageError: the backend's section contradicts what script or configuration say.
     """
     config, registry, info = resolved.config, get_registry(), choice.info
-    place = read_place(os.environ)
+    process = read_process_info(os.environ)
     spoken = None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)).lower()
     precision = choice.settle("mixed_precision", spoken, resolved)
     device_type = "cpu" if cpu or config.use_cpu else None
@@ -322,9 +322,9 @@ def start_backend(
         scaler=scaler.to_dict(),
         autocast_cache=autocast.cache_enabled,
     )
-    _check(info, place, policy.name, mesh, registry.owner(info.name))
+    _check(info, process, policy.name, mesh, registry.owner(info.name))
     settings = RunSettings(
-        place=place,
+        process=process,
         mesh=mesh,
         section=choice.section,
         precision=policy,
@@ -341,12 +341,12 @@ def start_backend(
     return backend
 
 
-def _check(info: BackendInfo, place: Place, precision: str, mesh: Mapping[str, int], owner: str) -> None:
+def _check(info: BackendInfo, process: ProcessInfo, precision: str, mesh: Mapping[str, int], owner: str) -> None:
     """Hold what was asked against what the backend declares, before anything of it is imported."""
     capabilities = info.capabilities
-    if place.world_size > 1 and not capabilities.multi_process:
+    if process.world_size > 1 and not capabilities.multi_process:
         raise BackendBlockedError(
-            f"the backend {info.name!r} runs in one process, but {place.launcher} started {place.world_size}",
+            f"the backend {info.name!r} runs in one process, but {process.launcher} started {process.world_size}",
             whose=owner,
             cure="Start one process, or choose a backend for several (`drivetrain backends` lists them).",
         )

@@ -21,8 +21,8 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a launcher put this process.
+class ProcessInfo:
+    """This process among the others of its job, as a launcher numbered them.
 
     Args:
         rank: global rank, 0 to ``world_size - 1``.
@@ -109,30 +109,30 @@ class Mesh:
         return tuple(
             other
             for other in range(self.world_size)
-            if all(place == mine[axis] for axis, place in self.coordinates(other).items() if axis not in axes)
+            if all(index == mine[axis] for axis, index in self.coordinates(other).items() if axis not in axes)
         )
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What :meth:`drivetrain.api.Backend.start` reports: this process's place in the running job.
+    """What :meth:`drivetrain.api.Backend.start` reports: this process in the running job.
 
     Args:
-        place: ranks, as the launcher gave them.
+        process: ranks, as the launcher gave them.
         mesh: sizes of the axes; its product is the world size.
         device: this process's device, e.g. ``"cpu"`` or ``"cuda:1"``.
         communication_backend: gloo, nccl, ... or ``None`` when one process runs alone.
     """
 
-    place: Place
+    process: ProcessInfo
     mesh: Mesh
     device: str
     communication_backend: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mesh.world_size != self.place.world_size:
+        if self.mesh.world_size != self.process.world_size:
             raise UsageError(
-                f"a mesh of {self.mesh.world_size} ({self._sizes()}) does not fit {self.place.world_size} processes",
+                f"a mesh of {self.mesh.world_size} ({self._sizes()}) does not fit {self.process.world_size} processes",
                 cure="The product of the axis sizes must be the number of processes.",
             )
 
@@ -141,16 +141,16 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.process.rank
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size
+        return self.process.world_size
 
     @property
     def dp_rank(self) -> int:
         """This process's data-parallel coordinate."""
-        return self.mesh.dp_rank(self.place.rank)
+        return self.mesh.dp_rank(self.process.rank)
 
     @property
     def dp_size(self) -> int:
@@ -160,4 +160,4 @@ class Topology:
     @property
     def dp_ranks(self) -> tuple[int, ...]:
         """Global ranks of the data-parallel group this process is in, by coordinate."""
-        return self.mesh.peers(self.place.rank, DATA_AXES)
+        return self.mesh.peers(self.process.rank, DATA_AXES)

@@ -19,7 +19,7 @@ from drivetrain.backends import portable
 from drivetrain.checkpoint import Rng, TrainingState, load, save
 from drivetrain.distributed.current import World
 from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 
 
 class Plain(Trainable):
@@ -80,7 +80,7 @@ def rng():
 
 @contextlib.contextmanager
 def started():
-    backend = World(RunSettings(place=read_place(), device_type="cpu"))
+    backend = World(RunSettings(process=read_process_info(), device_type="cpu"))
     backend.start()
     try:
         yield backend

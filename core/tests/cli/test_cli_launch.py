@@ -10,12 +10,12 @@ import pytest
 SCRIPT = """
 import sys
 from drivetrain.config import worker_config
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 config = worker_config().config
-place = read_place()
-line = [place.rank, place.world_size, sys.argv[1:]]
+process = read_process_info()
+line = [process.rank, process.world_size, sys.argv[1:]]
 line += [config.mixed_precision, config.gradient_accumulation_steps, config.debug]
-open(f"seen{place.rank}", "w").write(repr(line))
+open(f"seen{process.rank}", "w").write(repr(line))
 """
 
 

@@ -12,7 +12,7 @@ from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.loader import LoadingContext
 from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.kwargs import DataLoaderConfiguration
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 
 
 class Alone(Backend):
@@ -20,7 +20,7 @@ class Alone(Backend):
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(RunSettings())
-        self.topology = Topology(Place(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", None)
+        self.topology = Topology(ProcessInfo(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", None)
 
     def start(self):
         return self.topology

@@ -20,7 +20,7 @@ from drivetrain.distributed.current import set_current_backend
 from drivetrain.distributed.nested import gather, pad_across_processes
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import spawn
 
 WORLDS = [1, 2, 4]
@@ -38,7 +38,7 @@ class Gloo(Backend):
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if world > 1:
             dist.init_process_group("gloo")
-        self.topology = Topology(Place(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", "gloo")
+        self.topology = Topology(ProcessInfo(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", "gloo")
         return self.topology
 
     def prepare(self, model, optimizers=(), *, training=True):

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.distributed import collectives
 from drivetrain.errors import UsageError
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import spawn
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -23,11 +23,11 @@ def join(mesh: dict[str, int] | None = None) -> Topology:
     dist.init_process_group("gloo", init_method="env://")
     rank, size = dist.get_rank(), dist.get_world_size()
     assert int(os.environ["WORLD_SIZE"]) == size
-    place = Place(rank, size, rank, size)
-    return Topology(place, Mesh(mesh or {"dp_replicate": size}), "cpu", "gloo")
+    process = ProcessInfo(rank, size, rank, size)
+    return Topology(process, Mesh(mesh or {"dp_replicate": size}), "cpu", "gloo")
 
 
-ALONE = Topology(Place(), Mesh(), "cpu")
+ALONE = Topology(ProcessInfo(), Mesh(), "cpu")
 
 
 def moves_every_dtype() -> None:

@@ -14,7 +14,7 @@ from drivetrain.distributed.memory import (
     release_memory,
 )
 from drivetrain.errors import UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn
 
 
@@ -102,7 +102,7 @@ def test_the_caller_must_leave_the_batch_size_out() -> None:
 
 
 def one_rank_runs_out() -> list[Any]:
-    world = World(RunSettings(place=read_place(), device_type="cpu"))
+    world = World(RunSettings(process=read_process_info(), device_type="cpu"))
     rank = world.start().rank
     set_current_backend(world)
     tried: list[int] = []

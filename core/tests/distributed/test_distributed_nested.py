@@ -9,7 +9,7 @@ from drivetrain.backend import RunSettings
 from drivetrain.distributed import nested
 from drivetrain.distributed.current import World, set_current_backend
 from drivetrain.errors import CollectiveMismatchError, UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn
 
 
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 
 
 def started() -> World:
-    world = World(RunSettings(place=read_place(), device_type="cpu"))
+    world = World(RunSettings(process=read_process_info(), device_type="cpu"))
     world.start()
     set_current_backend(world)
     return world

@@ -10,7 +10,7 @@ from drivetrain.backend import RunSettings
 from drivetrain.distributed.current import World
 from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn
 
 
@@ -18,7 +18,7 @@ class Control(ProcessControl):
     """What an accelerator adds is not needed here."""
 
     def __init__(self) -> None:
-        self.backend = World(RunSettings(place=read_place(), device_type="cpu"))
+        self.backend = World(RunSettings(process=read_process_info(), device_type="cpu"))
         self.backend.start()
 
 
@@ -131,7 +131,7 @@ def test_a_failing_main_process_does_not_keep_the_others_waiting() -> None:
 
 
 def prints(capture: str) -> str:
-    with Path(capture).with_suffix(f".{read_place().rank}").open("w+") as file:
+    with Path(capture).with_suffix(f".{read_process_info().rank}").open("w+") as file:
         Control().print("hello", "there", sep="-", file=file)
         file.seek(0)
         return file.read()

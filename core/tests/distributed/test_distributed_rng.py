@@ -19,7 +19,7 @@ from drivetrain.distributed.rng import (
     synchronize_rng_states,
 )
 from drivetrain.errors import UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn
 
 
@@ -34,7 +34,7 @@ def draw() -> list[float]:
 
 
 def seeds(device_specific: bool) -> list[list[float]]:
-    world = World(RunSettings(place=read_place(), device_type="cpu"))
+    world = World(RunSettings(process=read_process_info(), device_type="cpu"))
     world.start()
     set_current_backend(world)
     set_seed(7, device_specific=device_specific)
@@ -77,7 +77,7 @@ def test_a_seed_out_of_range_is_refused() -> None:
 
 
 def synchronises() -> list[list[float]]:
-    world = World(RunSettings(place=read_place(), device_type="cpu"))
+    world = World(RunSettings(process=read_process_info(), device_type="cpu"))
     rank = world.start().rank
     set_current_backend(world)
     random.seed(rank)

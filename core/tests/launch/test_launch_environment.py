@@ -11,11 +11,11 @@ from drivetrain.launch.environment import (
     available_cores,
     first_host,
     meeting_point,
-    read_place,
+    read_process_info,
     refuse_nested,
     worker_environment,
 )
-from drivetrain.topology import Place
+from drivetrain.topology import ProcessInfo
 
 TORCHRUN = {
     "RANK": "5",
@@ -40,30 +40,30 @@ TORCHRUN = {
     ],
 )
 def test_a_plain_python_process_is_alone(environ):
-    assert read_place(environ) == Place()
+    assert read_process_info(environ) == ProcessInfo()
 
 
 def test_torchrun_is_read_in_full():
-    assert read_place(TORCHRUN) == Place(5, 8, 1, 4, 1, 2, "torchrun")
+    assert read_process_info(TORCHRUN) == ProcessInfo(5, 8, 1, 4, 1, 2, "torchrun")
 
 
 def test_our_own_launcher_is_named():
-    assert read_place({**TORCHRUN, LAUNCHER: "drivetrain"}).launcher == "drivetrain"
+    assert read_process_info({**TORCHRUN, LAUNCHER: "drivetrain"}).launcher == "drivetrain"
 
 
 def test_one_process_of_a_cluster_needs_no_local_rank():
-    assert read_place({"RANK": "0", "WORLD_SIZE": "1"}) == Place(launcher="environment")
+    assert read_process_info({"RANK": "0", "WORLD_SIZE": "1"}) == ProcessInfo(launcher="environment")
 
 
 def test_on_one_machine_started_by_hand_the_sizes_follow():
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-    assert read_place(environ) == Place(1, 2, 1, 2, 0, 1, "environment")
+    assert read_process_info(environ) == ProcessInfo(1, 2, 1, 2, 0, 1, "environment")
 
 
 def test_the_machine_follows_from_equal_shares():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    place = read_place(environ)
-    assert (place.node_rank, place.num_nodes) == (1, 2)
+    process = read_process_info(environ)
+    assert (process.node_rank, process.num_nodes) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_half_an_environment_is_refused_and_what_was_seen_is_listed(changes, wor
     if "LOCAL_WORLD_SIZE" in changes and changes["LOCAL_WORLD_SIZE"] is None:
         del environ["GROUP_WORLD_SIZE"]
     with pytest.raises(EnvironmentVariableError) as caught:
-        read_place(environ)
+        read_process_info(environ)
     assert word in caught.value.what
     for name in {"RANK", "WORLD_SIZE"} & environ.keys():
         assert f"{name}={environ[name]}" in caught.value.whose
@@ -102,7 +102,7 @@ def test_half_an_environment_is_refused_and_what_was_seen_is_listed(changes, wor
 
 def test_a_world_without_a_rank_is_never_a_run_of_one():
     with pytest.raises(EnvironmentVariableError):
-        read_place({"WORLD_SIZE": "2"})
+        read_process_info({"WORLD_SIZE": "2"})
 
 
 def test_workers_share_the_cores_unless_the_user_said_how_many_threads():
@@ -141,29 +141,29 @@ BATCH_SCRIPT = {
     [(DEEPSPEED, "environment"), (RAY, "environment"), (OPEN_MPI, "mpirun"), (INTEL_MPI, "mpirun"), (SRUN, "srun")],
 )
 def test_every_launcher_is_read(environ, launcher):
-    assert read_place(environ) == Place(5, 8, 1, 4, 1, 2, launcher)
+    assert read_process_info(environ) == ProcessInfo(5, 8, 1, 4, 1, 2, launcher)
 
 
 def test_unequal_shares_of_slurm():
     environ = {**SRUN, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_LOCALID": "1"}
-    assert read_place(environ).local_world_size == 3
-    assert read_place({**environ, "SLURM_NODEID": "0"}).local_world_size == 4
+    assert read_process_info(environ).local_world_size == 3
+    assert read_process_info({**environ, "SLURM_NODEID": "0"}).local_world_size == 4
 
 
 def test_the_shell_of_a_batch_job_is_one_process():
-    assert read_place(BATCH_SCRIPT) == Place()
-    assert read_place({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+    assert read_process_info(BATCH_SCRIPT) == ProcessInfo()
+    assert read_process_info({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == ProcessInfo()
 
 
 def test_torchrun_under_srun_or_mpirun_counts_alone():
     one_a_machine = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
-    assert read_place({**one_a_machine, **TORCHRUN}) == Place(5, 8, 1, 4, 1, 2, "torchrun")
-    assert read_place({**OPEN_MPI, **TORCHRUN, LAUNCHER: "drivetrain"}).launcher == "drivetrain"
+    assert read_process_info({**one_a_machine, **TORCHRUN}) == ProcessInfo(5, 8, 1, 4, 1, 2, "torchrun")
+    assert read_process_info({**OPEN_MPI, **TORCHRUN, LAUNCHER: "drivetrain"}).launcher == "drivetrain"
 
 
 def test_two_launchers_that_agree_are_one():
-    assert read_place({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
-    assert read_place({**OPEN_MPI, **RAY}) == Place(5, 8, 1, 4, 1, 2, "environment")
+    assert read_process_info({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).launcher == "srun"
+    assert read_process_info({**OPEN_MPI, **RAY}) == ProcessInfo(5, 8, 1, 4, 1, 2, "environment")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_two_launchers_that_agree_are_one():
 )
 def test_two_launchers_that_contradict_each_other_are_refused(environ):
     with pytest.raises(EnvironmentVariableError) as caught:
-        read_place(environ)
+        read_process_info(environ)
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         if name in environ:
             assert f"{name}={environ[name]}" in caught.value.whose
@@ -193,7 +193,7 @@ def test_two_launchers_that_contradict_each_other_are_refused(environ):
 def test_half_an_environment_of_mpirun_is_refused(changes, word):
     environ = {name: value for name, value in {**OPEN_MPI, **changes}.items() if value is not None}
     with pytest.raises(EnvironmentVariableError) as caught:
-        read_place(environ)
+        read_process_info(environ)
     assert word in caught.value.what
 
 
@@ -239,8 +239,8 @@ def test_the_first_host_of_slurms_list(listed, first):
 )
 def test_a_rank_of_mpirun_without_its_size_is_refused(environ, word):
     with pytest.raises(EnvironmentVariableError, match=word):
-        read_place(environ)
-    assert read_place(environ | TORCHRUN).launcher == "torchrun"
+        read_process_info(environ)
+    assert read_process_info(environ | TORCHRUN).launcher == "torchrun"
 
 
 @pytest.mark.parametrize(

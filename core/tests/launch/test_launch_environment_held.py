@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from drivetrain.errors import EnvironmentVariableError
-from drivetrain.launch.environment import meeting_point, read_place
-from drivetrain.topology import Place
+from drivetrain.launch.environment import meeting_point, read_process_info
+from drivetrain.topology import ProcessInfo
 
 SRUN = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1",
@@ -32,14 +32,14 @@ MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 )
 def test_processes_of_daemons_that_srun_started_belong_to_their_own_launcher(inner, launcher):
     environ = {**DAEMON, **inner, **MASTER}
-    assert read_place(environ) == Place(3, 4, 1, 2, 1, 2, launcher)
+    assert read_process_info(environ) == ProcessInfo(3, 4, 1, 2, 1, 2, launcher)
     assert meeting_point(environ) is None
 
 
 def test_a_number_exported_for_all_tasks_is_not_taken_for_a_launcher_of_its_own():
     same_everywhere = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MASTER}
     with pytest.raises(EnvironmentVariableError, match="srun says rank 1 of 2, RANK says otherwise") as caught:
-        read_place({**DAEMON, **same_everywhere})
+        read_process_info({**DAEMON, **same_everywhere})
     assert "SLURM_PROCID=1" in caught.value.whose
     assert "RANK=0" in caught.value.whose
 
@@ -55,7 +55,7 @@ def test_a_number_exported_for_all_tasks_is_not_taken_for_a_launcher_of_its_own(
     ],
 )
 def test_what_a_batch_script_exports_for_srun_may_be_part_of_it(exported):
-    assert read_place({**SRUN, **exported}) == Place(1, 4, 1, 4, 0, 1, "srun")
+    assert read_process_info({**SRUN, **exported}) == ProcessInfo(1, 4, 1, 4, 0, 1, "srun")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_a_batch_script_exports_for_srun_may_be_part_of_it(exported):
 )
 def test_and_has_to_say_the_same(exported, words):
     with pytest.raises(EnvironmentVariableError, match=words) as caught:
-        read_place({**SRUN, **exported})
+        read_process_info({**SRUN, **exported})
     for name, value in {**exported, "SLURM_STEP_NUM_TASKS": "4"}.items():
         assert f"{name}={value}" in caught.value.whose
 
@@ -77,23 +77,23 @@ def test_and_has_to_say_the_same(exported, words):
 def test_unequal_machines_of_slurm_are_counted_and_have_to_add_up():
     nodes = {**SRUN, "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NUM_TASKS": "7"}
     last = {**nodes, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    assert read_place(last) == Place(6, 7, 0, 1, 3, 4, "srun")
+    assert read_process_info(last) == ProcessInfo(6, 7, 0, 1, 3, 4, "srun")
     third = {**nodes, "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
-    assert read_place(third) == Place(5, 7, 1, 2, 2, 4, "srun")
+    assert read_process_info(third) == ProcessInfo(5, 7, 1, 2, 2, 4, "srun")
     with pytest.raises(EnvironmentVariableError, match="counts 7 processes, and the world has 9"):
-        read_place({**third, "SLURM_STEP_NUM_TASKS": "9"})
+        read_process_info({**third, "SLURM_STEP_NUM_TASKS": "9"})
 
 
 def test_a_task_that_does_not_know_of_the_others_never_trains_alone():
     part = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}  # a container was given some variables only
     with pytest.raises(EnvironmentVariableError, match="SLURM_STEP_NUM_TASKS is not set") as caught:
-        read_place(part)
+        read_process_info(part)
     assert "SLURM_PROCID=1" in caught.value.whose
 
 
 def test_empty_variables_are_no_variables_where_processes_meet():
     empty = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "")
-    assert read_place(empty) == Place()
+    assert read_process_info(empty) == ProcessInfo()
     assert meeting_point(empty) is None
     assert meeting_point({**SRUN, **empty}) == meeting_point(SRUN)
 
@@ -101,4 +101,4 @@ def test_empty_variables_are_no_variables_where_processes_meet():
 def test_two_that_contradict_each_other_are_told_apart_by_their_variables():
     both = {**OPEN_MPI, "PMI_RANK": "0", "PMI_SIZE": "2"}
     with pytest.raises(EnvironmentVariableError, match=r"\(OMPI_COMM_WORLD_RANK\) and mpirun \(PMI_RANK\)"):
-        read_place(both)
+        read_process_info(both)

@@ -14,12 +14,12 @@ import pytest
 
 REPORT = """
     import json, os, sys
-    from drivetrain.launch.environment import CONFIG, read_place
-    place = read_place()
-    out = {"rank": place.rank, "world": place.world_size, "launcher": place.launcher, "argv": sys.argv,
+    from drivetrain.launch.environment import CONFIG, read_process_info
+    process = read_process_info()
+    out = {"rank": process.rank, "world": process.world_size, "launcher": process.launcher, "argv": sys.argv,
            "name": __name__, "path": sys.path[0], "threads": os.environ["OMP_NUM_THREADS"], "file": __file__,
            "config": json.loads(os.environ[CONFIG]) is not None, "main": sys.modules["__main__"].__dict__ is globals()}
-    open(f"report{place.rank}.json", "w").write(json.dumps(out))
+    open(f"report{process.rank}.json", "w").write(json.dumps(out))
 """
 
 

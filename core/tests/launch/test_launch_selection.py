@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.api import Place, ProcessGroupSettings
+from drivetrain.api import ProcessGroupSettings, ProcessInfo
 from drivetrain.config import load_config
 from drivetrain.distributed.device import pick_device
 from drivetrain.distributed.process_group import ensure_process_group
@@ -206,7 +206,7 @@ def test_a_real_worker_receives_the_selection(launch, script, tmp_path, settings
 def test_what_hides_the_devices_is_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(BackendBlockedError, match=r"no cuda device.*CUDA_VISIBLE_DEVICES='' hides devices.*unset CUDA"):
-        pick_device("cuda", Place())
-    place = Place(rank=0, world_size=2, local_rank=0, local_world_size=2)
+        pick_device("cuda", ProcessInfo())
+    process = ProcessInfo(rank=0, world_size=2, local_rank=0, local_world_size=2)
     with pytest.raises(BackendBlockedError, match=r"'nccl' is for cuda devices.*CUDA_VISIBLE_DEVICES=''"):
-        ensure_process_group(place, "cpu", ProcessGroupSettings(communication_backend="nccl"))
+        ensure_process_group(process, "cpu", ProcessGroupSettings(communication_backend="nccl"))

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.backend import Place
+from drivetrain.backend import ProcessInfo
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
 from drivetrain.topology import Mesh, Topology
 from drivetrain_testing import RankFailedError, spawn
 
-TWO = Topology(Place(world_size=2), Mesh({"dp_replicate": 2}), "cpu")
+TWO = Topology(ProcessInfo(world_size=2), Mesh({"dp_replicate": 2}), "cpu")
 
 
 class Fused(nn.BatchNorm2d):
@@ -50,7 +50,7 @@ class Watched(nn.Module):
 
 def backend(*, switched_on=False, device="cpu", topology=TWO):
     settings = SimpleNamespace(sync_batch_norm=switched_on)
-    topology = Topology(topology.place, topology.mesh, device)
+    topology = Topology(topology.process, topology.mesh, device)
     made = SimpleNamespace(settings=settings, topology=topology)
     made.synchronise_batch_norm = lambda model: batch_norm.convert(model, topology)
     return made
@@ -101,7 +101,7 @@ def test_a_layer_that_computes_otherwise_is_refused_and_nothing_is_converted(lay
 
 
 def test_a_pipeline_is_refused():
-    cut = Topology(Place(world_size=4), Mesh({"pp": 2, "dp_replicate": 2}), "cpu")
+    cut = Topology(ProcessInfo(world_size=4), Mesh({"pp": 2, "dp_replicate": 2}), "cpu")
     with pytest.raises(UnsupportedError, match="mesh axis pp"):
         batch_norm.convert(nn.Sequential(nn.BatchNorm1d(3)), cut)
 
@@ -141,8 +141,8 @@ def penalised(parts):
     given = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double()
     if parts > 1:
         dist.init_process_group("gloo")
-        place = Place(rank=dist.get_rank(), world_size=parts)
-        batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": parts}), "cpu"))
+        process = ProcessInfo(rank=dist.get_rank(), world_size=parts)
+        batch_norm.convert(layer, Topology(process, Mesh({"dp_replicate": parts}), "cpu"))
         given = given.split([1, *[8 // (parts - 1)] * (parts - 1)])[dist.get_rank()].clone()
     given.requires_grad_()
     (first,) = torch.autograd.grad(layer(given).tanh().sum(), given, create_graph=True)
@@ -176,9 +176,9 @@ def handed_to_torch():
 
     torch.nn.modules.batchnorm.sync_batch_norm = Kernels
     dist.init_process_group("gloo")
-    place = Place(rank=dist.get_rank(), world_size=2)
+    process = ProcessInfo(rank=dist.get_rank(), world_size=2)
     layer = nn.BatchNorm2d(3, momentum=None)
-    batch_norm.convert(layer, Topology(place, Mesh({"dp_replicate": 2}), "cpu"))
+    batch_norm.convert(layer, Topology(process, Mesh({"dp_replicate": 2}), "cpu"))
     layer(torch.randn(4, 3, 2, 2))
     layer.eval()(torch.randn(4, 3, 2, 2))
     ((weight, _, running_mean, _, eps, factor, group, ranks),) = handed

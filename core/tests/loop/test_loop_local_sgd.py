@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.backend import Capabilities
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import spawn
 
 STEPS, EVERY, RATE = 5, 2, 0.1
@@ -134,7 +134,7 @@ def test_a_backend_that_shards_parameters_is_refused() -> None:
     from drivetrain.loop.local_sgd import LocalSGD
 
     # As much of an accelerator as is looked at before anything happens.
-    topology = Topology(Place(0, 2, 0, 2), Mesh({"dp_shard": 2}), "cpu", "gloo")
+    topology = Topology(ProcessInfo(0, 2, 0, 2), Mesh({"dp_shard": 2}), "cpu", "gloo")
     backend = SimpleNamespace(topology=topology, capabilities=Capabilities(replicated=False))
     accelerator = SimpleNamespace(backend=backend)
     with pytest.raises(UnsupportedError, match="does not hold all parameters on every rank"):

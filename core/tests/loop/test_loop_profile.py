@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain.loop.profile import build_profiler, profile
 from drivetrain.topology import Mesh, Topology
 from drivetrain_testing import spawn
@@ -19,8 +19,8 @@ from drivetrain_testing import spawn
 def profiles(folder: str, schedule: dict[str, int] | None) -> list[Any]:
     # torch says so at the second cycle; as an exception it would leave the profiler half open, which then crashes.
     warnings.filterwarnings("ignore", message=".*Profiler clears events")
-    place = read_place()
-    topology = Topology(place, Mesh({"dp_replicate": place.world_size}), "cpu")
+    process = read_process_info()
+    topology = Topology(process, Mesh({"dp_replicate": process.world_size}), "cpu")
     seen: list[str] = []
     handler = ProfileKwargs(
         activities=["cpu"],

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import Place
+from drivetrain.api import ProcessInfo
 from drivetrain_megatron.backend import _warn_of_nodes
 from drivetrain_testing import spawn
 
@@ -179,7 +179,7 @@ def test_a_combination_trains_as_one_process(layout, saved) -> None:
 
 @pytest.mark.parametrize(("degree", "told"), [(4, 1), (2, 0), (1, 0)])
 def test_a_degree_that_crosses_machines_is_told(degree, told, caplog) -> None:
-    _warn_of_nodes(degree, Place(world_size=4, local_world_size=2, num_nodes=2))
+    _warn_of_nodes(degree, ProcessInfo(world_size=4, local_world_size=2, num_nodes=2))
     assert len([one for one in caplog.messages if "crosses machines" in one]) == told
 
 

@@ -85,8 +85,8 @@ class SingleBackend(Backend):
     capabilities = SINGLE.capabilities
 
     def start(self) -> Topology:
-        device = pick_device(self.settings.device_type, self.settings.place)
-        self.topology = Topology(self.settings.place, Mesh(), device)
+        device = pick_device(self.settings.device_type, self.settings.process)
+        self.topology = Topology(self.settings.process, Mesh(), device)
         self._engine = TorchEngine(self.settings.precision, device)
         self.scaler = self._engine.scaler
         return self.topology

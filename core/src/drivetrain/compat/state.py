@@ -27,7 +27,7 @@ from drivetrain.distributed.current import (
 from drivetrain.distributed.device import available_device_type
 from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.errors import UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
 from drivetrain.loop.model import record_of
 from drivetrain.registry import get_registry
@@ -81,7 +81,7 @@ class PartialState(ProcessControl):
         else:
             asked = config.process_group
             settings = RunSettings(
-                place=read_place(os.environ),
+                process=read_process_info(os.environ),
                 device_type="cpu" if cpu or config.use_cpu else None,
                 process_group=ProcessGroupSettings(
                     group.communication_backend or asked.communication_backend,

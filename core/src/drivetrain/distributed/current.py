@@ -14,8 +14,8 @@ from drivetrain.backend import Backend, Capabilities, RunSettings
 from drivetrain.distributed.device import pick_device
 from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.launch.environment import read_place
-from drivetrain.topology import Mesh, Place, Topology
+from drivetrain.launch.environment import read_process_info
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,18 +35,18 @@ class World(Backend):
 
     def start(self) -> Topology:
         """Pick the device and join the process group, forming it when there is none. Collective over all ranks."""
-        device = pick_device(self.settings.device_type, self.settings.place)
-        self._handle = ensure_process_group(self.settings.place, device.split(":")[0], self.settings.process_group)
+        device = pick_device(self.settings.device_type, self.settings.process)
+        self._handle = ensure_process_group(self.settings.process, device.split(":")[0], self.settings.process_group)
         return self._lay(device, self._handle.communication_backend)
 
     def attach(self) -> Topology:
         """Use the process group that exists, or none, without a claim on it. Not collective."""
-        device = pick_device(self.settings.device_type, self.settings.place)
+        device = pick_device(self.settings.device_type, self.settings.process)
         return self._lay(device, str(dist.get_backend()) if dist.is_initialized() else None)
 
     def _lay(self, device: str, communication_backend: str | None) -> Topology:
-        mesh = Mesh({"dp_replicate": self.settings.place.world_size})
-        self.topology = Topology(self.settings.place, mesh, device, communication_backend)
+        mesh = Mesh({"dp_replicate": self.settings.process.world_size})
+        self.topology = Topology(self.settings.process, mesh, device, communication_backend)
         return self.topology
 
     def prepare(
@@ -126,17 +126,17 @@ def current_backend() -> Backend:
     started = started_backend()
     if started is not None:
         return started[0]
-    place = read_place(os.environ)
+    process = read_process_info(os.environ)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        if (place.rank, place.world_size) != (rank, size):
-            place = Place(rank, size, rank, size)
-    elif place.world_size > 1:
+        if (process.rank, process.world_size) != (rank, size):
+            process = ProcessInfo(rank, size, rank, size)
+    elif process.world_size > 1:
         raise UsageError(
-            f"this is process {place.rank} of {place.world_size}, and they are not connected yet",
+            f"this is process {process.rank} of {process.world_size}, and they are not connected yet",
             cure="Create Accelerator() or PartialState() first, and keep it.",
         )
-    world = World(RunSettings(place=place))
+    world = World(RunSettings(process=process))
     world.attach()
     return world
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from drivetrain.backend import Place
+from drivetrain.backend import ProcessInfo
 from drivetrain.errors import BackendBlockedError
 from drivetrain.launch.devices import hiding, known_kinds
 from drivetrain.registry import get_registry
@@ -18,12 +18,12 @@ def available_device_type() -> str:
     return "cpu" if current is None else current.type
 
 
-def pick_device(device_type: str | None, place: Place) -> str:
+def pick_device(device_type: str | None, process: ProcessInfo) -> str:
     """Device of this process, e.g. ``"cuda:1"``, made the current one; ``"cpu"`` needs no index.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...; ``None`` = what this machine has.
-        place: its ``local_rank`` numbers the devices of this machine.
+        process: its ``local_rank`` numbers the devices of this machine.
 
     Raises:
         BackendBlockedError: the machine has no such device, or fewer than processes.
@@ -44,11 +44,11 @@ def pick_device(device_type: str | None, place: Place) -> str:
     count = torch.accelerator.device_count()
     if kind == "mps":
         return "mps"
-    if place.local_rank >= count:
+    if process.local_rank >= count:
         raise BackendBlockedError(
-            f"{place.local_world_size} processes on this machine need as many {kind} devices, it has {count}",
-            whose=f"local rank {place.local_rank}",
+            f"{process.local_world_size} processes on this machine need as many {kind} devices, it has {count}",
+            whose=f"local rank {process.local_rank}",
             cure=f"Start at most {count} here (--num_processes {count}), or run with --cpu.",
         )
-    torch.accelerator.set_device_index(place.local_rank)
-    return f"{kind}:{place.local_rank}"
+    torch.accelerator.set_device_index(process.local_rank)
+    return f"{kind}:{process.local_rank}"

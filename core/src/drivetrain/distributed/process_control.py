@@ -149,7 +149,7 @@ class ProcessControl:
     @property
     def local_process_index(self) -> int:
         """Rank among the processes of this machine."""
-        return self._topology.place.local_rank
+        return self._topology.process.local_rank
 
     @property
     def is_main_process(self) -> bool:
@@ -269,7 +269,7 @@ class ProcessControl:
         Raises:
             UsageError: no such process.
         """
-        size = self._topology.place.local_world_size
+        size = self._topology.process.local_world_size
         chosen = self._existing("local_process_index", local_process_index, size)
         return _only_where(lambda: self.local_process_index == chosen or not self.use_distributed, function)
 

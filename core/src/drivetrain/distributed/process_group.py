@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from drivetrain.backend import Place, ProcessGroupSettings
+from drivetrain.backend import ProcessGroupSettings, ProcessInfo
 from drivetrain.errors import BackendBlockedError, EnvironmentVariableError
 from drivetrain.launch.devices import hiding, known_kinds
 from drivetrain.launch.environment import meeting_point
@@ -59,7 +59,7 @@ class ProcessGroupHandle:
 
 
 def ensure_process_group(
-    place: Place, device_type: str, settings: ProcessGroupSettings, *, alone: bool = False
+    process: ProcessInfo, device_type: str, settings: ProcessGroupSettings, *, alone: bool = False
 ) -> ProcessGroupHandle:
     """Join the default process group, forming it when there is none. Collective over all ranks when it forms.
 
@@ -67,7 +67,7 @@ def ensure_process_group(
     engine needs one.
 
     Args:
-        place: ranks, as the launcher gave them.
+        process: ranks, as the launcher gave them.
         device_type: what torch's default communication backend is chosen for.
         settings: the user's wishes.
         alone: form a group of one too, without a rendezvous.
@@ -77,16 +77,16 @@ def ensure_process_group(
         BackendBlockedError: the communication backend is for accelerators, and this process trains on the CPU.
     """
     if dist.is_initialized():
-        if dist.get_world_size() != place.world_size or dist.get_rank() != place.rank:
+        if dist.get_world_size() != process.world_size or dist.get_rank() != process.rank:
             raise EnvironmentVariableError(
                 f"the process group that exists is rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"the launcher announced rank {place.rank} of {place.world_size}",
+                f"the launcher announced rank {process.rank} of {process.world_size}",
                 cure="Form the process group after the launcher's variables are set, or let Drivetrain form it.",
             )
         if _Formed.holders:
             _Formed.holders += 1
         return ProcessGroupHandle(str(dist.get_backend()), counted=_Formed.holders > 0)
-    if place.world_size == 1 and not alone:
+    if process.world_size == 1 and not alone:
         return ProcessGroupHandle(None)
     chosen = settings.communication_backend or dist.get_default_backend_for_device(device_type)
     _check_devices(chosen, device_type)
@@ -96,9 +96,9 @@ def ensure_process_group(
     init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or _meeting_method()
     dist.init_process_group(
         chosen,
-        store=_alone() if place.world_size == 1 else _meet(place, init_method, timeout),
-        rank=place.rank,
-        world_size=place.world_size,
+        store=_alone() if process.world_size == 1 else _meet(process, init_method, timeout),
+        rank=process.rank,
+        world_size=process.world_size,
         timeout=None if settings.timeout_seconds is None else timeout,
     )
     if _Formed.holders == 0:
@@ -129,12 +129,12 @@ def _check_devices(communication_backend: str, device_type: str) -> None:
     )
 
 
-def _meet(place: Place, init_method: str, timeout: timedelta) -> Any:
+def _meet(process: ProcessInfo, init_method: str, timeout: timedelta) -> Any:
     """A store of its own for each group: a launcher's store outlives a group, and its keys would mislead the next."""
-    address = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), place)
+    address = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), process)
     store = _Formed.stores.get(address)
     if store is None:
-        store, _, _ = next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(init_method, process.rank, process.world_size, timeout=timeout))
         _Formed.stores[address] = store
     _Formed.generation += 1
     return dist.PrefixStore(f"drivetrain/{_Formed.generation}", store)  # type: ignore[attr-defined]

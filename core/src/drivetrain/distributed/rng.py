@@ -16,7 +16,7 @@ from torch import Tensor
 from drivetrain.backend import Backend
 from drivetrain.distributed.current import current_backend, started_backend
 from drivetrain.errors import UsageError
-from drivetrain.launch.environment import read_place
+from drivetrain.launch.environment import read_process_info
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise UsageError(f"seed {seed} is out of range", cure="Choose one from 0 to 4294967295.")
     if device_specific:
         started = started_backend()
-        seed += started[0].topology.dp_rank if started is not None else read_place(os.environ).rank
+        seed += started[0].topology.dp_rank if started is not None else read_process_info(os.environ).rank
     random.seed(seed)
     _numpy.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)

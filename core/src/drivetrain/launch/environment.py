@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import EnvironmentVariableError
-from drivetrain.topology import Place
+from drivetrain.topology import ProcessInfo
 
 # ---- Environment variables for a while, and back again: what scripts and tests of scripts wrap around a call
 
@@ -82,7 +82,7 @@ CONFIG = "DRIVETRAIN_CONFIG"
 """The resolved configuration, as JSON: how the launcher hands it to its workers, all in one value."""
 
 LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
-"""Set by our launcher, so that :attr:`drivetrain.topology.Place.launcher` can name it."""
+"""Set by our launcher, so that :attr:`drivetrain.topology.ProcessInfo.launcher` can name it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Tongue:
 
     Args:
         launcher: as people call it.
-        rank, world, local, here, node, nodes: the variables of :class:`drivetrain.topology.Place`'s numbers.
+        rank, world, local, here, node, nodes: the variables of :class:`drivetrain.topology.ProcessInfo`'s numbers.
     """
 
     launcher: str
@@ -162,7 +162,7 @@ _PORTS = range(20000, 30000)
 """Where tasks of a cluster's job meet when nobody named a port: below the range from which systems lend ports."""
 
 
-def read_place(environ: Mapping[str, str] | None = None) -> Place:
+def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     """Return where a launcher put this process. Not collective; reads the environment and nothing else.
 
     ``RANK`` and ``WORLD_SIZE`` belong together. ``LOCAL_RANK`` may be missing when the world is 1; the size of the
@@ -174,7 +174,7 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place:
         environ: the environment; ``None`` = this process's.
 
     Returns:
-        ``Place()`` for a plain ``python script.py``.
+        ``ProcessInfo()`` for a plain ``python script.py``.
 
     Raises:
         EnvironmentVariableError: variables are missing, are no numbers, or contradict each other, or two launchers
@@ -192,7 +192,7 @@ def read_place(environ: Mapping[str, str] | None = None) -> Place:
         return _place(TORCHRUN, environ)
     _refuse_half(environ)
     _refuse_two(theirs, environ)
-    return _place(theirs[0][0], environ) if theirs else Place()
+    return _place(theirs[0][0], environ) if theirs else ProcessInfo()
 
 
 def _jobs(environ: Mapping[str, str]) -> Jobs:
@@ -267,7 +267,7 @@ def _refuse_two(theirs: Jobs, environ: Mapping[str, str]) -> None:
         raise _refuse(f"{names} both speak, and contradict each other", seen)
 
 
-def _place(tongue: Tongue, environ: Mapping[str, str]) -> Place:
+def _place(tongue: Tongue, environ: Mapping[str, str]) -> ProcessInfo:
     """One launcher's numbers, completed and checked."""
     seen = _seen(tongue, environ)
     missing = [names[0] for names in (tongue.rank, tongue.world) if _first(names, seen) is None]
@@ -296,7 +296,7 @@ def _place(tongue: Tongue, environ: Mapping[str, str]) -> Place:
     node = number.get("node", rank // here)
     if not 0 <= node < max(nodes, 1):
         raise _refuse(f"machine {node} does not exist among {nodes}", seen)
-    return Place(rank, world, local, here, node, nodes, _launcher(tongue, environ))
+    return ProcessInfo(rank, world, local, here, node, nodes, _launcher(tongue, environ))
 
 
 def _size_here(tongue: Tongue, environ: Mapping[str, str], number: Mapping[str, int], seen: Mapping[str, str]) -> int:

@@ -48,24 +48,24 @@ class DeepSpeedBackend(Backend):
     def start(self) -> Topology:
         settings = self.settings
         self.section: DeepSpeedConfig = settings.section or DeepSpeedConfig()
-        device = pick_device(settings.device_type, settings.place)
+        device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
         self.deepspeed = quiet.load(kind)
-        self._group = ensure_process_group(settings.place, kind, settings.process_group, alone=True)
-        mesh = Mesh(settings.mesh or {"dp_shard": settings.place.world_size})
-        self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
+        self._group = ensure_process_group(settings.process, kind, settings.process_group, alone=True)
+        mesh = Mesh(settings.mesh or {"dp_shard": settings.process.world_size})
+        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
         self.config = EngineConfig(self.section, settings.precision, mesh.dp_size, settings.origins)
         self.capabilities = replace(self.capabilities, sharded_save=self.config.stage > 0)
         effects.check(self.config.written, kind)
         idle = effects.without_effect(self.config.written)
-        if idle and settings.place.rank == 0:
+        if idle and settings.process.rank == 0:
             logger.warning("What the section `deepspeed:` says without effect: %s", "; ".join(idle))
         scaling = settings.precision.loss_scaling
         self.loss_scale = LossScale(self.config.loss_scaling()) if scaling else None
         self.precision = TorchEngine(replace(settings.precision, loss_scaling=False), device)
         self._trainables: list[DeepSpeedTrainable] = []
-        quiet.hold(settings.place)
-        with quiet.surroundings(settings.place):
+        quiet.hold(settings.process)
+        with quiet.surroundings(settings.process):
             self.deepspeed.init_distributed(dist_backend=self._group.communication_backend, verbose=False)
         self._stopped = False
         return self.topology

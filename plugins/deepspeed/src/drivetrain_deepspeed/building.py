@@ -42,7 +42,7 @@ def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
         yield
         return
     config, _ = backend.config.dictionary()
-    with quiet.surroundings(backend.settings.place):
+    with quiet.surroundings(backend.settings.process):
         opened, cutting = _WholeAtWork(), backend.deepspeed.zero.Init(config_dict_or_path=config)
         cutting._post_init_method = opened.without(cutting._post_init_method)  # noqa: SLF001
         with cutting, opened:

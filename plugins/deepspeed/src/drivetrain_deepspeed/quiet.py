@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from drivetrain.api import Place
+from drivetrain.api import ProcessInfo
 from drivetrain_deepspeed.logs import Tamed
 
 _ACCELERATOR = "DS_ACCELERATOR"
@@ -51,7 +51,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def surroundings(place: Place) -> Iterator[None]:
+def surroundings(process: ProcessInfo) -> Iterator[None]:
     """What DeepSpeed finds while it makes an engine or parts of a model; taken away again.
 
     * ``LOCAL_RANK``, which it reads from the environment.
@@ -62,7 +62,7 @@ def surroundings(place: Place) -> Iterator[None]:
     * So is the note that autocast is on, which later engines would believe.
     * Deprecations are its authors' to hear of: the first engine imports modules that warn of some.
     """
-    with environment({"LOCAL_RANK": str(place.local_rank)}), _attributes(_replacements()), warnings.catch_warnings():
+    with environment({"LOCAL_RANK": str(process.local_rank)}), _attributes(_replacements()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
@@ -147,10 +147,10 @@ class _Held:
     logs: Tamed | None = None
 
 
-def hold(place: Place) -> None:
+def hold(process: ProcessInfo) -> None:
     """One more backend is at work."""
     if not _Held.holders:
-        _Held.logs = Tamed(place.rank, place.world_size)
+        _Held.logs = Tamed(process.rank, process.world_size)
     _Held.holders += 1
 
 

@@ -95,7 +95,7 @@ class DPBackend(Backend):
 
     def start(self) -> Topology:
         section = self.settings.section or DPConfig()
-        device = pick_device(self.settings.device_type, self.settings.place)
+        device = pick_device(self.settings.device_type, self.settings.process)
         self._device_ids = _device_ids(section.device_ids, device)
         if self._device_ids:
             device = f"{device.partition(':')[0]}:{self._device_ids[0]}"
@@ -105,7 +105,7 @@ class DPBackend(Backend):
                 "Use distributed_type: ddp to train in several processes.",
                 device,
             )
-        self.topology = Topology(self.settings.place, Mesh(), device)
+        self.topology = Topology(self.settings.process, Mesh(), device)
         self._engine = TorchEngine(self.settings.precision, device)
         self.scaler = self._engine.scaler
         return self.topology

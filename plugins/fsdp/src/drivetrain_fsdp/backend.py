@@ -347,7 +347,7 @@ class FSDPBackend(Backend):
     def start(self) -> Topology:
         settings = self.settings
         self.section: FSDPConfig = settings.section or FSDPConfig()
-        device = pick_device(settings.device_type, settings.place)
+        device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
         group = settings.process_group
         if self.section.cpu_offload and kind != "cpu" and group.communication_backend is None:
@@ -355,12 +355,12 @@ class FSDPBackend(Backend):
             both = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
             group = replace(group, communication_backend=both)
         sizes = dict(settings.mesh)
-        rest = settings.place.world_size // Mesh({**sizes, "dp_shard": 1}).world_size
+        rest = settings.process.world_size // Mesh({**sizes, "dp_shard": 1}).world_size
         sizes.setdefault("dp_shard", max(rest, 1))
         mesh = Mesh(sizes)
-        self.topology = Topology(settings.place, mesh, device)
+        self.topology = Topology(settings.process, mesh, device)
         check_reshard(self.section, sizes["dp_shard"])
-        self._group = ensure_process_group(settings.place, kind, group, alone=True)
+        self._group = ensure_process_group(settings.process, kind, group, alone=True)
         self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
         axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis == "dp_shard" or mesh.sizes[axis] > 1)
         self._mesh = init_device_mesh(kind, tuple(mesh.sizes[axis] for axis in axes), mesh_dim_names=axes)

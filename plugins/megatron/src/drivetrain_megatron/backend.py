@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.api import (
     Backend,
     Mesh,
-    Place,
+    ProcessInfo,
     Recording,
     ReduceOp,
     Topology,
@@ -63,18 +63,18 @@ class MegatronBackend(Backend):
     def start(self) -> Topology:
         settings = self.settings
         self.section: MegatronConfig = settings.section or MegatronConfig()
-        device = pick_device(settings.device_type, settings.place)
+        device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
-        mesh = Mesh(_sizes(settings.mesh, self.section, settings.place.world_size))
-        self.topology = Topology(settings.place, mesh, device)
+        mesh = Mesh(_sizes(settings.mesh, self.section, settings.process.world_size))
+        self.topology = Topology(settings.process, mesh, device)
         core = self.section.engine == "megatron_core"
         self.capabilities = replace(self.capabilities, pipelined=core or mesh.sizes["pp"] > 1)
-        _warn_of_nodes(mesh.sizes["tp"], settings.place)
+        _warn_of_nodes(mesh.sizes["tp"], settings.process)
         if core:
             from drivetrain_megatron.core_engine import parallel_state
 
             parallel_state.check(self.section)
-        self._group = ensure_process_group(settings.place, kind, settings.process_group, alone=True)
+        self._group = ensure_process_group(settings.process, kind, settings.process_group, alone=True)
         self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
         sizes = mesh.sizes
         # All axes in every layout: a size of 1 costs nothing, and nobody asks which of them exist.
@@ -237,15 +237,15 @@ def _whole(name: str, whole: Tensor) -> Tensor:  # noqa: ARG001 (as TensorParall
     return whole
 
 
-def _warn_of_nodes(degree: int, place: Place) -> None:
+def _warn_of_nodes(degree: int, process: ProcessInfo) -> None:
     """Say that ranks which talk within every layer sit on different machines."""
-    if place.num_nodes > 1 and place.local_world_size % degree and place.rank == 0:
+    if process.num_nodes > 1 and process.local_world_size % degree and process.rank == 0:
         logger.warning(
             "tensor_parallel_size %d crosses machines of %d processes: its ranks exchange activations in every layer, "
             "which is slow between machines. Choose a degree that divides %d.",
             degree,
-            place.local_world_size,
-            place.local_world_size,
+            process.local_world_size,
+            process.local_world_size,
         )
 
 

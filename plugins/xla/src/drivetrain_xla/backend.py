@@ -160,17 +160,17 @@ class XLABackend(Backend):
         settings = self.settings
         self.section: XLAConfig = settings.section or XLAConfig()
         started = starting.start(settings, self.section)
-        place = started.place
+        process = started.process
         group = settings.process_group
-        if place.launcher == starting.LAUNCHER:
+        if process.launcher == starting.LAUNCHER:
             group = replace(group, init_method=group.init_method or starting.meet())
         # Objects, and what is gathered to be looked at, travel between hosts; gradients as `reduction` says.
-        self._group = ensure_process_group(place, "cpu", group)
-        mesh = Mesh({"dp_replicate": place.world_size})
-        self.topology = Topology(place, mesh, started.device, self._group.communication_backend)
+        self._group = ensure_process_group(process, "cpu", group)
+        mesh = Mesh({"dp_replicate": process.world_size})
+        self.topology = Topology(process, mesh, started.device, self._group.communication_backend)
         self._host = replace(self.topology, device="cpu")
         self.reduction: Reduction | None = None
-        if place.world_size > 1:
+        if process.world_size > 1:
             self.reduction = DeviceReduction(self._host) if started.spans_processes else HostReduction(self._host)
         self.mesh = None if started.mesh is None else DeviceMesh(started.mesh, self.section)
         self.watch = CompileWatch(self.section.warmup_steps, self.section.max_recompiles)

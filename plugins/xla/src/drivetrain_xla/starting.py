@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drivetrain.api import BackendBlockedError, Place, RunSettings, UnsupportedError
+from drivetrain.api import BackendBlockedError, ProcessInfo, RunSettings, UnsupportedError
 from drivetrain_xla import chips, layout
 from drivetrain_xla.config import XLAConfig
 from drivetrain_xla.probing import DEVICE
@@ -31,14 +31,14 @@ class Started:
     """What the runtime of torch_xla turned out to be.
 
     Args:
-        place: this process among the others; where no launcher said so, as torch_xla counts.
+        process: this process among the others; where no launcher said so, as torch_xla counts.
         device: torch's name, ``"xla:0"``.
         hardware: ``"CPU"``, ``"TPU"``, ...
         mesh: sizes of the axes over this process's devices, ``None`` when it drives one.
         spans_processes: XLA's own collectives reach the other processes.
     """
 
-    place: Place
+    process: ProcessInfo
     device: str
     hardware: str
     mesh: dict[str, int] | None
@@ -56,17 +56,17 @@ def start(settings: RunSettings, section: XLAConfig) -> Started:
     import torch_xla
     import torch_xla.runtime as xr
 
-    place = settings.place
+    process = settings.process
     if section.compilation_cache is not None:
         _keep_graphs(Path(section.compilation_cache), hardware)
     as_mesh = _as_mesh(settings, section, hardware)
     if as_mesh:
         return _start_mesh(settings, hardware)
-    if place.world_size > 1 and hardware == "TPU":
+    if process.world_size > 1 and hardware == "TPU":
         from torch_xla._internal import pjrt
 
         # Which chip is whose; torch_xla.launch would have said so.
-        pjrt.initialize_multiprocess(place.local_rank, place.local_world_size)
+        pjrt.initialize_multiprocess(process.local_rank, process.local_world_size)
     if xr.is_spmd():
         raise UnsupportedError(
             "this process has begun as one mesh of devices (SPMD), and torch_xla cannot leave that",
@@ -75,8 +75,8 @@ def start(settings: RunSettings, section: XLAConfig) -> Started:
     device = str(torch_xla.device())
     _refuse_threads(xr.addressable_device_count())
     spans = xr.world_size() > 1
-    if place.world_size == 1 and spans:
-        place = Place(
+    if process.world_size == 1 and spans:
+        process = ProcessInfo(
             xr.global_ordinal(),
             xr.world_size(),
             xr.local_ordinal(),
@@ -85,12 +85,13 @@ def start(settings: RunSettings, section: XLAConfig) -> Started:
             max(1, xr.world_size() // xr.local_process_count()),
             LAUNCHER,
         )
-    elif place.world_size > 1 and hardware != "CPU" and xr.world_size() != place.world_size:
+    elif process.world_size > 1 and hardware != "CPU" and xr.world_size() != process.world_size:
         raise BackendBlockedError(
-            f"{place.launcher} started {place.world_size} processes, the {hardware} runtime counts {xr.world_size()}",
+            f"{process.launcher} started {process.world_size} processes, "
+            f"the {hardware} runtime counts {xr.world_size()}",
             cure="Start one process for each chip, or one process and mesh: for all chips of this machine.",
         )
-    return Started(place, device, hardware, None, spans)
+    return Started(process, device, hardware, None, spans)
 
 
 def _choose(device_type: str | None) -> str:
@@ -122,13 +123,13 @@ def _as_mesh(settings: RunSettings, section: XLAConfig, hardware: str) -> bool:
             "mesh: names sizes above 1, but xla.spmd is false", cure="Leave one of the two out of the configuration."
         )
     wanted = section.spmd or asked
-    if wanted and settings.place.world_size > 1:
+    if wanted and settings.process.world_size > 1:
         raise UnsupportedError(
-            f"xla trains one mesh in one process, {settings.place.launcher} started {settings.place.world_size}",
+            f"xla trains one mesh in one process, {settings.process.launcher} started {settings.process.world_size}",
             cure="Write num_processes: 1: that process drives all devices of the machine. Without mesh: and spmd: "
             "there may be one process for each device.",
         )
-    if wanted or section.spmd is False or settings.place.world_size > 1 or LAUNCHED in os.environ:
+    if wanted or section.spmd is False or settings.process.world_size > 1 or LAUNCHED in os.environ:
         return bool(wanted)
     if hardware == "CPU":
         return int(os.environ.get(CPU_DEVICES, "1")) > 1
@@ -146,7 +147,7 @@ def _start_mesh(settings: RunSettings, hardware: str) -> Started:
             f"a mesh over {xr.process_count()} hosts is not supported", cure="Start one process for each chip instead."
         )
     sizes = layout.device_mesh_sizes(settings.mesh, xr.global_runtime_device_count())
-    return Started(replace(settings.place), str(torch_xla.device()), hardware, sizes, spans_processes=False)
+    return Started(replace(settings.process), str(torch_xla.device()), hardware, sizes, spans_processes=False)
 
 
 def _refuse_threads(num_devices: int) -> None:

@@ -207,10 +207,10 @@ class DiLoCoBackend(Backend):
     def start(self) -> Topology:
         settings = self.settings
         self.section: DiLoCoConfig = settings.section or DiLoCoConfig()
-        device = pick_device(settings.device_type, settings.place)
-        self._group = ensure_process_group(settings.place, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.place.world_size})
-        self.topology = Topology(settings.place, mesh, device, self._group.communication_backend)
+        device = pick_device(settings.device_type, settings.process)
+        self._group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
+        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
+        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
         self.engine = TorchEngine(settings.precision, device)
         self.ended: list[RoundEnd] = []
         self.num_rounds = self.sent_bytes = 0
