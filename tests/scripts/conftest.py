@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.distributed import attendance
+from drivetrain.distributed import watchdog
 from drivetrain_testing import spawn
 
 FOLDER = Path(__file__).parent
@@ -25,7 +25,7 @@ def load(name):
 
 def impatient(name, arguments, seconds):
     """A script's ``main``, on ranks that wait for each other only so long."""
-    attendance.PATIENCE_SECONDS = attendance.LATER_PATIENCE_SECONDS = seconds
+    watchdog.PATIENCE_SECONDS = watchdog.LATER_PATIENCE_SECONDS = seconds
     if importlib.util.find_spec("drivetrain_megatron") is not None:
         from drivetrain_megatron import meeting
 

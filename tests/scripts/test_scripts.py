@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
-from drivetrain.distributed import attendance
+from drivetrain.distributed import watchdog
 from drivetrain.tracking import known_trackers
 from drivetrain_testing import RankFailedError, spawn
 
@@ -232,7 +232,7 @@ def test_denoiser_that_saves_on_the_main_process_alone(run, tmp_path):
 
 
 def saves(folder, late):
-    attendance.PATIENCE_SECONDS = attendance.LATER_PATIENCE_SECONDS = 0.5
+    watchdog.PATIENCE_SECONDS = watchdog.LATER_PATIENCE_SECONDS = 0.5
     accelerator = Accelerator()
     first, second = f"{folder}/first", f"{folder}/second"
     model = accelerator.prepare(torch.nn.Linear(2, 1))

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from drivetrain.config import load_config
     from drivetrain.data.kinds import DataLoaderDispatcher, DataLoaderShard
     from drivetrain.data.loader import already_sharded
+    from drivetrain.data.metrics import gather
     from drivetrain.data.prepare import skip_first_batches
     from drivetrain.distributed.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.distributed.nested import (
         broadcast,
         broadcast_object_list,
-        gather,
         gather_object,
         pad_across_processes,
         reduce,
@@ -109,7 +109,7 @@ _HOME = {
     "extract_model_from_parallel": "compat.state",
     "find_batch_size": "distributed.trees",
     "find_executable_batch_size": "distributed.memory",
-    "gather": "distributed.nested",
+    "gather": "data.metrics",
     "gather_object": "distributed.nested",
     "get_logger": "logging",
     "honor_type": "distributed.trees",

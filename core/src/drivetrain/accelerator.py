@@ -24,7 +24,7 @@ from drivetrain.distributed import memory, nested, watchdog
 from drivetrain.distributed.current import forget_backend, set_current_backend
 from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.distributed.watchdog import meet, note, stop_watching
+from drivetrain.distributed.watchdog import check_collective, log_call, stop_watching
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
 from drivetrain.launch.environment import read_process_info
@@ -304,7 +304,7 @@ class RunServices(RunFacts):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate each tensor of a tree along dim 0 over data-parallel ranks; 0-d becomes 1-d. Collective."""
-        return nested.gather(tensor, self.backend, debug=self._debug)
+        return metrics.gather(tensor, self.backend, debug=self._debug)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Every sample of the current global batch exactly once, in order: padding and repeats cut. Collective.
@@ -316,7 +316,7 @@ class RunServices(RunFacts):
         Raises:
             UsageError: rows that cannot be told from padding.
         """
-        meet("gather_for_metrics")
+        check_collective("gather_for_metrics")
         return metrics.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -336,7 +336,7 @@ class RunServices(RunFacts):
 
     def check_trigger(self) -> bool:
         """Whether any rank has raised its flag since the last call; lowers it. Collective."""
-        meet("check_trigger")
+        check_collective("check_trigger")
         topology = self.backend.topology
         if topology.dp_size == topology.world_size:
             flag = torch.tensor([int(self._flag)], device=self.device)
@@ -386,9 +386,9 @@ class RunServices(RunFacts):
             state: dict[str, Any] = model.state_dict()
             return state
         if self.backend.capabilities.replicated:
-            note("get_state_dict")
+            log_call("get_state_dict")
             return dict(record.trainable.full_state_dict())
-        meet("get_state_dict")
+        check_collective("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
         tied = tied_names(record.trainable.module)
         whole: dict[str, Any] = {}
@@ -581,7 +581,7 @@ class RunServices(RunFacts):
         """
         if self._closed:
             return
-        meet("end_training")
+        check_collective("end_training")
         try:
             self.wait_for_checkpoint()
         finally:
@@ -750,9 +750,9 @@ class Accelerator(RunServices):
         )
         self.gradient_state = GradientState(self._trainer, self._active)
         self._trackers = run_setup.trackers(resolved, log_with, self._project, self.backend)
-        watchdog.use_launchers_file()
+        watchdog.use_launcher_log()
         watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
-        self._watchdog = watchdog.watch(self.backend, self._active) if watched else None
+        self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
         self._interruption = None
         if saves_first:
             topology = self.backend.topology

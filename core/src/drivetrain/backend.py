@@ -200,25 +200,6 @@ class ProcessGroupSettings:
 
 
 @dataclass(frozen=True)
-class Feeding:
-    """How a backend wants batches to come to its device. The default: one copy, when the batch is shown.
-
-    Args:
-        ahead: copy the next batch in a thread while the script works on this one. Samples are still read by the
-            script's own thread, so that random numbers are drawn in the same order.
-        send: brings one tensor of a batch to the device, in that thread; ``None`` = ``tensor.to(device)``. Where the
-            engine's own ``to`` must not run beside the script, this is what may.
-        filler: fill the last batch of an epoch up to the size of the others, for a device that compiles anew for each
-            shape: rows are repeated, and their labels become this number, which the loss must ignore. What is gathered
-            for metrics leaves them out. ``None`` leaves batches as they are.
-    """
-
-    ahead: bool = False
-    send: Callable[[Any], Any] | None = None
-    filler: int | None = None
-
-
-@dataclass(frozen=True)
 class RunSettings:
     """Everything a backend is told at birth.
 
@@ -520,14 +501,12 @@ class Backend(ABC):
         settings: what the run asked for.
         topology: set by :meth:`start`.
         scaler: the ``torch.amp.GradScaler`` in use, when the backend scales losses with one.
-        feeding: how batches come to the device; an engine that wants more than a copy sets it in :meth:`start`.
     """
 
     capabilities: Capabilities
     settings: RunSettings
     topology: Topology
     scaler: torch.amp.GradScaler | None = None
-    feeding: Feeding = Feeding()
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -604,6 +583,26 @@ class Backend(ABC):
         """
         return
 
+    def place_batch(
+        self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
+    ) -> tuple[Callable[[], Any] | None, int]:
+        """Begin to bring a batch to the device. Not collective.
+
+        Called when the batch was read, which is one batch before it is shown; by default it is copied when it is shown.
+
+        Args:
+            batch: what the loader collated.
+            rows: samples in it.
+            full_rows: samples in a full batch of this loader, 0 where there is no such number.
+            move: copies a batch to the device; ``None`` where the script wants its batches left where they are.
+
+        Returns:
+            What gives the batch on its device, to be called when it is shown, or ``None`` for ``move``; and its number
+            of rows, more than ``rows`` where some were added whose labels a loss ignores. Every rank adds as many as
+            make its batch this large. What is gathered for metrics leaves them out.
+        """
+        return None, rows
+
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The precision policy's compute context, for code outside of a model's forward."""
         from drivetrain.loop.precision import autocast
@@ -664,7 +663,6 @@ __all__ = [
     "Backend",
     "BackendInfo",
     "Capabilities",
-    "Feeding",
     "Mesh",
     "PortableState",
     "PrecisionPolicy",

@@ -14,9 +14,8 @@ from typing import Any, TypeVar, final
 from drivetrain.backend import Backend
 from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, folder, load, save
 from drivetrain.distributed import rng
-from drivetrain.distributed.attendance import Attendance
 from drivetrain.distributed.trees import attribute
-from drivetrain.distributed.watchdog import meet, note
+from drivetrain.distributed.watchdog import MainProcessOnlyCall, check_collective, log_call
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import ProjectConfiguration
 from drivetrain.loop.ema import EMA
@@ -70,10 +69,12 @@ class RunCheckpoints:
         self._keys = count()
         self._run: str | None = None  # Which run's checkpoints these are; settled by the first save or load.
         self._background = BackgroundSaver(backend)
-        self._saving = Attendance(
+        self._saving = MainProcessOnlyCall(
             backend.topology, "save_state", "the checkpoint is written without their random state"
         )
-        self._exporting = Attendance(backend.topology, "save_model", "the model is written without waiting for them")
+        self._exporting = MainProcessOnlyCall(
+            backend.topology, "save_model", "the model is written without waiting for them"
+        )
 
     def hook(self, hooks: dict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
         """Register a function in one of the two tables."""
@@ -128,7 +129,7 @@ class RunCheckpoints:
             self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
         naming = self._naming() if automatic and output_dir is None else None
         given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
-        alone = not self._all_come(self._saving)
+        alone = not self._called_by_all(self._saving)
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
             return given
@@ -160,7 +161,7 @@ class RunCheckpoints:
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
         """Read one checkpoint, the newest when none is named. Collective over all ranks."""
-        meet("load_state")
+        check_collective("load_state")
         self._catch_up()
         automatic = self._project.automatic_checkpoint_naming
         if input_dir is None and not automatic:
@@ -187,15 +188,15 @@ class RunCheckpoints:
 
     def all_export(self) -> bool:
         """Whether all ranks are in this ``save_model``; else only the main process writes, and nobody is waited for."""
-        return self._all_come(self._exporting)
+        return self._called_by_all(self._exporting)
 
-    def _all_come(self, attendance: Attendance) -> bool:
+    def _called_by_all(self, call: MainProcessOnlyCall) -> bool:
         """Asked only where the main process could do without the others; elsewhere they must come."""
         topology = self._backend.topology
         if not (self._backend.capabilities.replicated and topology.dp_size == topology.world_size):
-            meet(attendance.call)
+            check_collective(call.call)
             return True
-        return attendance.all_come(self._trainer.step, note(attendance.call))
+        return call.called_by_all(self._trainer.step, log_call(call.call))
 
     def _run_save_hooks(self, folder: Path) -> set[int]:
         """Let the script's hooks write their own files; the models whose weights they took out of the list."""

@@ -141,6 +141,10 @@ class ActiveLoaders:
         """The current batch is its loader's last on this rank; ``False`` outside of every loop."""
         return bool(self._entries) and self._entries[-1][1].is_last
 
+    def batch_index(self) -> int | None:
+        """Number of the current batch within its epoch, from 0; ``None`` outside of every loop."""
+        return self._entries[-1][1].index if self._entries else None
+
     def is_last_batch(self) -> bool:
         """As :attr:`last_batch`."""
         return self.last_batch

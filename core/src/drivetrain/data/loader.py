@@ -12,10 +12,9 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.backend import Backend, Feeding
+from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, BatchInfo, Pass
 from drivetrain.data.dispatch import DispatchSource
-from drivetrain.data.feeding import Feeder
 from drivetrain.data.plan import Rows
 from drivetrain.data.position import Position, from_state, to_state
 from drivetrain.data.source import ForeignSource, Item, Source, Start
@@ -99,8 +98,6 @@ def is_sharded(data: Any) -> bool:
 # ---- The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position
 
 logger = get_logger(__name__)
-
-_COPY = Feeding()
 
 
 @dataclass
@@ -202,27 +199,20 @@ class PreparedDataLoader(DataLoader[Any]):
             self._finish(token)
             return
         self._synchronise_randomness()
-        place = self._placement()
-        dp_rank = self._share_rank
-        nominal = self._nominal_rows()
+        move, full = self._move(), self._nominal_rows()
+        nominal, dp_rank = full, self._share_rank
         index = start.position.consumed // self._source.round_units if skipped is None else skipped
         items = self._source.open(start)
-        feeder = self._feeder(place, nominal, dp_rank)
-        accept = None if feeder is None else feeder.accept
         interruption = self._context.interruption
         try:
             # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
             with torch.random.fork_rng(devices=[]) if resumed else nullcontext():
-                following, beyond = _next(items)
-            if following is not None and accept is not None:
-                following = accept(following)
+                following, following_shown, beyond = self._read(items, move, full)
             while following is not None:
                 if interruption is not None and interruption.stepped_in is self:
                     interruption.step_ends()
-                item: Item = following
-                following, beyond = _next(items)
-                if following is not None and accept is not None:
-                    following = accept(following)
+                item, shown = following, following_shown
+                following, following_shown, beyond = self._read(items, move, full)
                 is_last = following is None
                 if cursor.owner is token:
                     self._advance(item, is_last)
@@ -236,18 +226,33 @@ class PreparedDataLoader(DataLoader[Any]):
                 info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal, beyond)
                 active.show(token, info)
                 index += 1
-                if feeder is not None:
-                    yield feeder.deliver(item.batch)
+                if shown is not None:
+                    yield shown()
                 else:
-                    yield item.batch if place is None else place(item.batch)
+                    yield item.batch if move is None else move(item.batch)
             if interruption is not None and interruption.stepped_in is self:
                 interruption.step_ends()
             self._finish(token)
         finally:
             active.leave(token)
             items.close()
-            if feeder is not None:
-                feeder.close()
+
+    def _read(
+        self, items: Iterator[Item], move: Callable[[Any], Any] | None, full: int
+    ) -> tuple[Item | None, Callable[[], Any] | None, Rows | None]:
+        """The next batch, what gives it on its device, and what other ranks' batches hold after the last one."""
+        beyond = None
+        for item in items:
+            if item.absent:
+                beyond = item.rows
+            elif item.hidden:
+                return item, None, None
+            else:
+                rows = item.rows
+                mine = rows.loaded[self._share_rank]
+                shown, larger = self._context.backend.place_batch(item.batch, mine, 0 if rows.whole else full, move)
+                return item if larger == mine else item._replace(rows=rows.grown(larger)), shown, None
+        return None, None, beyond
 
     def _nominal_rows(self) -> int:
         """Rows of one rank's full batch, 0 where nobody says."""
@@ -313,12 +318,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
             synchronize_rng_states(wanted, backend=self._context.backend)
 
-    def _feeder(self, place: Callable[[Any], Any] | None, full: int, dp_rank: int) -> Feeder | None:
-        """What brings this pass's batches where the backend wants more than a copy."""
-        feeding = self._context.backend.feeding
-        return None if feeding == _COPY else Feeder(feeding, place, full, dp_rank)
-
-    def _placement(self) -> Callable[[Any], Any] | None:
+    def _move(self) -> Callable[[Any], Any] | None:
+        """Copies a batch to the device; ``None`` leaves batches where they are."""
         if not self._put_on_device:
             return None
         device, non_blocking = self._context.backend.topology.device, self._context.config.non_blocking
@@ -441,16 +442,6 @@ class PreparedDataLoader(DataLoader[Any]):
             number=self.number,
             skip=num_batches,
         )
-
-
-def _next(items: Iterator[Item]) -> tuple[Item | None, Rows | None]:
-    """This rank's next batch, and what the last batch holds that others have and this rank has not."""
-    beyond = None
-    for item in items:
-        if not item.absent:
-            return item, None
-        beyond = item.rows
-    return None, beyond
 
 
 def _larger(nominal: int, rows: Rows | None) -> int:

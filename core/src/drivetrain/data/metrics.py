@@ -1,4 +1,4 @@
-"""``gather_for_metrics``: every rank's values, each sample once, in the order of the dataset."""
+"""Gathers values of the current batch: ``gather_for_metrics`` returns each sample once, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from torch import Tensor
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, BatchInfo
 from drivetrain.data.loader import LoadingContext
-from drivetrain.distributed import trees
+from drivetrain.distributed import nested, trees
+from drivetrain.distributed.current import current_backend
+from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import CollectiveMismatchError, UsageError
 
-# ---- Which gathered rows count: the arithmetic of ``gather_for_metrics``. No torch
 
 def rows_to_keep(sizes: Sequence[int], info: BatchInfo | None, what: str, *, scalar: bool = False) -> list[int]:
     """How many leading rows of each rank's part are real.
@@ -57,10 +59,6 @@ def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-# ---- ``gather_for_metrics``: every rank's values, each sample once, in the order of the dataset
-
-# Below this, tensors travel together as bytes: a collective on 2 gloo ranks costs its latency, not its size.
-_TOGETHER_BYTES = 1 << 16
 # Sizes of so many tensors fit into the first exchange.
 _HEADER = 11
 _NOWHERE = (-1, -1, -1)
@@ -114,32 +112,62 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
     )
 
 
-def gather_shared(data: Any, backend: Backend, info: BatchInfo) -> Any:
-    """Concatenate each tensor of a tree along dim 0 over the data-parallel ranks, which hold batches of several sizes.
+_loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
+"""The loaders of each backend's script, for :func:`gather`, which may be called without an accelerator."""
 
-    As :func:`drivetrain.distributed.nested.gather`, for a batch that the ranks do not share in full, equal parts: rows
-    of samples come first, in order, and what is beyond them after those, so that cutting the end leaves
+
+def set_loaders(backend: Backend, active: ActiveLoaders) -> None:
+    """Say which loaders feed the script that runs on this backend."""
+    _loaders[backend] = active
+
+
+def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) -> Any:
+    """Concatenate each tensor of a tree along dim 0 over the data-parallel ranks, by coordinate; 0-d becomes 1-d.
+
+    As :func:`drivetrain.distributed.nested.gather`. In a loop whose current batch the ranks do not share in full, equal
+    parts, rows of samples come first, in order, and what is beyond them after those, so that cutting the end leaves
     each sample once.
     A tensor is told to have rows of samples by their number: one for each row of the batch on every rank, the same
     after ``pad_across_processes``, or one number repeated for each row of a full batch (``loss.repeat(batch_size)``).
     Any other tensor must be of one size on all ranks, and is concatenated as it is.
 
     Args:
-        data: a tree of tensors.
-        backend: the run's.
-        info: the current batch.
+        tensor: a tree of tensors; ``None`` is kept.
+        backend: what to run on; ``None`` = the newest started.
+        debug: compare the trees first on every device, see :mod:`drivetrain.distributed.nested`.
 
     Raises:
         UsageError: a rank has no batch where this one is; a leaf that is no tensor.
         CollectiveMismatchError: the ranks' structures, dtypes or shapes differ, or their batches.
     """
+    backend = backend or current_backend()
+    info = _unequal_batch(backend) if backend.topology.dp_size > 1 else None
+    if info is None:
+        return nested.gather(tensor, backend, debug=debug)
+    check_collective("gather", tensor, compare="dtypes")
+    with torch.no_grad():
+        return _gather_unequal(tensor, backend, info)
+
+
+def _unequal_batch(backend: Backend) -> BatchInfo | None:
+    """The current batch of the script's loop, if the ranks do not hold full, equal parts of it."""
+    active = _loaders.get(backend)
+    info = None if active is None else active.current
+    if active is None or info is None or info.rows is None:
+        return None
+    rows, size = info.rows, info.nominal_rows or info.rows.loaded[0]
+    equal = not info.is_last if not rows.counted else all(loaded == size for loaded in rows.loaded)
+    return None if equal and not rows.missing else current_batch(active, "gather")
+
+
+def _gather_unequal(data: Any, backend: Backend, info: BatchInfo) -> Any:
     leaves = trees.tensors(data)
-    flat = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+    flat = nested.at_least_1d(leaves)
     sizes = _exchange_sizes(flat, backend, info)
     if not leaves:
         return data
     before = list(zip(*_exchange([_rows_before_padding(leaf) for leaf in leaves], backend), strict=True))
-    parts = _gather_parts([_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)], backend)
+    parts = nested.gather_parts([_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)], backend)
     gathered = [
         _samples_first(part, size, padded, info) for part, size, padded in zip(parts, sizes, before, strict=True)
     ]
@@ -237,9 +265,6 @@ def _holds_tensor(node: Any) -> bool:
     return isinstance(node, Tensor) or any(_holds_tensor(child) for _, child in trees.children(node) or ())
 
 
-# ---- objects --------------------------------------------------------------------------------------------------------
-
-
 def _join_objects(column: Sequence[Any], info: BatchInfo | None) -> list[Any]:
     """One value from each rank: lists are joined and cut, other things listed."""
     rows = [_as_rows(value) for value in column]
@@ -261,14 +286,11 @@ def _as_rows(value: Any) -> list[Any] | None:
     return list(value) if getattr(value, "ndim", 0) else None
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------
-
-
 def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backend) -> list[Tensor]:
     # What a lazy device has recorded so far is the same for every batch; what is cut below is not.
     backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
-    flat = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+    flat = nested.at_least_1d(leaves)
     sizes = _exchange_sizes(flat, backend, info)
     keeps = [
         rows_to_keep(size, info, trees.describe(leaf), scalar=is_scalar)
@@ -286,7 +308,7 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
     if backend.topology.dp_size == 1:
         return [leaf if keep == leaf.shape[0] else leaf[:keep] for leaf, (keep,) in zip(flat, keeps, strict=True)]
     filled = [_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)]
-    parts = _gather_parts(filled, backend)
+    parts = nested.gather_parts(filled, backend)
     return [_cut(part, keep) for part, keep in zip(parts, keeps, strict=True)]
 
 
@@ -328,27 +350,6 @@ def _fill(leaf: Tensor, size: int) -> Tensor:
     filled = leaf.new_zeros((size, *leaf.shape[1:]))
     filled[: leaf.shape[0]] = leaf
     return filled
-
-
-def _gather_parts(leaves: list[Tensor], backend: Backend) -> list[Tensor]:
-    """Each tensor from all ranks, shape ``(dp_size, n, ...)``; small ones travel in one collective."""
-    size = backend.topology.dp_size
-    results: dict[int, Tensor] = {}
-    packed: list[tuple[int, Tensor]] = []
-    for index, leaf in enumerate(leaves):
-        if len(leaves) > 1 and 0 < leaf.numel() * leaf.element_size() <= _TOGETHER_BYTES:
-            packed.append((index, leaf.to(backend.topology.device).contiguous().view(-1).view(torch.uint8)))
-        else:
-            results[index] = backend.gather(leaf).view(size, *leaf.shape)
-    if packed:
-        received = backend.gather(torch.cat([data for _, data in packed])[None])
-        begin = 0
-        for index, data in packed:
-            leaf = leaves[index]
-            part = received[:, begin : begin + data.numel()].clone(memory_format=torch.contiguous_format)
-            results[index] = part.view(-1).view(leaf.dtype).view(size, *leaf.shape).to(leaf.device)
-            begin += data.numel()
-    return [results[index] for index in range(len(leaves))]
 
 
 def _cut(part: Tensor, keep: Sequence[int]) -> Tensor:

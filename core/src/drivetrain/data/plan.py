@@ -149,7 +149,6 @@ class Rows:
         units: by how much it moves the position.
         whole: these are batches that somebody else made.
         counted: the numbers are rows; otherwise a nominal 1 stands for a batch whose size is not known.
-        filled: what is loaded beyond the real rows has labels that a loss ignores.
     """
 
     real: tuple[int, ...]
@@ -157,12 +156,15 @@ class Rows:
     units: int
     whole: bool = False
     counted: bool = True
-    filled: bool = False
 
     @cached_property
     def padded(self) -> bool:
         """Some rows are repetitions."""
         return self.real != self.loaded
+
+    def grown(self, size: int) -> Rows:
+        """The same rows among batches of this size: every rank that has any loads so many."""
+        return replace(self, loaded=tuple(size if number else 0 for number in self.loaded))
 
     @cached_property
     def total(self) -> int:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.data.dispatch import DispatchSource, SliceFunction
 from drivetrain.data.iterable import IterableSource, outliving
 from drivetrain.data.loader import Cursor, LoadingContext, PreparedDataLoader, is_sharded
+from drivetrain.data.metrics import set_loaders
 from drivetrain.data.plan import Cut, derive_seed, split_total
 from drivetrain.data.source import ForeignSource, MapSource, Source, clone, generators, read_map_loader
-from drivetrain.distributed.current import set_loaders
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UsageError
 

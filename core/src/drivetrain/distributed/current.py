@@ -6,12 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, final
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch.distributed as dist
 
 from drivetrain.backend import Backend, Capabilities, RunSettings
-from drivetrain.data.active import ActiveLoaders
 from drivetrain.distributed.device import pick_device
 from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
 from drivetrain.errors import UnsupportedError, UsageError
@@ -86,7 +85,6 @@ class Started:
 
 
 _started: list[Started] = []
-_loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
 
 
 def set_current_backend(backend: Backend, name: str = "") -> None:
@@ -103,16 +101,6 @@ def set_current_backend(backend: Backend, name: str = "") -> None:
 def forget_backend(backend: Backend) -> None:
     """Take a backend that stops out of the running; the one set before it becomes current again."""
     _started[:] = [one for one in _started if one.backend() not in (None, backend)]
-
-
-def set_loaders(backend: Backend, active: ActiveLoaders) -> None:
-    """Say which loaders feed the script that runs on this backend."""
-    _loaders[backend] = active
-
-
-def loaders_of(backend: Backend) -> ActiveLoaders | None:
-    """The loaders of the script that runs on this backend, if it has prepared any."""
-    return _loaders.get(backend)
 
 
 def forget_all() -> None:

@@ -10,7 +10,7 @@ the process when sizes differ, and mixes up elements when only shapes do; so on 
 accelerator that comparison would make the host wait for the device, so there it is made in debug mode only
 (``debug=True``).
 
-**What travels.** Small tensors of one dtype go together in one collective.
+**What travels.** Small tensors go together in one collective.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend, ReduceOp
-from drivetrain.data.active import BatchInfo
-from drivetrain.distributed.current import current_backend, loaders_of
+from drivetrain.distributed.current import current_backend
 from drivetrain.distributed.trees import describe, tensors, with_tensors
-from drivetrain.distributed.watchdog import meet
+from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import CollectiveMismatchError, UsageError
 
 # On 2 gloo ranks a collective of 64 KiB takes as long as one of 256 bytes; at 1 MiB the size tells.
@@ -47,34 +46,41 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
 
     Raises:
         UsageError: a leaf that is no tensor.
-        UsageError: a rank has no batch where this one is.
         CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first; batches
-            that the ranks share unevenly need nothing (:func:`drivetrain.data.metrics.gather_shared`).
+            that the ranks share unevenly need nothing (:func:`drivetrain.data.metrics.gather`).
     """
+    check_collective("gather", tensor, compare="all")
     backend = backend or current_backend()
-    shared = unequal_batch(backend) if backend.topology.dp_size > 1 else None
-    meet("gather", tensor, compare="all" if shared is None else "dtypes")
-    if shared is not None:
-        from drivetrain.data.metrics import gather_shared
-
-        with torch.no_grad():
-            return gather_shared(tensor, backend, shared)
-    leaves = tensors(tensor)
+    rows = at_least_1d(tensors(tensor))
     _compare("gather", tensor, backend, debug)
-    rows = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+    return with_tensors(tensor, [part.flatten(0, 1) for part in gather_parts(rows, backend)])
+
+
+def at_least_1d(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors without gradient; 0-d ones have one row."""
+    return [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in leaves]
+
+
+def gather_parts(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
+    """Each tensor from all data-parallel ranks, shape ``(dp_size, n, ...)``. Small ones travel together, as bytes.
+
+    Collective over the data-parallel ranks, which give the same shapes and dtypes.
+    """
     size = backend.topology.dp_size
     results: dict[int, Tensor] = {}
-    for indices in _together(rows):
-        if len(indices) == 1:
-            results[indices[0]] = backend.gather(rows[indices[0]])
-            continue
-        flat = torch.cat([rows[index].reshape(-1) for index in indices])
-        received = backend.gather(flat[None])
-        parts = torch.split_with_sizes(received, [rows[index].numel() for index in indices], dim=1)
-        for index, part in zip(indices, parts, strict=True):
-            shape = rows[index].shape
-            results[index] = part.reshape(size * shape[0], *shape[1:])
-    return with_tensors(tensor, [results[index] for index in range(len(rows))])
+    packed: dict[int, Tensor] = {}
+    for index, leaf in enumerate(leaves):
+        if len(leaves) > 1 and 0 < leaf.numel() * leaf.element_size() <= TOGETHER_BYTES:
+            packed[index] = leaf.to(backend.topology.device).contiguous().view(-1).view(torch.uint8)
+        else:
+            results[index] = backend.gather(leaf).view(size, *leaf.shape)
+    if packed:
+        received = backend.gather(torch.cat(list(packed.values()))[None])
+        parts = torch.split_with_sizes(received, [data.numel() for data in packed.values()], dim=1)
+        for index, part in zip(packed, parts, strict=True):
+            leaf, whole = leaves[index], part.clone(memory_format=torch.contiguous_format)
+            results[index] = whole.view(-1).view(leaf.dtype).view(size, *leaf.shape).to(leaf.device)
+    return [results[index] for index in range(len(leaves))]
 
 
 def reduce(
@@ -101,7 +107,7 @@ def reduce(
     """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise UsageError(f"unknown reduction {reduction!r}", cure="Choose 'sum', 'mean', 'max', 'min' or 'none'.")
-    meet(f"reduce {reduction}", tensor, compare="all")
+    check_collective(f"reduce {reduction}", tensor, compare="all")
     backend = backend or current_backend()
     leaves = [leaf.detach() for leaf in tensors(tensor)]
     _compare(f"reduce {reduction}", tensor, backend, debug)
@@ -126,7 +132,7 @@ def broadcast(tensor: Any, from_process: int = 0, backend: Backend | None = None
         UsageError: a leaf that is no tensor, or no such process.
         CollectiveMismatchError: the ranks' trees differ.
     """
-    meet(f"broadcast from {from_process}", tensor, compare="all")
+    check_collective(f"broadcast from {from_process}", tensor, compare="all")
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare(f"broadcast from {from_process}", tensor, backend, debug)
@@ -161,7 +167,7 @@ def pad_across_processes(
         UsageError: a leaf that is no tensor.
         CollectiveMismatchError: the ranks' trees differ in more than sizes.
     """
-    meet("pad_across_processes", tensor, compare="dtypes")
+    check_collective("pad_across_processes", tensor, compare="dtypes")
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare(f"pad_across_processes dim {dim}", tensor, backend, debug, sizes=False)
@@ -193,7 +199,7 @@ def gather_object(object: Any, backend: Backend | None = None) -> list[Any]:  # 
     Raises:
         UsageError: some ranks gave a list or tuple and others did not.
     """
-    meet("gather_object")
+    check_collective("gather_object")
     objects = (backend or current_backend()).gather_object(object)
     sequences = [isinstance(one, (list, tuple)) for one in objects]
     if all(sequences):
@@ -214,35 +220,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, backend
     """
     if not isinstance(object_list, list):
         raise UsageError(f"broadcast_object_list fills a list in place, it was given {type(object_list).__name__}")
-    meet("broadcast_object_list")
+    check_collective("broadcast_object_list")
     object_list[:] = (backend or current_backend()).broadcast_object(object_list, from_process)
     return object_list
-
-
-def verify_same(tree: Any, backend: Backend, operation: str) -> None:
-    """Compare operation, structure, shapes and dtypes over the data-parallel ranks, and raise on all of them.
-
-    Collective over the data-parallel ranks.
-
-    Raises:
-        CollectiveMismatchError: listing what each rank brought.
-    """
-    _compare(operation, tree, backend, debug=True)
-
-
-def unequal_batch(backend: Backend) -> BatchInfo | None:
-    """The current batch of the script's loop, if the ranks do not hold full, equal parts of it."""
-    active = loaders_of(backend)
-    info = None if active is None else active.current
-    if active is None or info is None or info.rows is None:
-        return None
-    rows, size = info.rows, info.nominal_rows or info.rows.loaded[0]
-    equal = not info.is_last if not rows.counted else all(loaded == size for loaded in rows.loaded)
-    if equal and not rows.missing:
-        return None
-    from drivetrain.data.metrics import current_batch
-
-    return current_batch(active, "gather")
 
 
 def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bool = True) -> None:

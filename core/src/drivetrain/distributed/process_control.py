@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from drivetrain.backend import Backend
 from drivetrain.distributed.trees import honor_type
-from drivetrain.distributed.watchdog import meet
+from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
 from drivetrain.topology import Topology
 
@@ -175,7 +175,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective over all ranks."""
-        meet("wait_for_everyone")
+        check_collective("wait_for_everyone")
         self._job.barrier()
 
     @contextmanager

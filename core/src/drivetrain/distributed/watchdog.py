@@ -1,18 +1,26 @@
-"""The desync watchdog: ranks that are about to make different calls, or none, raise instead of waiting for each other.
+"""Checks that every rank makes the same collective calls, and raises where they differ instead of letting ranks hang.
 
-Each collective call of the script is compared over all ranks before it is made: operation, structure, shapes, dtypes
-and the line of the script. The comparison goes through the process group's store, never through another collective,
-which could hang just as well.
+*The call log*: each public method logs its name and the script's line (:func:`log_call`), where the launcher finds it
+after the process has died.
+
+*The desync watchdog*: each collective call of the script is compared over all ranks before it is made: operation,
+structure, shapes, dtypes and the line of the script (:func:`check_collective`). The comparison goes through the process
+group's store, never through another collective, which could hang just as well.
+
+*Main-process-only calls*: methods that scripts are known to call on the main process alone find that out before their
+first collective (:class:`MainProcessOnlyCall`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,19 +33,27 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from drivetrain.backend import Backend
-from drivetrain.data.active import ActiveLoaders
 from drivetrain.distributed import trees
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
+from drivetrain.topology import Topology
 
-# ---- The last call that the script made of us: kept where the launcher finds it after this process has died of anyth
+logger = logging.getLogger(__name__)
+
+CURE = (
+    "Make each call on every rank, from the same line, in the same order: not under `if accelerator.is_main_process:`, "
+    "nor after a `break` or `continue` that only some ranks take."
+)
+
+_serial = count()
+"""Numbers the users of the store, which are made in the same order on every rank."""
 
 _BETWEEN = (str(Path(__file__).parent.parent), str(contextlib.__file__))
 """Files whose frames stand between a call and the script's line: ours, and those of ``with`` blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CallSite:
     """A line of the script that calls us.
 
     Args:
@@ -51,20 +67,20 @@ class Site:
     code: CodeType
 
 
-class _Record:
-    """This process's record; in memory of its own until a launcher's file is there to be used."""
+class _CallLog:
+    """This process's call log; in its own memory, or in the launcher's file where there is one."""
 
     numbers: memoryview = memoryview(bytearray(8 * (STOP + 1))).cast("Q")
     file: BinaryIO | None = None
 
 
-_sites: dict[tuple[str, int, int], Site] = {}
+_sites: dict[tuple[str, int, int], CallSite] = {}
 
 
-def use_launchers_file() -> None:
-    """Write to the file that our launcher made for this process, if it did. Called once for each accelerator."""
+def use_launcher_log() -> None:
+    """Log calls to the file that our launcher made for this process, if it did. Called once for each accelerator."""
     folder = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if _Record.file is not None or not folder:
+    if _CallLog.file is not None or not folder:
         return
     path = Path(folder).with_name(LAST_CALL)
     if not path.exists():
@@ -73,14 +89,14 @@ def use_launchers_file() -> None:
         numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
     if numbers[PID] != os.getpid():  # of the worker that started this process
         return
-    numbers[CALLS], numbers[SITE] = _Record.numbers[CALLS], 0
-    _Record.numbers = numbers
-    _Record.file = path.with_name(CALL_SITES).open("ab", buffering=0)
-    _Record.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode(errors="backslashreplace"))
+    numbers[CALLS], numbers[SITE] = _CallLog.numbers[CALLS], 0
+    _CallLog.numbers = numbers
+    _CallLog.file = path.with_name(CALL_SITES).open("ab", buffering=0)
+    _CallLog.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode(errors="backslashreplace"))
 
 
-def note(call: str) -> str:
-    """Note that the script calls this; to be the first line of a public method. Not collective.
+def log_call(call: str) -> str:
+    """Log that the script calls this; to be the first line of a public method. Not collective.
 
     Costs about half a microsecond.
 
@@ -97,27 +113,25 @@ def note(call: str) -> str:
             site = _new_site(call, frame)
             break
         frame = frame.f_back
-    numbers = _Record.numbers
+    numbers = _CallLog.numbers
     numbers[CALLS] += 1
     numbers[SITE] = site.number
     return site.text
 
 
-def _new_site(call: str, frame: FrameType) -> Site:
+def _new_site(call: str, frame: FrameType) -> CallSite:
     code = frame.f_code
-    site = Site(len(_sites) + 1, f"{call} at {Path(code.co_filename).name}:{frame.f_lineno}", code)
+    site = CallSite(len(_sites) + 1, f"{call} at {Path(code.co_filename).name}:{frame.f_lineno}", code)
     _sites[call, id(code), frame.f_lasti] = site
-    if _Record.file is not None:
-        _Record.file.write(f"{site.text}\n".encode(errors="backslashreplace"))  # a file may be named in any bytes
+    if _CallLog.file is not None:
+        _CallLog.file.write(f"{site.text}\n".encode(errors="backslashreplace"))  # a file may be named in any bytes
     return site
 
 
 def set_stop(value: int) -> None:
     """Tell the launcher what a request to stop does to this process, see :data:`drivetrain.launch.worker.STOP`."""
-    _Record.numbers[STOP] = value
+    _CallLog.numbers[STOP] = value
 
-
-# ---- The desync watchdog: ranks that are about to make different calls, or none, raise instead of waiting for each o
 
 _ALARM = 1 << 40
 """Added to the count of arrivals by whoever finds the ranks apart; so many arrivals there never are."""
@@ -128,9 +142,6 @@ _POLL_SECONDS = 0.0001, 0.01
 _WITNESS_SECONDS = 2.0
 """How long ranks that are here wait for each other's words, once they know that something is wrong."""
 
-_serial = count()
-
-
 @final
 class Watchdog:
     """Compares this process's calls with those of the other ranks. Made in the same order on every rank.
@@ -140,15 +151,16 @@ class Watchdog:
         rank: global rank.
         world_size: number of ranks.
         timeout_seconds: how long a rank that is here waits for the others.
-        active: the batch that the script is at is compared, too; ranks that skip one would meet again a batch apart.
+        batch_index: number of the batch that the script is at, ``None`` outside of a loop; compared too, since ranks of
+            which one has skipped a batch make the same calls.
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout_seconds: float, active: ActiveLoaders | None = None
+        self, store: Any, rank: int, world_size: int, timeout_seconds: float, batch_index: Callable[[], int | None]
     ) -> None:
         self._store = dist.PrefixStore(f"watchdog/{next(_serial)}", store)  # type: ignore[attr-defined]
         self._rank, self._world, self._timeout = rank, world_size, timeout_seconds
-        self._active = active
+        self._batch_index = batch_index
         self._calls = 0
         self._slots = ["", ""]
         """What the store holds for the last call of even and of odd number."""
@@ -158,7 +170,7 @@ class Watchdog:
         self.suspended = False
         """Calls are not compared for a while."""
 
-    def meet(self, call: str) -> None:
+    def check(self, call: str) -> None:
         """Wait until every rank is about to make this call. Collective over all ranks, through the store.
 
         Args:
@@ -193,8 +205,8 @@ class Watchdog:
     def _begin(self, call: str) -> str:
         """Count a call; returns it with the batch that the script is at."""
         self._calls += 1
-        current = None if self._active is None else self._active.current
-        return call if current is None else f"{call}, batch {current.index}"
+        index = self._batch_index()
+        return call if index is None else f"{call}, batch {index}"
 
     def give_up(self, call: str) -> None:
         """This process has waited for the others in a call that is not compared. Not collective.
@@ -263,24 +275,18 @@ class Watchdog:
         return f"has not come; last call that all ranks made: {self._shared}"
 
 
-CURE = (
-    "Make each call on every rank, from the same line, in the same order: not under `if accelerator.is_main_process:`, "
-    "nor after a `break` or `continue` that only some ranks take."
-)
-
-
-class _Process:
+class _Current:
     """This process's watchdog."""
 
     watchdog: Watchdog | None = None
 
 
-def watch(backend: Backend, active: ActiveLoaders) -> Watchdog | None:
+def watch(backend: Backend, batch_index: Callable[[], int | None]) -> Watchdog | None:
     """Compare calls from now on; ``None`` where one process is alone. Every rank calls it, or none.
 
     Args:
         backend: started.
-        active: the loaders of the run.
+        batch_index: see :class:`Watchdog`.
 
     Raises:
         UnsupportedError: the ranks have no process group whose store could be used.
@@ -295,19 +301,21 @@ def watch(backend: Backend, active: ActiveLoaders) -> Watchdog | None:
         )
     timeout = backend.settings.process_group.timeout_seconds or default_pg_timeout.total_seconds()
     store = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
-    _Process.watchdog = Watchdog(store, topology.rank, topology.world_size, timeout, active)
-    return _Process.watchdog
+    _Current.watchdog = Watchdog(store, topology.rank, topology.world_size, timeout, batch_index)
+    return _Current.watchdog
 
 
 def stop_watching(watchdog: Watchdog | None) -> None:
     """The run that asked for it is over. Not collective; nothing happens for ``None`` or a second time."""
-    if watchdog is not None and _Process.watchdog is watchdog:
-        _Process.watchdog = None
+    if watchdog is not None and _Current.watchdog is watchdog:
+        _Current.watchdog = None
         watchdog.leave()
 
 
-def meet(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
-    """Note that the script makes a collective call, and compare it where a watchdog is on; first line of such a call.
+def check_collective(
+    call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing"
+) -> None:
+    """Log a collective call of the script, and compare it over all ranks where a watchdog is on; its first line.
 
     Args:
         call: the method's name, as users know it.
@@ -315,28 +323,28 @@ def meet(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "noth
         compare: what of ``tree`` must agree: shapes and dtypes, dtypes and numbers of dims, or nothing.
 
     Raises:
-        CollectiveMismatchError: see :meth:`Watchdog.meet`.
+        CollectiveMismatchError: see :meth:`Watchdog.check`.
     """
-    site = note(call)
-    watchdog = _Process.watchdog
+    site = log_call(call)
+    watchdog = _Current.watchdog
     if watchdog is None or watchdog.suspended:
         return
     if compare != "nothing":
         shape = trees.describe(tree) if compare == "all" else trees.describe(tree, lambda leaf: "*" * leaf.dim())
         site = f"{call} of {shape}{site.removeprefix(call)}"
-    watchdog.meet(site)
+    watchdog.check(site)
 
 
 def give_up(call: str) -> None:
     """This process has waited in vain, in a call that is not compared; see :meth:`Watchdog.give_up`."""
-    if _Process.watchdog is not None:
-        _Process.watchdog.give_up(call)
+    if _Current.watchdog is not None:
+        _Current.watchdog.give_up(call)
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """In here ranks may make different numbers of calls."""
-    watchdog = _Process.watchdog
+    watchdog = _Current.watchdog
     if watchdog is None:
         yield
         return
@@ -346,3 +354,76 @@ def unwatched() -> Iterator[None]:
     finally:
         watchdog.suspended = before
 
+
+PATIENCE_SECONDS = 10.0
+"""How long the main process waits for the others the first time. They reduced gradients with it a moment ago."""
+LATER_PATIENCE_SECONDS = 1.0
+"""The same once they have failed to come."""
+
+
+@final
+class MainProcessOnlyCall:
+    """Detects, through the process group's store, that a collective call is made on the main process only.
+
+    A rank that is not on its way is blocked in another collective, waiting for the main process; so the main process
+    decides, and a rank that comes too late reads the decision. Made in the same order on every rank.
+
+    Args:
+        topology: the job.
+        call: what is called, for the sentence that says who was missing.
+        lost: what is lost when the main process goes on alone.
+    """
+
+    def __init__(self, topology: Topology, call: str, lost: str) -> None:
+        self._rank, self._others = topology.rank, topology.world_size - 1
+        self.call, self._lost = call, lost
+        self._prefix = f"main_process_only/{next(_serial)}"
+        self._times: Counter[int] = Counter()
+        self._absent = False
+
+    def called_by_all(self, step: int, site: str) -> bool:
+        """Whether all ranks are in this call; ``False`` on the main process when it is to go on alone.
+
+        ``False`` on another rank means that the main process went on without it. Costs a few round trips to the store.
+
+        Args:
+            step: a number on which the ranks agree, and which seldom recurs.
+            site: ``save_state at train.py:88``.
+
+        Raises:
+            CollectiveMismatchError: the main process does not come within the process group's time-out, or has ended.
+        """
+        if not self._others:
+            return True
+        store = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
+        occasion = f"{self._prefix}/{step}/{self._times[step]}"
+        self._times[step] += 1
+        arrived, decision = f"{occasion}/arrived", f"{occasion}/decision"
+        if self._rank != 0:
+            store.add(arrived, 1)
+            try:
+                return bool(store.get(decision) == b"all")
+            except dist.DistError as error:
+                give_up(site)
+                raise CollectiveMismatchError(
+                    f"{site}: the main process has not come", whose=f"rank {self._rank}", cure=CURE
+                ) from error
+        deadline = time.monotonic() + (LATER_PATIENCE_SECONDS if self._absent else PATIENCE_SECONDS)
+        pause = 0.0005
+        while (here := store.add(arrived, 0)) < self._others and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        everyone = bool(here >= self._others)
+        store.set(decision, "all" if everyone else "main")
+        if not everyone and not self._absent:
+            self._absent = True
+            logger.warning(
+                "%s: %d of %d processes did not come within %g s; %s. Call it on every process, not under "
+                "`if accelerator.is_main_process:`.",
+                self.call,
+                self._others - here,
+                self._others + 1,
+                PATIENCE_SECONDS,
+                self._lost,
+            )
+        return everyone

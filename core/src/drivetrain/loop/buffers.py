@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.distributed import collectives
-from drivetrain.distributed.attendance import Attendance
-from drivetrain.distributed.watchdog import note
+from drivetrain.distributed.watchdog import MainProcessOnlyCall, log_call
 from drivetrain.loop.batch_norm import Synchronised
 from drivetrain.topology import Topology
 
@@ -49,10 +48,10 @@ class Buffers:
         self._changed = False
         self._apart = False
         self._windows = 0
-        self._late: Attendance | None = None
+        self._late: MainProcessOnlyCall | None = None
         if topology.dp_size > 1 and not together:
             lost = "they evaluate with statistics of their own"
-            self._late = Attendance(topology, "an evaluation after training forwards without a backward", lost)
+            self._late = MainProcessOnlyCall(topology, "an evaluation after training forwards without a backward", lost)
 
     @staticmethod
     @torch.no_grad()
@@ -82,7 +81,7 @@ class Buffers:
                 self.agree()
                 self._changed = True
         elif self._changed and not self._apart:
-            if self._late is None or self._late.all_come(self._windows, note("evaluation")):
+            if self._late is None or self._late.called_by_all(self._windows, log_call("evaluation")):
                 self.agree()
             self._changed = False
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from drivetrain.distributed.watchdog import note
+from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import UsageError
 from drivetrain.loop.model import Record
 
@@ -158,7 +158,7 @@ class PreparedOptimizer(Optimizer):
         for record in self._records:  # `is_ready`, without the cost of asking it at each step
             if not record.ready:
                 return
-        note("step")
+        log_call("step")
         if self._open is not None:
             self.settle()
         for record in self._records:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.backend import Backend
 from drivetrain.distributed.trees import attribute
-from drivetrain.distributed.watchdog import meet
+from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
 from drivetrain.loop.buffers import Buffers
@@ -74,7 +74,7 @@ class Preparer:
                 f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
                 cure="Make one nn.Module of both.",
             )
-        meet("prepare")
+        check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
         for optimizer in mine:
             if optimizer.records and not capabilities.optimizer_spans_models:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.data.source import num_rows
-from drivetrain.distributed.watchdog import meet
+from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
 from drivetrain.loop.accumulation import Items
 from drivetrain.loop.model import Record
@@ -67,7 +67,7 @@ def train_step(
 
     See :meth:`drivetrain.Accelerator.train_step`.
     """
-    meet("train_step")
+    check_collective("train_step")
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
     topology, backend = trainer.backend.topology, trainer.backend

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import LoopState
-from drivetrain.distributed.watchdog import meet, note
+from drivetrain.distributed.watchdog import check_collective, log_call
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Items, Window
-from drivetrain.loop.items import count_items, is_mean_of_labels
+from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
 from drivetrain.loop.model import Record
-from drivetrain.loop.sums import sums_over_batch
 
 if TYPE_CHECKING:
     from drivetrain.loop.optimizer import PreparedOptimizer
@@ -66,7 +65,7 @@ class Trainer:
         loop_state: the batch that the script's innermost loop is at.
         sync_with_dataloader: close the window at the loader's last batch.
         sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
-        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.items`).
+        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
     """
 
@@ -159,7 +158,7 @@ class Trainer:
     def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.records:
-            note("backward")
+            log_call("backward")
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
         if kwargs:
@@ -173,7 +172,7 @@ class Trainer:
         else:
             window, records, closes = self._outside()
         # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
-        (meet if closes else note)("backward")
+        (check_collective if closes else log_call)("backward")
         primary = _first_active(records)
         if num_items is None and self._judges:
             node = loss.grad_fn
@@ -325,9 +324,9 @@ class Trainer:
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip by the norm over all these parameters together; the norm before clipping. Collective."""
         if self.backend.capabilities.replicated:
-            note("clip_grad_norm_")
+            log_call("clip_grad_norm_")
         else:
-            meet("clip_grad_norm_")
+            check_collective("clip_grad_norm_")
         owners = self.owners(parameters)
         if norm_type != 2.0 and not self.backend.capabilities.other_norms:
             raise UnsupportedError(

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     Backend,
-    Feeding,
     Mesh,
     PortableState,
     ReduceOp,
@@ -32,6 +31,7 @@ from drivetrain.api import (
 )
 from drivetrain_xla import moving, randomness, starting, state, stepping
 from drivetrain_xla.config import XLAConfig
+from drivetrain_xla.placement import BatchPlacement
 from drivetrain_xla.plugin import XLA
 from drivetrain_xla.processes import OverProcesses
 from drivetrain_xla.reduction import DeviceReduction, HostReduction, Reduction
@@ -174,11 +174,8 @@ class XLABackend(Backend):
             self.reduction = DeviceReduction(self._host) if started.spans_processes else HostReduction(self._host)
         self.mesh = None if started.mesh is None else DeviceMesh(started.mesh, self.section)
         self.watch = CompileWatch(self.section.warmup_steps, self.section.max_recompiles)
-        self.feeding = Feeding(
-            ahead=self.section.transfer_ahead,
-            send=self._send,
-            filler=self.section.ignore_index if self.section.fill_last_batch else None,
-        )
+        filler = self.section.ignore_index if self.section.fill_last_batch else None
+        self._placement = BatchPlacement(self._send, ahead=self.section.transfer_ahead, filler=filler)
         register_device_generator("xla", randomness.generator())
         self._engine = TorchEngine(settings.precision, started.device)
         self._trainables: list[XLATrainable] = []
@@ -213,8 +210,14 @@ class XLABackend(Backend):
                 cure="Let one process drive its devices as a mesh, or leave sync_batch_norm out.",
             )
 
+    def place_batch(
+        self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
+    ) -> tuple[Callable[[], Any], int]:
+        """In a thread ahead of the script, cut over the mesh, filled up to one shape: as the section says."""
+        return self._placement.place(batch, rows, full_rows, move)
+
     def _send(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor of a batch to the device, in the loader's thread."""
+        """Bring a tensor of a batch to the device, in the placement's thread."""
         sharding = None if self.mesh is None else self.mesh.batch_sharding(tensor)
         return moving.send(tensor, self.topology.device, sharding)
 
@@ -269,5 +272,6 @@ class XLABackend(Backend):
 
     def stop(self) -> None:
         """Run what is recorded and leave the process group; the runtime stays, since it cannot be started twice."""
+        self._placement.close()
         self.sync()
         self._group.release()

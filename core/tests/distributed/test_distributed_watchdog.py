@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.distributed import watchdog
-from drivetrain.distributed.watchdog import note
+from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.kwargs import InitProcessGroupKwargs
 from drivetrain_testing import spawn
@@ -61,7 +61,7 @@ def main_only(accelerator, loss, rank):
 
 
 APART = {
-    more: ("backward", "gather of float32[] at test_misc_watchdog.py:"),
+    more: ("backward", "gather of float32[] at test_distributed_watchdog.py:"),
     fewer: ("wait_for_everyone at", "gather of float32[] at"),
     other_order: ("reduce sum of float32[] at", "gather of float32[] at"),
     other_shape: ("gather of float32[2, 3] at", "gather of float32[3, 3] at"),
@@ -138,7 +138,7 @@ def test_a_rank_that_leaves_the_loop_or_skips_a_backward_is_named():
     assert "rank 1: end_training at" in reports[0]
     reports = spawn(skip_backward, 2, "ddp")
     # Without the number of the batch the two would be the same call, and gradients of different steps be summed.
-    assert "rank 0: backward at test_misc_watchdog.py:" in reports[0]
+    assert "rank 0: backward at test_distributed_watchdog.py:" in reports[0]
     assert ", batch 1\n" in reports[0]
     assert ", batch 2\n" in reports[0]
 
@@ -159,8 +159,8 @@ def absent(how):
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out_and_learns_of_it():
     first, second = spawn(absent, 2, "asleep")
-    assert "rank 0: wait_for_everyone at test_misc_watchdog.py:" in first
-    assert "rank 1: has not come; last call that all ranks made: prepare at test_misc_watchdog.py:" in first
+    assert "rank 0: wait_for_everyone at test_distributed_watchdog.py:" in first
+    assert "rank 1: has not come; last call that all ranks made: prepare at test_distributed_watchdog.py:" in first
     assert "rank 1: wait_for_everyone at" in second
     first, _ = spawn(absent, 2, "ended")
     assert "rank 1: its script has ended; last call that all ranks made: prepare at" in first
@@ -221,7 +221,7 @@ def without_a_group():
         topology = type("Topology", (), {"world_size": 2})
 
     with pytest.raises(UnsupportedError, match="Lazy forms none"):
-        watchdog.watch(Lazy(), None)
+        watchdog.watch(Lazy(), lambda: None)
 
 
 def test_ranks_without_a_process_group_are_refused():
@@ -229,12 +229,12 @@ def test_ranks_without_a_process_group_are_refused():
 
 
 def calls_me():
-    return note("call")
+    return log_call("call")
 
 
-def test_a_call_is_noted_with_the_line_outside_of_us():
-    # `note` is called by a public method; its caller is the script.
+def test_a_call_is_logged_with_the_line_outside_of_us():
+    # `log_call` is called by a public method; its caller is the script.
     site = calls_me()
-    assert site.startswith("call at test_misc_watchdog.py:")
+    assert site.startswith("call at test_distributed_watchdog.py:")
     with nullcontext():
         assert calls_me() != site  # another line

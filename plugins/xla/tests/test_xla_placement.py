@@ -1,4 +1,4 @@
-"""Batches for devices that want more than a copy: brought ahead by a thread, and filled up to one shape."""
+"""Batch placement: batches are brought ahead by a thread, and filled up to one shape. Needs no torch_xla."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.backend import Feeding
-from drivetrain.data.feeding import Feeder, fill
-from drivetrain.data.plan import Rows
-from drivetrain.data.source import Item
-from drivetrain.distributed import trees
+from drivetrain.api import trees
+from drivetrain_xla.placement import BatchPlacement, fill
 
 
 @pytest.fixture
@@ -21,6 +18,17 @@ def accelerator():
     made = Accelerator(cpu=True)
     yield made
     made.end_training()
+
+
+def place(accelerator, send=lambda tensor: tensor, **settings) -> BatchPlacement:
+    """Let this run's batches be placed as under ``xla``."""
+    placement = BatchPlacement(send, **settings)
+    accelerator.backend.place_batch = placement.place
+    return placement
+
+
+def feeders():
+    return [each for each in threading.enumerate() if each.name.startswith("drivetrain-batches")]
 
 
 def loader(samples: int, batch_size: int) -> DataLoader:
@@ -60,7 +68,7 @@ def test_without_integer_labels_nothing_is_filled(batch):
 
 
 def test_filled_rows_weigh_on_no_metric(accelerator):
-    accelerator.backend.feeding = Feeding(filler=-100)
+    place(accelerator, filler=-100)
     prepared = accelerator.prepare(loader(11, 4))
     sizes, gathered = [], []
     for x, y in prepared:
@@ -71,7 +79,7 @@ def test_filled_rows_weigh_on_no_metric(accelerator):
 
 
 def test_a_batch_that_cannot_be_filled_is_told(accelerator, caplog):
-    accelerator.backend.feeding = Feeding(filler=-100)
+    place(accelerator, filler=-100)
     sizes = [len(x) for (x,) in accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), batch_size=4))]
     assert sizes == [4, 1]
     assert "no integer labels" in caplog.text
@@ -89,17 +97,18 @@ def test_the_next_batch_comes_by_a_thread_and_samples_are_read_by_the_script(acc
         came.append(threading.current_thread())
         return tensor.clone()
 
-    accelerator.backend.feeding = Feeding(ahead=True, send=send)
+    placement = place(accelerator, send, ahead=True)
     data = Watched(torch.arange(6.0), torch.arange(6))
     seen = [y.tolist() for _, y in accelerator.prepare(DataLoader(data, batch_size=2))]
     assert seen == [[0, 1], [2, 3], [4, 5]]
     assert len(came) == 6
     assert threading.main_thread() not in came
     assert set(read) == {threading.main_thread()}
-    assert not [each for each in threading.enumerate() if each.name.startswith("drivetrain-feeder")]
+    placement.close()
+    assert not feeders()
 
 
-def test_what_has_a_way_of_its_own_moves_in_the_scripts_thread(accelerator):
+def test_what_has_a_way_of_its_own_moves_in_the_scripts_thread():
     moved = []
 
     class Batch(dict):
@@ -107,15 +116,13 @@ def test_what_has_a_way_of_its_own_moves_in_the_scripts_thread(accelerator):
             moved.append((threading.current_thread(), device))
             return self
 
-    def place(batch):
-        return trees.send_to_device(batch, "cpu")
-
-    feeder = Feeder(Feeding(ahead=True, send=lambda tensor: tensor + 1), place, 2, 0)
+    placement = BatchPlacement(lambda tensor: tensor + 1, ahead=True)
     try:
-        item = feeder.accept(Item(Batch(x=torch.zeros(2)), Rows((2,), (2,), 2)))
-        assert feeder.deliver(item.batch)["x"].tolist() == [1, 1]
+        shown, rows = placement.place(Batch(x=torch.zeros(2)), 2, 2, lambda batch: trees.send_to_device(batch, "cpu"))
+        assert shown()["x"].tolist() == [1, 1]
+        assert rows == 2
     finally:
-        feeder.close()
+        placement.close()
     assert moved == [(threading.main_thread(), "cpu")]
 
 
@@ -123,20 +130,25 @@ def test_an_error_on_the_way_is_raised_where_the_batch_is_shown(accelerator):
     def fail(_):
         raise RuntimeError("no room on the device")
 
-    accelerator.backend.feeding = Feeding(ahead=True, send=fail)
+    placement = place(accelerator, fail, ahead=True)
     with pytest.raises(RuntimeError, match="no room"):
         list(accelerator.prepare(loader(4, 2)))
+    placement.close()
 
 
-def test_a_broken_off_pass_leaves_no_thread(accelerator):
-    accelerator.backend.feeding = Feeding(ahead=True)
-    for _ in accelerator.prepare(loader(8, 2)):
-        break
-    assert not [each for each in threading.enumerate() if each.name.startswith("drivetrain-feeder")]
+def test_passes_that_are_broken_off_share_one_thread_and_leave_none(accelerator):
+    placement = place(accelerator, ahead=True)
+    prepared = accelerator.prepare(loader(8, 2))
+    for _ in range(3):
+        for _ in prepared:
+            break
+    assert len(feeders()) == 1
+    placement.close()
+    assert not feeders()
 
 
 def test_a_loss_over_filled_rows_is_gathered_without_a_warning(accelerator):
     """Rows that a loss ignores do not weigh in it (warnings are errors here)."""
-    accelerator.backend.feeding = Feeding(filler=-100)
+    place(accelerator, filler=-100)
     losses = [accelerator.gather_for_metrics(y[y >= 0].float().mean()) for _, y in accelerator.prepare(loader(6, 4))]
     assert torch.cat(losses).tolist() == [1.5, 4.5]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from drivetrain_testing import spawn
 
-_spec = importlib.util.spec_from_file_location("training_jobs", Path(__file__).with_name("training_jobs.py"))
+_spec = importlib.util.spec_from_file_location("loop_jobs", Path(__file__).with_name("loop_jobs.py"))
 jobs = importlib.util.module_from_spec(_spec)
-sys.modules["training_jobs"] = jobs
+sys.modules["loop_jobs"] = jobs
 _spec.loader.exec_module(jobs)
 
 WORLDS = pytest.mark.parametrize("world", [1, 2])

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.loop.items import count_items, is_mean_of_labels
-from drivetrain.loop.sums import sums_over_batch
+from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
 from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("window_jobs", Path(__file__).with_name("window_jobs.py"))

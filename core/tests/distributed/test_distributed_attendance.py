@@ -33,14 +33,14 @@ def save_on_rank_1(folder, watched):
 def test_an_extra_save_of_one_rank_is_told_in_words(tmp_path, watched):
     main, other = spawn(save_on_rank_1, 2, str(tmp_path / "saved"), watched)
     assert other[0] == "CollectiveMismatchError"
-    assert "save_state at test_misc_attendance.py:" in other[1]
+    assert "save_state at test_distributed_attendance.py:" in other[1]
     assert "is_main_process" in other[1]
     assert not (tmp_path / "saved").exists()
     if watched:
         # Both learn what the other did, also the main process, whose call alone was compared.
         assert main == other
         assert main[1].startswith("ranks are apart after 1 equal calls:\n")
-        assert "rank 0: wait_for_everyone at test_misc_attendance.py:" in main[1]
-        assert "rank 1: save_state at test_misc_attendance.py:" in main[1]
+        assert "rank 0: wait_for_everyone at test_distributed_attendance.py:" in main[1]
+        assert "rank 1: save_state at test_distributed_attendance.py:" in main[1]
     else:
         assert "the main process has not come" in other[1]

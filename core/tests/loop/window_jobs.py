@@ -1,4 +1,4 @@
-"""What the ranks of ``test_training_weights`` run. Module-level functions, so that a forked rank finds them by name."""
+"""What the ranks of ``test_loop_weights`` run. Module-level functions, so that a forked rank finds them by name."""
 
 from __future__ import annotations
 

@@ -1,0 +1,456 @@
+"""Reads from the autograd graph of a loss what the loss is: a mean over how many items, or a sum over a batch.
+
+``cross_entropy`` and its kin keep their labels for the backward, with the label that they ignore and the kind of
+reduction. What a script or a model of another library did before (shifted labels, flattened logits, masked some) is
+done by then, so that the count is that of the loss itself, whatever made it.
+
+Engines average over data-parallel ranks. Of a mean over each rank's rows that is the mean over all rows; of a sum over
+each rank's rows it is 1/ranks of the sum over all rows. The graph does not say everything: where it leaves a doubt,
+:func:`count_items` raises, and :func:`sums_over_batch` answers no.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+
+_MEAN, _SUM = 1, 2
+"""torch's numbers for ``reduction="mean"`` and ``"sum"``."""
+
+
+def _nodes(names: str) -> frozenset[str]:
+    """Names of autograd's nodes: ``AddBackward1`` for ``Add1``, where the number tells overloads apart."""
+    return frozenset(f"{name[:-1]}Backward{name[-1]}" for name in names.split())
+
+
+_NLL = _nodes("NllLoss0 NllLoss2D0")
+_BY_ELEMENTS = _nodes(
+    "BinaryCrossEntropy0 BinaryCrossEntropyWithLogits0 HuberLoss0 KlDiv0 MseLoss0 SmoothL1Loss0 SoftMarginLoss0"
+)
+_LOSSES = _NLL | _BY_ELEMENTS | _nodes("MultiMarginLoss0 MultilabelMarginLoss0")
+_MEANS = _nodes("Mean0 Mean1")
+_SUMS = _nodes("Sum0 Sum1")
+_RESHAPES = _nodes("ReshapeAlias0 UnsafeView0 View0")
+_TRANSPOSES = _nodes("Permute0 T0 Transpose0")
+_VIEWS = (
+    _RESHAPES
+    | _TRANSPOSES
+    | _nodes("Alias0 Clone0 Expand0 Slice0 Squeeze0 Squeeze1 Squeeze2 Squeeze4 ToCopy0 Unsqueeze0")
+)
+_ADDS = _nodes("Add0 Add1 Rsub1 Sub0 Sub1")
+_PRODUCTS = _nodes("Div0 Div1 Mul0 Mul1")
+_LINEAR = _VIEWS | _ADDS | _nodes("Cat0 Gather0 Index0 MaskedFill0 MaskedSelect0 Neg0 Select0 Stack0 Where0")
+_ELEMENTWISE = _nodes(
+    "Abs0 Clamp0 Clamp1 ClampMax0 ClampMin0 Exp0 Lerp0 Lerp1 Log0 Log1P0 LogSigmoid0 LogSoftmax0 Maximum0 Minimum0 "
+    "Pow0 Reciprocal0 Relu0 Sigmoid0 Softmax0 Softplus0 Sqrt0 Tanh0 Xlogy0"
+)
+_OVER_DIMS = _nodes("LinalgVectorNorm0 Logsumexp0 Mean1 Norm1 Sum1")
+_MIXES_ROWS = _nodes(
+    "Amax0 Amin0 Cdist0 Cumprod0 Cumsum0 Dot0 IndexAdd0 IndexReduce0 Kthvalue0 Logcumsumexp0 Max0 Max1 Mean0 Median0 "
+    "Median1 Min0 Min1 Mv0 Norm0 Prod0 Prod1 ScatterAdd0 ScatterReduce0 Sort0 Std0 StdMean0 Sum0 Topk0 Var0 VarMean0"
+)
+"""Of all rows, or along a dimension that may be theirs."""
+_PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
+_MANY = 256
+"""Nodes after which a graph below a sum is not read on."""
+_CURE = (
+    "Pass a sum: accelerator.backward(loss_sum, num_items=n); or leave count_items out, which weighs each mean by its "
+    "samples."
+)
+
+
+class _Term(NamedTuple):
+    """A node that a loss is a linear function of.
+
+    Args:
+        node: a loss function, a mean or sum over several elements, or anything that is not linear in one operand.
+        factors: what it is multiplied by on its way to the loss; ``None`` for a tensor, or a divisor that may be a
+            count.
+        functions: autograd functions of Python lie between, and may compute anything.
+        exact: only these and views lie between, so that the loss has the value of this node.
+    """
+
+    node: Any
+    factors: tuple[float | None, ...] = ()
+    functions: bool = False
+    exact: bool = True
+
+
+def _terms(start: Any) -> Iterator[_Term]:
+    """The nodes whose linear combination a loss is, in the order in which it adds them up."""
+    pending = [_Term(start)]
+    while pending:
+        term = pending.pop()
+        node, inner = term.node, _inner(term.node)
+        name = node.name()
+        passes = (
+            (name in _SUMS and _adds_scalars(node))
+            or (name in _MEANS and math.prod(node._saved_self_sym_sizes) == 1)  # noqa: SLF001 (torch documents them)
+            or name in _VIEWS
+        )
+        if name in _ADDS or name in ("NegBackward0", "StackBackward0"):
+            passes, term = True, term._replace(exact=False)
+        elif name in _PRODUCTS and len(inner) == 1 and not (name.startswith("Div") and _divides_by(node)):
+            passes, term = True, term._replace(exact=False, factors=(*term.factors, _factor(node)))
+        elif isinstance(node, torch.autograd.function.BackwardCFunction) and len(inner) == 1:
+            # An engine's, which hands the value on: that is looked at before it is believed.
+            passes, term = True, term._replace(functions=True)
+        if passes and inner:
+            pending.extend(term._replace(node=each) for each in reversed(inner))
+        else:
+            yield term
+
+
+# ---- means -----------------------------------------------------------------------------------------------------------
+
+
+def count_items(loss: Tensor) -> Tensor | int:
+    """How many items ``loss`` is a mean over, without waiting for the device unless it adds several means. Local.
+
+    Args:
+        loss: 0-d, with its graph: a mean as torch's loss functions compute it, or a multiple of one, or a sum of means
+            over equally many items.
+
+    Returns:
+        The labels that count for a mean over labels (of a weighted one, the sum of their weights), else the elements.
+
+    Raises:
+        UsageError: the graph does not say.
+    """
+    found = _means(loss)
+    if not found:
+        node = loss.grad_fn
+        raise UsageError(
+            "count_items cannot tell what this loss is a mean over: its graph leads to "
+            f"{'nothing' if node is None else node.name()}, not to a loss function of torch with reduction='mean'",
+            cure=_CURE,
+        )
+    counts = [_count(term, loss) for term in found]
+    first = counts[0]
+    if len(counts) > 1 and any(bool(other != first) for other in counts[1:]):
+        raise UsageError(
+            f"count_items found a loss that adds means over {', '.join(str(float(each)) for each in counts)} items; no "
+            "one weight makes it the loss of one big batch",
+            cure=_CURE,
+        )
+    return first
+
+
+def is_mean_of_labels(loss: Any, samples: int | None) -> bool:
+    """Whether a loss is a mean over more labels than its batch has samples, such as tokens. Does not raise. Local."""
+    for term in _means(loss):
+        name = term.node.name()
+        if name not in _NLL:
+            continue
+        if name == "NllLoss2DBackward0" or (samples and term.node._saved_target.numel() > samples):  # noqa: SLF001
+            return True
+        before = _next(_next(term.node))
+        # Logits of shape (batch, length, vocabulary), made two-dimensional.
+        if before is not None and before.name() in _RESHAPES and len(before._saved_self_sym_sizes) > 2:  # noqa: SLF001
+            return True
+    return False
+
+
+def _means(loss: Any) -> list[_Term]:
+    """The means that a loss is a linear function of; none where it is something else as well."""
+    node = getattr(loss, "grad_fn", None)
+    terms = [] if node is None else list(_terms(node))
+    return terms if all(_is_mean(term.node) for term in terms) else []
+
+
+def _is_mean(node: Any) -> bool:
+    name = node.name()
+    if name == "MeanBackward1":
+        # One number: what is left of several may be a part of them.
+        sizes = node._saved_self_sym_sizes  # noqa: SLF001
+        dims = _dims(node, len(sizes))
+        return math.prod(size for dim, size in enumerate(sizes) if dim not in dims) == 1
+    return name in _MEANS or (name in _NLL | _BY_ELEMENTS and node._saved_reduction == _MEAN)  # noqa: SLF001
+
+
+def _count(term: _Term, loss: Tensor) -> Tensor | int:
+    node = term.node
+    name = node.name()
+    if term.functions and not (name in _NLL and term.exact and _same(node, loss)):
+        raise UsageError(
+            "count_items found a Python autograd function between the loss and its mean, which may compute anything",
+            cure=_CURE,
+        )
+    if name in _MEANS:
+        number: int = math.prod(node._saved_self_sym_sizes)  # noqa: SLF001
+        return number
+    if name in _BY_ELEMENTS:
+        elements: int = node._saved_self.numel()  # noqa: SLF001
+        return elements
+    if node._saved_weight is not None:  # noqa: SLF001
+        weight: Tensor = node._saved_total_weight  # noqa: SLF001
+        return weight
+    # Not the saved total, which is of the logits' dtype: bfloat16 does not count beyond 256.
+    labels: Tensor = node._saved_target  # noqa: SLF001
+    return (labels != _ignored(node)).sum()
+
+
+def _same(node: Any, loss: Tensor) -> bool:
+    """Whether the loss has the value of this mean."""
+    with torch.no_grad():
+        value = F.nll_loss(
+            node._saved_self,  # noqa: SLF001
+            node._saved_target,  # noqa: SLF001
+            node._saved_weight,  # noqa: SLF001
+            ignore_index=_ignored(node),
+        )
+        # A step of the narrower dtype, where the loss was cast in between.
+        narrow = max(torch.finfo(value.dtype).eps, torch.finfo(loss.dtype).eps)
+        return bool(torch.isclose(value.float(), loss.detach().float(), rtol=4 * narrow, equal_nan=True))
+
+
+def _ignored(node: Any) -> int:
+    return _signed(int(node._saved_ignore_index))  # noqa: SLF001
+
+
+def _next(node: Any) -> Any:
+    return node.next_functions[0][0] if node is not None and node.next_functions else None
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
+    """Whether a loss has a term that is a sum over the rows of this rank's batch and is not divided by their number.
+
+    Reads the values of constants only where it finds such a sum. Local.
+
+    Args:
+        loss: one number, with its graph.
+        rows: of this rank's batch. A sum over one row is its mean, and never found.
+        ranks: data-parallel ranks. A sum that is multiplied by them (or a multiple) is meant as it is.
+    """
+    if rows < 2 or loss.grad_fn is None:
+        return False
+    return any(
+        _is_sum(term)
+        and _has_rows(term.node, rows)
+        and not _is_scaled(term, rows, ranks)
+        and _comes_from_batch(term.node, rows)
+        for term in _terms(loss.grad_fn)
+    )
+
+
+def _is_sum(term: _Term) -> bool:
+    """Whether it is a sum that nothing unknown multiplies."""
+    name = term.node.name()
+    is_sum = name in _SUMS or (name in _LOSSES and term.node._saved_reduction == _SUM)  # noqa: SLF001
+    return is_sum and not term.functions and None not in term.factors
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """Of what a sum adds up."""
+    return tuple(node._saved_self.shape if node.name() in _LOSSES else node._saved_self_sym_sizes)  # noqa: SLF001
+
+
+def _adds_scalars(node: Any) -> bool:
+    """Whether it adds up one number, or several that were stacked, as those of several heads."""
+    sizes, inner = node._saved_self_sym_sizes, _inner(node)  # noqa: SLF001
+    return math.prod(sizes) == 1 or (len(sizes) == 1 and bool(inner) and inner[0].name() == "StackBackward0")
+
+
+def _has_rows(node: Any, rows: int) -> bool:
+    """Whether the first dimension of what a sum adds up is that of the batch."""
+    first = (*_sizes(node), 0)[0]
+    if first == rows:
+        return True
+    for _ in range(16):
+        inner = _inner(node)
+        if len(inner) != 1:
+            return False
+        node = inner[0]
+        name = node.name()
+        if name == "SumBackward1":
+            # Over the batch first, over the rest then.
+            sizes = node._saved_self_sym_sizes  # noqa: SLF001
+            return sizes[0] == rows and 0 in _dims(node, len(sizes))
+        # Rows and words made one dimension, as of logits (batch, length, vocabulary).
+        if name in _RESHAPES:
+            sizes = node._saved_self_sym_sizes  # noqa: SLF001
+            if len(sizes) > 1 and sizes[0] == rows and first == rows * sizes[1]:
+                return True
+        elif name in _LOSSES:
+            if node._saved_reduction != 0:  # noqa: SLF001
+                return False
+        elif name not in _LINEAR and name not in _ELEMENTWISE:
+            return False
+    return False
+
+
+def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
+    """Whether a factor says how the sum is meant."""
+    counts = _counts(_sizes(term.node), rows)
+    return any(
+        factor == 0 or _is_reciprocal(factor, counts) or (factor >= ranks and (factor / ranks).is_integer())
+        for factor in term.factors
+        if factor is not None
+    )
+
+
+def _counts(sizes: Sequence[int], rows: int) -> set[int]:
+    """What a sum is divided by to make a mean: rows, or elements over some first dimensions."""
+    return {rows, *(math.prod(sizes[: end + 1]) for end in range(len(sizes)))} - {0, 1}
+
+
+def _is_reciprocal(factor: float, counts: set[int]) -> bool:
+    return any(math.isclose(abs(factor) * count, 1.0, rel_tol=1e-6) for count in counts)
+
+
+def _comes_from_batch(start: Any, rows: int) -> bool:
+    """Whether what a sum adds up is computed row by row from a batch, and nothing before it divides by their number."""
+    counts = _counts(_sizes(start), rows)
+    pending = [(each, start.name() in _SUMS) for each in _inner(start)]
+    seen: set[Any] = set()
+    found = False
+    while pending and len(seen) < _MANY:
+        node, linear = pending.pop()
+        name = node.name()
+        if node in seen or name.endswith("AccumulateGrad"):
+            continue
+        seen.add(node)
+        if name in _MIXES_ROWS or (name in _OVER_DIMS and not _keeps_rows(node, linear=linear)):
+            return False
+        if name in _PRODUCTS:
+            inner = _inner(node)
+            linear = linear and len(inner) == 1
+            if linear and _normalises(node, counts):
+                return False
+        elif name in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
+            if _signed(node._saved_dim) % max(node._saved_result.dim(), 1) == 0:  # noqa: SLF001
+                return False
+            linear = False
+        elif name in _LINEAR or name in _ELEMENTWISE or name in _OVER_DIMS:
+            linear = linear and (name in _LINEAR or name in ("MeanBackward1", "SumBackward1"))
+        else:
+            says = _from_model(node, name, rows)
+            if says is None:
+                return False
+            found = found or says
+            continue
+        pending.extend((each, linear) for each in _inner(node))
+    return found
+
+
+def _keeps_rows(node: Any, *, linear: bool) -> bool:
+    """Whether a reduction over some dimensions leaves that of the batch, or is itself a part of the sum over it."""
+    if linear and node.name() == "SumBackward1":
+        return True
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:
+        sizes = node._saved_self.shape  # noqa: SLF001
+    return 0 not in _dims(node, len(sizes))
+
+
+def _from_model(node: Any, name: str, rows: int) -> bool | None:
+    """Whether a node that is not elementwise reads a batch; ``None`` where it may mix rows."""
+    if name in _LOSSES:
+        return True if node._saved_reduction == 0 else None  # noqa: SLF001
+    if name in ("BmmBackward0", "BaddbmmBackward0"):
+        operand = node._saved_self if name == "BmmBackward0" else node._saved_batch1  # noqa: SLF001
+        return True if operand is not None and operand.shape[0] == rows else None
+    if name.startswith("Linalg"):
+        return None
+    if name not in _PRODUCTS_OF_MATRICES:
+        return True
+    one, other = (edge for edge, _ in node.next_functions[-2:])
+    weights = [_is_parameter(each) for each in (one, other)]
+    if all(weights):
+        return False
+    if any(weights):
+        return True
+    # A layer that is frozen; two matrices that both depend on the batch mix its rows.
+    if one is not None and other is None:
+        return None if one.name() in _TRANSPOSES else True
+    return None
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a matrix is a parameter, which may be cast and transposed."""
+    for _ in range(8):
+        if node is None:
+            return False
+        if node.name().endswith("AccumulateGrad"):
+            return True
+        if node.name() not in _VIEWS:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _factor(node: Any) -> float | None:
+    """The number that a node multiplies by; ``None`` where that is a tensor, or a divisor that may be a count."""
+    constant = _constant(node)
+    number = _number(constant)
+    if number is None or not node.name().startswith("Div"):
+        return number
+    if number in (0.0, 1.0) or (number > 0 and number.is_integer()):
+        return 1.0 if number == 1.0 else None
+    return 1.0 / number
+
+
+def _normalises(node: Any, counts: set[int]) -> bool:
+    """Whether a constant factor of the elements may make a sum over them a mean."""
+    constant = _constant(node)
+    if constant is None:
+        return True
+    if not isinstance(constant, Tensor) or constant.numel() == 1:
+        factor = _factor(node)
+        return factor is None or factor == 0 or _is_reciprocal(factor, counts)
+    weights = constant.detach().double()
+    if node.name().startswith("Div"):
+        weights = weights.reciprocal()
+    return math.isclose(float(weights.sum()), 1.0, rel_tol=1e-3)
+
+
+def _constant(node: Any) -> Any:
+    """The operand of a product that needs no gradient."""
+    if node.next_functions[0][0] is None:
+        # A quotient's numerator makes no factor.
+        return None if node.name().startswith("Div") else node._saved_self  # noqa: SLF001
+    return node._saved_other  # noqa: SLF001
+
+
+def _divides_by(node: Any) -> bool:
+    """Whether a quotient is linear in nothing, since it is its divisor that needs a gradient."""
+    return node.next_functions[0][0] is None
+
+
+def _number(constant: Any) -> float | None:
+    """A number of Python's, which torch keeps as a tensor that takes part in no promotion of types."""
+    if isinstance(constant, int | float):
+        return float(constant)
+    if not isinstance(constant, Tensor) or constant.dim():
+        return None
+    small = torch.zeros((), dtype=torch.int8 if constant.dtype == torch.int64 else torch.float16)
+    if constant.device.type != "cpu" or torch.result_type(constant, small) != small.dtype:
+        return None
+    return float(constant)
+
+
+def _dims(node: Any, number: int) -> set[int]:
+    """Dimensions that a reduction is over, all of them where it names none."""
+    dims = node._saved_dim  # noqa: SLF001
+    if dims is None or (isinstance(dims, tuple) and not dims):
+        return set(range(number))
+    return {_signed(dim) % max(number, 1) for dim in (dims if isinstance(dims, tuple) else (dims,))}
+
+
+def _signed(number: int) -> int:
+    # Autograd shows a signed number as an unsigned one.
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _inner(node: Any) -> list[Any]:
+    return [edge for edge, _ in node.next_functions if edge is not None]

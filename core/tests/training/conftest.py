@@ -1,3 +1,0 @@
-"""Small models and data that every test here trains; importable in ranks too."""
-
-from __future__ import annotations
