@@ -14,6 +14,7 @@ TORCH_ROOMS = (
     "accelerator.py",
     "backends/",
     "checkpoint/",
+    # Trains, in the workers of `drivetrain test`.
     "cli/self_test.py",
     "compat/availability.py",
     "compat/state.py",

@@ -248,14 +248,16 @@ def core_version() -> str:
 
 
 def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``."""
+    """Return the core's extras that stand for a backend: those that its extra ``all`` brings."""
+    from packaging.requirements import Requirement
+
     try:
-        core = metadata.metadata(CORE)
+        lines = metadata.requires(CORE) or ()
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
-    required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
-    extras = core.get_all("Provides-Extra") or ()
-    return tuple(extra for extra in extras if any(_names(line, f"{CORE}-{extra}") for line in required))
+    found = (Requirement(line) for line in lines)
+    wanted = (each.name for each in found if each.marker and each.marker.evaluate({"extra": "all"}))
+    return tuple(name.removeprefix(f"{CORE}-") for name in wanted if name.startswith(f"{CORE}-"))
 
 
 def _names(requirement: str, distribution: str) -> bool:
