@@ -74,9 +74,22 @@ def test_there_is_exactly_one_console_script(house):
     assert scripts == {"drivetrain": "drivetrain.cli.main:main"}
 
 
-def test_the_reference_backend_comes_by_the_same_door(core):
+def test_the_reference_backend_is_found_as_every_other(core):
     assert core.project["entry-points"] == {"drivetrain": {"single": "drivetrain.backends.plugin"}}
     assert get_registry().info("single").backend.startswith("drivetrain.backends.single:")
+
+
+def test_the_kit_is_a_distribution_for_this_core(core, house, root):
+    (kit,) = [found for found in house if found.folder.name == "kit"]
+    assert kit.project["name"] == "drivetrain-testing"
+    assert kit.project["entry-points"] == {
+        "drivetrain": {"testing": "drivetrain_testing.new_plugin"},
+        "pytest11": {"drivetrain": "drivetrain_testing.options"},
+    }
+    assert "drivetrain>=0.1,<0.2" in kit.project["dependencies"]
+    assert core.project["optional-dependencies"]["testing"] == ["drivetrain-testing>=0.1,<0.2"]
+    assert kit.project["requires-python"] == core.project["requires-python"]
+    assert "-e ./kit" in (root / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_no_backend_claims_the_name_of_a_core_key(house):

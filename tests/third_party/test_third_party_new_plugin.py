@@ -21,8 +21,15 @@ COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.M
 
 
 @pytest.fixture(scope="module")
+def stranger(stranger):
+    """An environment with the core and the kit."""
+    stranger.install(ROOT / "kit")
+    return stranger
+
+
+@pytest.fixture(scope="module")
 def generated(stranger, tmp_path_factory):
-    """A package as it is written by the core that the stranger installed, installed beside it."""
+    """A package as it is written by the kit that the stranger installed, installed beside it."""
     folder = tmp_path_factory.mktemp("new")
     told = stranger.run(["drivetrain", "new-plugin", "tin_engine"], folder).stdout
     made = folder / "drivetrain-tin-engine"

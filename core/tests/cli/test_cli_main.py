@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 HEAVY = {"torch", "numpy", "pydantic_core", "rich", "questionary"}
 
@@ -46,6 +47,20 @@ def test_help_names_every_subcommand(drivetrain):
     words = drivetrain("--help").stdout
     for name in ("backends", "checkpoint", "config", "env", "launch", "new-plugin", "test"):
         assert f"\n  {name} " in words
+
+
+def test_a_command_of_the_kit_is_told_with_its_cure_where_the_kit_is_not_installed(monkeypatch):
+    from drivetrain.cli.main import Commands
+    from drivetrain.registry import Registry
+
+    monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
+    run = CliRunner().invoke
+    words = " ".join(run(Commands("drivetrain"), ["--help"]).output.split())
+    assert "new-plugin Write a package that brings a backend of your own." in words
+    assert "Needs: pip install drivetrain-testing" in words
+    done = run(Commands("drivetrain"), ["new-plugin", "mine"])
+    assert done.exit_code == 2
+    assert "The subcommand 'new-plugin' is not installed. Run: pip install drivetrain-testing" in done.output
 
 
 def test_the_version(drivetrain):
