@@ -247,15 +247,23 @@ def core_version() -> str:
         return "(not installed, run from its source)"
 
 
+_TOOLS = ("convert", "testing")
+"""Extras whose distribution brings no backend."""
+
+
 def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``."""
+    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``, but for tools."""
     try:
         core = metadata.metadata(CORE)
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
     required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
     extras = core.get_all("Provides-Extra") or ()
-    return tuple(extra for extra in extras if any(_names(line, f"{CORE}-{extra}") for line in required))
+    return tuple(
+        extra
+        for extra in extras
+        if extra not in _TOOLS and any(_names(line, f"{CORE}-{extra}") for line in required)
+    )
 
 
 def _names(requirement: str, distribution: str) -> bool:
