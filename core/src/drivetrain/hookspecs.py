@@ -190,9 +190,9 @@ def drivetrain_trackers() -> Mapping[str, str]:
 def drivetrain_checkpoint_formats() -> Mapping[str, str]:
     """Name checkpoint formats of other programs that this plugin reads, and perhaps writes.
 
-    Called when ``drivetrain checkpoint convert`` or :func:`drivetrain.checkpoint.convert` looks for one, in one
+    Called when ``drivetrain checkpoint convert`` of the distribution ``drivetrain-convert`` looks for one, in one
     process. Returns ``{"name": "package.module:Class"}``, where the class is a
-    :class:`drivetrain.api.CheckpointFormat`; the module must not need the other program. An exception marks the plugin
+    ``drivetrain_convert.CheckpointFormat``; the module must not need the other program. An exception marks the plugin
     as broken.
 
     .. versionadded:: 0.1

@@ -252,17 +252,23 @@ def core_version() -> str:
         return "(not installed, run from its source)"
 
 
-def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that its extra ``all`` brings."""
-    from packaging.requirements import Requirement
+_TOOLS = ("convert", "testing")
+"""Extras whose distribution brings no backend."""
 
+
+def known_extras() -> tuple[str, ...]:
+    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``, but for tools."""
     try:
-        lines = metadata.requires(CORE) or ()
+        core = metadata.metadata(CORE)
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
-    found = (Requirement(line) for line in lines)
-    wanted = (each.name for each in found if each.marker and each.marker.evaluate({"extra": "all"}))
-    return tuple(name.removeprefix(f"{CORE}-") for name in wanted if name.startswith(f"{CORE}-"))
+    required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
+    extras = core.get_all("Provides-Extra") or ()
+    return tuple(
+        extra
+        for extra in extras
+        if extra not in _TOOLS and any(_names(line, f"{CORE}-{extra}") for line in required)
+    )
 
 
 def _names(requirement: str, distribution: str) -> bool:
