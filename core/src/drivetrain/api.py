@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from drivetrain.distributed.device import pick_device
     from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
     from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
+    from drivetrain.distributed.same_order import SameOrder
     from drivetrain.loop import precision
     from drivetrain.loop.buffers import Buffers
     from drivetrain.loop.model import call_plainly, plain_state_dict
@@ -77,6 +78,7 @@ _HEAVY = {
     "Recording": "drivetrain.backends.deferred_init:Recording",
     "deferred": "drivetrain.backends.deferred_init:deferred",
     "LocalGradients": "drivetrain.backends.local_gradients:LocalGradients",
+    "SameOrder": "drivetrain.distributed.same_order:SameOrder",
     "is_taken": "drivetrain.backends.local_gradients:is_taken",
     "call_plainly": "drivetrain.loop.model:call_plainly",
     "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
@@ -130,6 +132,7 @@ __all__ = [
     "ReduceOp",
     "Rule",
     "RunSettings",
+    "SameOrder",
     "Statement",
     "StepResult",
     "TensorSpec",

@@ -71,7 +71,7 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(tuple(self.sizes.items()))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return math.prod(self.sizes.values())
 
@@ -123,32 +123,28 @@ class Topology:
         mesh: sizes of the axes; its product is the world size.
         device: this process's device, e.g. ``"cpu"`` or ``"cuda:1"``.
         communication_backend: gloo, nccl, ... or ``None`` when one process runs alone.
+        rank: of this process, the same as ``process.rank``.
+        world_size: number of processes, the same as ``process.world_size``.
     """
 
     process: ProcessInfo
     mesh: Mesh
     device: str
     communication_backend: str | None = None
+    rank: int = field(init=False, repr=False, compare=False)
+    world_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", self.process.rank)
+        object.__setattr__(self, "world_size", self.process.world_size)
         if self.mesh.world_size != self.process.world_size:
+            sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1) or "1"
             raise UsageError(
-                f"a mesh of {self.mesh.world_size} ({self._sizes()}) does not fit {self.process.world_size} processes",
+                f"a mesh of {self.mesh.world_size} ({sizes}) does not fit {self.process.world_size} processes",
                 cure="The product of the axis sizes must be the number of processes.",
             )
 
-    def _sizes(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items() if size > 1) or "1"
-
-    @property
-    def rank(self) -> int:
-        return self.process.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.process.world_size
-
-    @property
+    @cached_property
     def dp_rank(self) -> int:
         """This process's data-parallel coordinate."""
         return self.mesh.dp_rank(self.process.rank)
@@ -158,7 +154,7 @@ class Topology:
         """Number of data-parallel coordinates."""
         return self.mesh.dp_size
 
-    @property
+    @cached_property
     def dp_ranks(self) -> tuple[int, ...]:
         """Global ranks of the data-parallel group this process is in, by coordinate."""
         return self.mesh.peers(self.process.rank, DATA_AXES)

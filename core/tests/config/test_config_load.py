@@ -18,7 +18,8 @@ def test_an_empty_file_gives_the_defaults(load, text):
 def test_no_file_at_all(registry):
     resolved = load_config(environ={}, registry=registry)
     assert resolved.config == Config()
-    assert {str(origin) for origin in resolved.origins.values()} == {"default"}
+    assert resolved.origins == {}
+    assert {str(resolved.origin(key)) for key in Config.model_fields} == {"default"}
 
 
 def test_layers_and_origins(load):

@@ -18,7 +18,7 @@ from drivetrain.compat.config_rules import Rule, Verdict
 from drivetrain.config.keys import CORE_KEYS, may_be_foreign
 from drivetrain.config.locate import DEFAULT, Document, Origin, Path, Problem, locate, parse_scalar, read_file
 from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, suggest, unknown_key, wants_text
-from drivetrain.config.resolved import ResolvedConfig, all_origins, check_section, leaves, mistakes
+from drivetrain.config.resolved import ResolvedConfig, check_section, leaves, mistakes
 from drivetrain.config.schema import Config
 from drivetrain.errors import BackendError, BackendNotFoundError
 
@@ -207,8 +207,10 @@ def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backend
     if not text:
         return load_config(environ=environ, registry=registry)
     handed = ResolvedConfig.from_json(text)
+    if not environment_paths(environ):
+        return handed
     values: dict[str, Any] = {**handed.config.model_dump(exclude_unset=True), **handed.sections}
-    given = {path: origin for path, origin in handed.places().items() if origin != DEFAULT}
+    given = handed.places()
     tree = Tree(values, dict(given), dict(given))
     flags = {path for path, origin in given.items() if origin.kind == "flag"}
     return _Loading(tree, registry, mentioned=True).run(environ, {}, settled=flags)
@@ -441,8 +443,7 @@ class _Loading:
 
     def _origins(self, config: Config, sections: Mapping[str, dict[str, Any]]) -> dict[str, Origin]:
         paths = [path for path, _ in leaves(config)] + [path for path, _ in leaves(sections) if len(path) > 1]
-        found = {".".join(path): self.tree.origins[path] for path in paths if path in self.tree.origins}
-        return all_origins(config, sections, found)
+        return {".".join(path): self.tree.origins[path] for path in paths if path in self.tree.origins}
 
 
 def _without_null(value: Any) -> Any:

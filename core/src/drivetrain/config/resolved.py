@@ -1,4 +1,4 @@
-"""A configuration with nothing left open: typed values, the sections of backends, and where each value came from."""
+"""A loaded configuration: typed values, the sections of backends, and where each value came from."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ResolvedConfig:
     Args:
         config: the core's keys.
         sections: the keys that were given for each backend, by its name, as they were written.
-        origins: where each value came from, by dotted key (``mesh.tp``, ``ddp.static_graph``); every key of the core is
-            there, of a section those that were given.
+        origins: where each value came from, by dotted key (``mesh.tp``, ``ddp.static_graph``); a key that is not there
+            has its default.
     """
 
     config: Config = field(default_factory=Config)
@@ -73,7 +73,7 @@ class ResolvedConfig:
 
     def to_json(self) -> str:
         """One line of text that :meth:`from_json` turns back into an equal object."""
-        given = {key: [o.kind, o.source, o.line, o.column] for key, o in self.origins.items() if o != DEFAULT}
+        given = {key: [o.kind, o.source, o.line, o.column] for key, o in self.origins.items()}
         values = self.config.model_dump(mode="json", exclude_unset=True)
         return json.dumps({"format": _FORMAT, "values": values, "sections": self.sections, "origins": given})
 
@@ -89,7 +89,7 @@ class ResolvedConfig:
                 )
             config = Config.model_validate(data["values"])
             origins = {key: Origin(*fields) for key, fields in data["origins"].items()}
-            return cls(config, data["sections"], all_origins(config, data["sections"], origins))
+            return cls(config, data["sections"], origins)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
             raise ConfigError(
                 f"this is not a configuration that drivetrain wrote: {error}",
@@ -108,14 +108,6 @@ def leaves(
             yield from leaves(value, path)
         else:
             yield path, value
-
-
-def all_origins(
-    config: Config, sections: Mapping[str, Mapping[str, Any]], given: Mapping[str, Origin]
-) -> dict[str, Origin]:
-    """``given``, completed by a default for every other key."""
-    paths = [path for path, _ in leaves(config)] + [path for path, _ in leaves(sections) if len(path) > 1]
-    return {key: given.get(key, DEFAULT) for key in map(".".join, paths)}
 
 
 def check_section(

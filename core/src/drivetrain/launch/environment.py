@@ -1,6 +1,6 @@
-"""The environment contract, both ways: what any launcher tells a process, and what ours tells its workers.
+"""Read which process of a job this is from a launcher's environment variables, and set those of our own workers.
 
-``torchrun``'s variables are the common tongue: our launcher sets them too, and so do Ray, Kubernetes and whoever starts
+``torchrun``'s variables are the most common: our launcher sets them too, and so do Ray, Kubernetes and whoever starts
 processes by hand. ``mpirun`` and ``srun`` have names of their own. A plain ``python script.py`` has none.
 Anything in between is refused, since a process that guesses wrong trains alone and looks healthy.
 """
@@ -11,13 +11,14 @@ import contextlib
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from drivetrain.errors import EnvironmentVariableError
 from drivetrain.topology import ProcessInfo
 
-# ---- Environment variables for a while, and back again: what scripts and tests of scripts wrap around a call
+# ---- variables for a while, and back again ---------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def patch_environment(**variables: object) -> Iterator[None]:
@@ -51,7 +52,8 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# ---- Slurm's compressed lists, of hosts and of tasks, as its variables hold them. No torch
+# ---- Slurm's compressed lists, of hosts and of tasks -----------------------------------------------------------------
+
 
 def first_host(listed: str) -> str:
     """First name of Slurm's compressed list: ``node[03-05,9],gpu1`` begins with ``node03``.
@@ -76,7 +78,7 @@ def tasks_per_node(text: str) -> list[int] | None:
     return counts
 
 
-# ---- The environment contract, both ways: what any launcher tells a process, and what ours tells its workers
+# ---- launchers and their variables -----------------------------------------------------------------------------------
 
 CONFIG = "DRIVETRAIN_CONFIG"
 """The resolved configuration, as JSON: how the launcher hands it to its workers, all in one value."""
@@ -86,12 +88,13 @@ LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
 
 
 @dataclass(frozen=True)
-class Tongue:
-    """The names under which one family of launchers places a process. Of several names the first that is set counts.
+class Names:
+    """The variables by which one family of launchers numbers processes. Of several names the first that is set counts.
 
     Args:
         launcher: as people call it.
         rank, world, local, here, node, nodes: the variables of :class:`drivetrain.topology.ProcessInfo`'s numbers.
+        variables: all of them, in the order in which a message shows them.
     """
 
     launcher: str
@@ -101,14 +104,14 @@ class Tongue:
     here: tuple[str, ...] = ()
     node: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    variables: tuple[str, ...] = field(init=False)
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """All names, in the order in which a message shows them."""
-        return (*self.rank, *self.world, *self.local, *self.here, *self.node, *self.nodes)
+    def __post_init__(self) -> None:
+        every = (*self.rank, *self.world, *self.local, *self.here, *self.node, *self.nodes)
+        object.__setattr__(self, "variables", every)
 
 
-TORCHRUN = Tongue(
+TORCHRUN = Names(
     "environment",
     ("RANK",),
     ("WORLD_SIZE",),
@@ -118,21 +121,21 @@ TORCHRUN = Tongue(
     ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
 )
 OTHERS = (
-    Tongue(
+    Names(
         "mpirun",  # Open MPI
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Tongue(
+    Names(
         "mpirun",  # MVAPICH
         ("MV2_COMM_WORLD_RANK",),
         ("MV2_COMM_WORLD_SIZE",),
         ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Tongue(
+    Names(
         "srun",
         ("SLURM_PROCID",),
         # Of the step, not of the allocation: a batch script sees the allocation's tasks and is one process.
@@ -142,12 +145,15 @@ OTHERS = (
         ("SLURM_NODEID",),
         ("SLURM_STEP_NUM_NODES",),
     ),
-    # Last, since srun speaks this tongue too where its MPI support is on.
-    Tongue("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),  # MPICH, Intel MPI
+    # Last, since srun sets these too where its MPI support is on.
+    Names("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),  # MPICH, Intel MPI
 )
 
-Jobs = list[tuple[Tongue, tuple[int, int]]]
+Jobs = list[tuple[Names, tuple[int, int]]]
 """Launchers, each with this process's rank and the world."""
+
+Seen = Mapping[str, str]
+"""Variables of one launcher that are set, by name."""
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """The variables by which torchrun places a process."""
@@ -181,39 +187,57 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
             speak at once; lists what was seen.
     """
     environ = os.environ if environ is None else environ
-    theirs = _jobs(environ)
-    seen = _seen(TORCHRUN, environ)
+    every = _seen(environ)
+    seen, theirs = every.get(TORCHRUN, {}), _jobs(every, environ)
     said: dict[str, str] = {name: seen[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in seen}
     started = bool(said) and not seen.items() <= {"WORLD_SIZE": "1"}.items()
     if started and theirs and _ELASTIC not in environ and LAUNCHER not in environ:
-        _refuse_otherwise(said, theirs, environ)
+        _refuse_otherwise(said, theirs, every)
         started = {"RANK", "WORLD_SIZE"} <= said.keys()
     if started:
-        return _place(TORCHRUN, environ)
-    _refuse_half(environ)
-    _refuse_two(theirs, environ)
-    return _place(theirs[0][0], environ) if theirs else ProcessInfo()
+        return _process_info(TORCHRUN, seen, environ)
+    _refuse_half(every)
+    _refuse_two(theirs, every)
+    return _process_info(theirs[0][0], every[theirs[0][0]], environ) if theirs else ProcessInfo()
 
 
-def _jobs(environ: Mapping[str, str]) -> Jobs:
+def _seen(environ: Mapping[str, str]) -> dict[Names, Seen]:
+    """The variables of each launcher that has set some."""
+    every = {
+        names: {name: environ[name] for name in names.variables if environ.get(name, "") != ""}
+        for names in (TORCHRUN, *OTHERS)
+    }
+    return {names: seen for names, seen in every.items() if seen}
+
+
+def _jobs(every: Mapping[Names, Seen], environ: Mapping[str, str]) -> Jobs:
     """Launchers other than torchrun that started several processes, without an ``srun`` of another one's daemons."""
-    jobs = [(tongue, numbers) for tongue in OTHERS if (numbers := _job_of(tongue, environ)) is not None]
+    jobs = [(names, job) for names in OTHERS if names in every and (job := _job(names, every[names])) is not None]
+    if not jobs:
+        return jobs
     # mpirun and Ray have srun start one daemon on each machine; what srun told that, its processes inherit.
     one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
     worlds = [world for _, (_, world) in jobs]
-    if own := _job_of(TORCHRUN, environ):
+    if own := _job(TORCHRUN, every.get(TORCHRUN, {})):
         worlds.append(own[1])
     return [job for job in jobs if not (one_each and job[0].launcher == "srun" and job[1][1] < max(worlds))]
 
 
-def _job_of(tongue: Tongue, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank and world when this launcher started more than one process; ``None`` when it is not there."""
-    seen = _seen(tongue, environ)
-    rank, world = (_first(names, seen) for names in (tongue.rank, tongue.world))
-    if rank is None or world is None:
-        return None
-    numbers = _number(rank, seen[rank], seen), _number(world, seen[world], seen)
-    return numbers if numbers[1] > 1 else None
+def _job(names: Names, seen: Seen) -> tuple[int, int] | None:
+    """Rank and world when this launcher started more than one process; ``None`` when it did not."""
+    found = _numbers(names, seen, ("rank", "world")) if _missing(names, seen) == [] else {"world": 1}
+    return (found["rank"], found["world"]) if found["world"] > 1 else None
+
+
+def _missing(names: Names, seen: Seen) -> list[str]:
+    """Those of rank and world that are not set, by the launcher's name for them."""
+    return [each[0] for each in (names.rank, names.world) if seen.keys().isdisjoint(each)]
+
+
+def _numbers(names: Names, seen: Seen, wanted: Iterable[str]) -> dict[str, int]:
+    """The numbers of those fields of ``names`` that are set."""
+    set_by = {each: next((name for name in getattr(names, each) if name in seen), None) for each in wanted}
+    return {each: _number(name, seen[name], seen) for each, name in set_by.items() if name is not None}
 
 
 def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -> None:
@@ -225,10 +249,10 @@ def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -
         EnvironmentVariableError: this process is one of several, and not one of ``num_machines``.
     """
     environ = os.environ if environ is None else environ
-    for tongue in (TORCHRUN, *OTHERS):
-        job, seen = _job_of(tongue, environ), _seen(tongue, environ)
-        # Kubernetes and Slurm's batch shell export a world without placing this process in it.
-        if job is not None and job[1] != num_machines and _first(tongue.local, seen) is not None:
+    for names, seen in _seen(environ).items():
+        job = _job(names, seen)
+        # Kubernetes and Slurm's batch shell export a world without a rank on the machine.
+        if job is not None and job[1] != num_machines and not seen.keys().isdisjoint(names.local):
             raise _refuse(
                 f"this launcher is itself one of {job[1]} processes, and each of them would start a run of its own",
                 seen,
@@ -237,71 +261,73 @@ def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -
             )
 
 
-def _refuse_otherwise(said: Mapping[str, str], theirs: Jobs, environ: Mapping[str, str]) -> None:
+def _refuse_otherwise(said: Seen, theirs: Jobs, every: Mapping[Names, Seen]) -> None:
     """Refuse torchrun's names where they are set and differ from what ``srun`` or ``mpirun`` says."""
     # All of them together may hide devices, and number this process 0 on its machine.
-    names = ("RANK", "WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= said.keys() else tuple(said)
-    for tongue, (rank, world) in theirs:
-        seen = {**said, **_seen(tongue, environ)}
-        local = _first(tongue.local, seen) or "LOCAL_RANK"
+    checked = ("RANK", "WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= said.keys() else tuple(said)
+    for names, (rank, world) in theirs:
+        seen = {**said, **every[names]}
+        local = next((name for name in names.local if name in seen), "LOCAL_RANK")
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": _number(local, seen.get(local, "0"), seen)}
-        if wrong := [name for name in names if _number(name, said[name], seen) != numbers[name]]:
+        if wrong := [name for name in checked if _number(name, said[name], seen) != numbers[name]]:
             says = f"{' and '.join(wrong)} {'says' if len(wrong) == 1 else 'say'} otherwise"
-            raise _refuse(f"{tongue.launcher} says rank {rank} of {world}, {says}", seen)
+            raise _refuse(f"{names.launcher} says rank {rank} of {world}, {says}", seen)
 
 
-def _refuse_half(environ: Mapping[str, str]) -> None:
+def _refuse_half(every: Mapping[Names, Seen]) -> None:
     """Refuse one alone of a rank and a world. Slurm's batch shell, too, has a rank, which is 0, and is no job."""
-    for tongue in OTHERS:
-        seen = _seen(tongue, environ)
-        missing = [names[0] for names in (tongue.rank, tongue.world) if _first(names, seen) is None]
-        if len(missing) == 1 and (tongue.launcher == "mpirun" or seen.get("SLURM_PROCID", "0") != "0"):
+    for names, seen in every.items():
+        missing = [] if names is TORCHRUN else _missing(names, seen)
+        if len(missing) == 1 and (names.launcher == "mpirun" or seen.get("SLURM_PROCID", "0") != "0"):
             raise _refuse(f"{missing[0]} is not set", seen)
 
 
-def _refuse_two(theirs: Jobs, environ: Mapping[str, str]) -> None:
+def _refuse_two(theirs: Jobs, every: Mapping[Names, Seen]) -> None:
     """Two launchers that agree are one, seen twice (srun with MPI); two that do not were started inside each other."""
     if len({numbers for _, numbers in theirs}) > 1:
-        names = " and ".join(f"{tongue.launcher} ({tongue.rank[0]})" for tongue, _ in theirs)
-        seen = {name: value for tongue, _ in theirs for name, value in _seen(tongue, environ).items()}
-        raise _refuse(f"{names} both speak, and contradict each other", seen)
+        who = " and ".join(f"{names.launcher} ({names.rank[0]})" for names, _ in theirs)
+        seen = {name: value for names, _ in theirs for name, value in every[names].items()}
+        raise _refuse(f"{who} both speak, and contradict each other", seen)
 
 
-def _place(tongue: Tongue, environ: Mapping[str, str]) -> ProcessInfo:
+def _process_info(names: Names, seen: Seen, environ: Mapping[str, str]) -> ProcessInfo:
     """One launcher's numbers, completed and checked."""
-    seen = _seen(tongue, environ)
-    missing = [names[0] for names in (tongue.rank, tongue.world) if _first(names, seen) is None]
-    if missing:
+    if missing := _missing(names, seen):
         raise _refuse(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set", seen)
-    fields = ("rank", "world", "local", "node", "nodes")
-    number: dict[str, int] = {}
-    for name in fields:
-        variable = _first(getattr(tongue, name), seen)
-        if variable is not None:
-            number[name] = _number(variable, seen[variable], seen)
+    number = _numbers(names, seen, ("rank", "world", "local", "node", "nodes"))
     rank, world = number["rank"], number["world"]
     local = number.get("local", 0 if world == 1 else None)
     if local is None:
         raise _refuse(
-            f"{tongue.local[0]} is not set, so that the device of this process is unknown",
+            f"{names.local[0]} is not set, so that the device of this process is unknown",
             seen,
             cure="Start the script with `drivetrain launch` or `torchrun`; where each machine runs one process, "
             "`export LOCAL_RANK=0 LOCAL_WORLD_SIZE=1` says so.",
         )
-    here = _size_here(tongue, environ, number, seen)
+    here = _size_here(names, environ, number, seen)
     nodes = number.get("nodes", max(1, world // here) if here else 1)
-    _check_sizes(rank, world, local, here, seen)
+    if not 0 <= rank < world:
+        raise _refuse(f"rank {rank} does not exist in a world of {world}", seen)
+    if not 0 <= local < here:
+        raise _refuse(f"local rank {local} does not exist on a machine with {here}", seen)
+    if here > world:
+        raise _refuse(f"this machine has {here} processes, the whole job {world}", seen)
+    if local > rank:
+        raise _refuse(f"local rank {local} is larger than rank {rank}", seen)
     if world < here + nodes - 1 or (nodes == 1 and here != world):
         raise _refuse(f"{world} processes cannot be {here} on this one of {nodes} machine{'s' * (nodes != 1)}", seen)
     node = number.get("node", rank // here)
     if not 0 <= node < max(nodes, 1):
         raise _refuse(f"machine {node} does not exist among {nodes}", seen)
-    return ProcessInfo(rank, world, local, here, node, nodes, _launcher(tongue, environ))
+    launcher = names.launcher
+    if names is TORCHRUN:
+        launcher = environ.get(LAUNCHER) or ("torchrun" if _ELASTIC in environ else launcher)
+    return ProcessInfo(rank, world, local, here, node, nodes, launcher)
 
 
-def _size_here(tongue: Tongue, environ: Mapping[str, str], number: Mapping[str, int], seen: Mapping[str, str]) -> int:
+def _size_here(names: Names, environ: Mapping[str, str], number: Mapping[str, int], seen: Seen) -> int:
     """Processes on this machine: as told, else all of them when there is one machine."""
-    variable = _first(tongue.here, seen)
+    variable = next((name for name in names.here if name in seen), None)
     if variable is not None:
         counts = tasks_per_node(seen[variable])
         if counts is None:
@@ -311,14 +337,8 @@ def _size_here(tongue: Tongue, environ: Mapping[str, str], number: Mapping[str, 
         return counts[number.get("node", 0) % len(counts)]
     one_machine = number.get("nodes", 0) == 1 or environ.get("MASTER_ADDR", "localhost") in _LOOPBACK
     if not (number["world"] == 1 or one_machine):
-        raise _refuse(f"{tongue.here[0]} is not set, and MASTER_ADDR does not say that there is one machine", seen)
+        raise _refuse(f"{names.here[0]} is not set, and MASTER_ADDR does not say that there is one machine", seen)
     return number["world"]
-
-
-def _launcher(tongue: Tongue, environ: Mapping[str, str]) -> str:
-    if tongue is not TORCHRUN:
-        return tongue.launcher
-    return environ.get(LAUNCHER) or ("torchrun" if _ELASTIC in environ else tongue.launcher)
 
 
 def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
@@ -335,23 +355,24 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
     if {"RANK", "WORLD_SIZE"} <= said or {"MASTER_ADDR", "MASTER_PORT"} <= said:
         _check_master(environ)
         return None
-    jobs = _jobs(environ)
+    every = _seen(environ)
+    jobs = _jobs(every, environ)
     if not jobs:
         return None
-    tongue = jobs[0][0]
-    place = _place(tongue, environ)
+    names = jobs[0][0]
+    process = _process_info(names, every[names], environ)
     job = ":".join(environ[name] for name in _JOB_NAMES if name in environ)
     port = _port(environ) or (_PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT)
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], port
-    if place.local_world_size == place.world_size:
+    if process.local_world_size == process.world_size:
         return "127.0.0.1", port
-    if tongue.launcher == "srun" and listed:
+    if names.launcher == "srun" and listed:
         return first_host(listed), port
     raise _refuse(
         "its processes are on several machines, and MASTER_ADDR does not say where they meet",
-        _seen(tongue, environ),
+        every[names],
         cure="Give all of them the first machine's address and a free port: "
         "mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500 ... (MPICH: -genv MASTER_ADDR node0).",
     )
@@ -384,14 +405,6 @@ _JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_b
 """Variables that differ between jobs on one machine and agree within one."""
 
 
-def _seen(tongue: Tongue, environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: environ[name] for name in tongue.variables if environ.get(name, "") != ""}
-
-
-def _first(names: tuple[str, ...], seen: Mapping[str, str]) -> str | None:
-    return next((name for name in names if name in seen), None)
-
-
 def worker_environment(config: str, processes_here: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what our launcher adds to the environment of every worker.
 
@@ -412,18 +425,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _check_sizes(rank: int, world: int, local: int, here: int, seen: Mapping[str, str]) -> None:
-    """Refuse ranks and sizes that cannot belong to one job."""
-    if not 0 <= rank < world:
-        raise _refuse(f"rank {rank} does not exist in a world of {world}", seen)
-    if not 0 <= local < here:
-        raise _refuse(f"local rank {local} does not exist on a machine with {here}", seen)
-    if here > world:
-        raise _refuse(f"this machine has {here} processes, the whole job {world}", seen)
-    if local > rank:
-        raise _refuse(f"local rank {local} is larger than rank {rank}", seen)
 
 
 def _number(name: str, text: str, seen: Mapping[str, str]) -> int:

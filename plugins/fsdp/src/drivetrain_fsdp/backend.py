@@ -404,6 +404,7 @@ class FSDPBackend(Backend):
         trainable = FSDPTrainable(self, model, sharded, former, trained, hooks, self._engine)
         hooks.watch(module, trainable.check_hook)
         hidden.hear_of_backwards(sharded.modules, trainable.reached)
+        hidden.compare_first_steps(module, sharded.modules, self.topology)
         watch_forwards(module, sharded.modules)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)

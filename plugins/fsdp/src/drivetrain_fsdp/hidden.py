@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import UnsupportedError
+from drivetrain.api import SameOrder, Topology, UnsupportedError
 from drivetrain_fsdp.hooks import refuse_hooks
 from drivetrain_fsdp.tensors import as_sharded
 
@@ -37,6 +37,49 @@ def hear_of_backwards(modules: Iterable[FSDPModule], reached: Callable[[Any], No
     """Call ``reached`` with a unit in each backward, whoever began it, before it reaches that. Not collective."""
     for group in groups(modules):
         group.pre_backward = partial(_pre_backward, group.pre_backward, partial(reached, group))
+
+
+def compare_first_steps(module: nn.Module, modules: Iterable[FSDPModule], topology: Topology) -> None:
+    """Let the first steps raise on every rank where ranks would gather or reduce different units. Not collective.
+
+    Later ones are not compared, and cost nothing.
+    """
+    units = list(groups(modules))
+    if topology.world_size > 1 and units:
+        # A step gathers each unit twice, and reduces it once.
+        order = SameOrder(topology, 3 * _STEPS * len(units))
+        names = {part: name for name, part in module.named_modules()}
+        for group in units:
+            name = names.get(group.modules[0]) or type(module).__name__
+            group.unshard = partial(_unshard, group, group.unshard, order, name)
+            group.post_backward = partial(_post_backward, group, group.post_backward, order, name)
+
+
+_STEPS = 4
+"""Training steps whose collectives are compared, about; where units stay whole or are used several times, it varies."""
+
+
+def _unshard(group: Any, plain: Callable[..., Any], order: SameOrder, name: str, *args: Any, **kwargs: Any) -> Any:
+    if order.over:
+        del group.unshard
+    elif group.is_sharded and group._all_gather_result is None:  # noqa: SLF001
+        order.meet(f"gathers the parameters of {name}")
+    return plain(*args, **kwargs)
+
+
+def _post_backward(group: Any, plain: Callable[..., Any], order: SameOrder, name: str, *args: Any) -> Any:
+    if order.over:
+        del group.post_backward
+    elif group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):
+        reduced = [one._param_fqn for one in group.fsdp_params if _has_gradient(one)]  # noqa: SLF001
+        if reduced:
+            order.meet(f"reduces the gradients of {name}", reduced)
+    return plain(*args)
+
+
+def _has_gradient(one: Any) -> bool:
+    whole = getattr(one, "_unsharded_param", None)
+    return one.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 def gathered(group: Any) -> Iterator[tuple[str, Tensor]]:
