@@ -93,7 +93,7 @@ def test_the_buffer_copies_every_kind_of_tensor_and_is_used_again():
         torch.zeros(0, 3),
         torch.tensor([True, False]),
     ]
-    (kept,) = buffer.keep(planned(*tensors))
+    (kept,) = buffer.copy(planned(*tensors))
     copies = [source.produce() for source in kept.sources]
     before = [tensor.clone() for tensor in tensors]
     for tensor in tensors:
@@ -102,6 +102,6 @@ def test_the_buffer_copies_every_kind_of_tensor_and_is_used_again():
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
     place = copies[0].data_ptr()
-    (again,) = buffer.keep(planned(*before))
+    (again,) = buffer.copy(planned(*before))
     assert again.sources[0].produce().data_ptr() == place
     buffer.release()

@@ -96,9 +96,18 @@ def portable_template(
             for parameter in group["params"]
         }
         for parameter, name in _own_parameters(optimizer, names):
+            own = optimizer.state.get(parameter, {})
             for key in slots.get(name, ()):
-                live = optimizer.state.get(parameter, {}).get(key.rpartition(".")[2])
-                template.tensors[key] = _slot_like(saved[key], parameter, live, id(parameter) in on_device)
+                live, spec = own.get(key.rpartition(".")[2]), saved[key]
+                if isinstance(live, Tensor) and tuple(live.shape) == spec.shape:
+                    template.tensors[key] = torch.empty_like(live)
+                    continue
+                dtype = getattr(torch, spec.dtype)
+                if spec.shape and spec.shape == tuple(parameter.shape):
+                    template.tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+                else:
+                    device = parameter.device if spec.shape or id(parameter) in on_device else torch.device("cpu")
+                    template.tensors[key] = torch.empty(spec.shape, dtype=dtype, device=device)
     template.extra = _without_empty(tied=tied)
     return template
 
@@ -118,10 +127,7 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
     saved_tied = {**state.extra.get("tied", {}), **tied}
     for optimizer, saved in zip(optimizers, state.optimizers, strict=bool(state.optimizers)):
         _check_groups(_groups(optimizer, names), saved, saved_tied, state.extra.get("ungrouped", ()))
-    for name, live in _model_tensors(module):
-        value = state.tensors.get(f"model.{name}")
-        if value is not None:
-            _fill(live, value)
+    _fill(module, state.tensors)
     for path, value in state.extra.get("modules", {}).items():
         module.get_submodule(path).set_extra_state(value)
     if not state.optimizers:
@@ -135,10 +141,12 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
     for optimizer, saved in zip(optimizers, state.optimizers, strict=True):
         for parameter, name in _own_parameters(optimizer, names):
             live = optimizer.state.pop(parameter, {})
-            loaded = {
-                slot: _number_again(value, f"optim.{name}.{slot}", numbers, live.get(slot))
-                for slot, value in slots.get(name, {}).items()
-            }
+            loaded = dict(slots.get(name, {}))
+            for slot, value in loaded.items():
+                # A number that was saved as a tensor, unless this optimizer keeps a tensor there.
+                is_number = f"optim.{name}.{slot}" in numbers and not isinstance(live.get(slot), Tensor)
+                if is_number and isinstance(value, Tensor):
+                    loaded[slot] = value.item()
             if loaded:
                 optimizer.state[parameter] = loaded
         for group, old in zip(_groups_held(optimizer, names), saved, strict=True):
@@ -239,32 +247,18 @@ def _take_hyper_parameters(group: dict[str, Any], saved: Mapping[str, Any]) -> N
             group[key] = value.item() if isinstance(value, Tensor) and isinstance(present, (int, float)) else value
 
 
-def _slot_like(spec: TensorSpec, parameter: Tensor, live: Any, on_device: bool) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if isinstance(live, Tensor) and tuple(live.shape) == spec.shape:
-        return torch.empty_like(live)
-    if spec.shape and spec.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    device = parameter.device if spec.shape or on_device else torch.device("cpu")
-    return torch.empty(spec.shape, dtype=dtype, device=device)
-
-
-def _fill(live: Tensor, value: Tensor) -> None:
-    if isinstance(live, DTensor) and not isinstance(value, DTensor):
-        value = distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
-    local, source = _local(live), _local(value)
-    if local.data_ptr() != source.data_ptr() or local.device != source.device:
-        live.copy_(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _number_again(value: Any, key: str, numbers: Mapping[str, str], live: Any) -> Any:
-    """A number that was saved as a tensor, unless this optimizer keeps a tensor there."""
-    is_number = key in numbers and not isinstance(live, Tensor)
-    return value.item() if is_number and isinstance(value, Tensor) else value
+def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what was not read into the module's own memory already."""
+    for name, live in _model_tensors(module):
+        value = tensors.get(f"model.{name}")
+        if value is None:
+            continue
+        if isinstance(live, DTensor) and not isinstance(value, DTensor):
+            value = distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
+        local = live.to_local() if isinstance(live, DTensor) else live
+        source = value.to_local() if isinstance(value, DTensor) else value
+        if local.data_ptr() != source.data_ptr() or local.device != source.device:
+            live.copy_(value)
 
 
 def _extra_states(module: nn.Module) -> dict[str, Any]:

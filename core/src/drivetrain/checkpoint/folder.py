@@ -1,11 +1,14 @@
-"""Create and replace checkpoint folders atomically. No torch, not collective.
+"""Checkpoint folders: who may write, how one appears or is replaced atomically, how they are numbered and checked.
+
+No torch, and nothing is collective.
 
 A checkpoint is first written into a hidden *staging* folder. A new checkpoint's staging folder stands beside its target
 and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging
 folder stands inside it: its parts, whose names are new, are moved next to the old ones, and replacing the one file
-``manifest.json`` turns the page. Only then do the files go that the old manifest named; other people's files stay.
+``manifest.json`` makes the new checkpoint valid. Only then do the files go that the old manifest named; other people's
+files stay.
 
-Whoever writes holds the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
+The process that writes owns the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,6 @@ from typing import Self
 
 from drivetrain.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-
-# ---- Lock a checkpoint folder, so that one process at a time writes to it. No torch
 
 logger = logging.getLogger(__name__)
 
@@ -346,9 +347,7 @@ os.register_at_fork(after_in_child=_forked)
 atexit.register(release)
 
 
-# ---- Number checkpoints, find the newest one, and choose which to delete. No torch, not collective
-
-logger = logging.getLogger(__name__)
+# ---- Numbered checkpoints: the newest, and which to delete
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -483,7 +482,7 @@ class Naming:
         return [(path, int(match[1])) for path, match in names if match]
 
 
-# ---- Create and replace checkpoint folders atomically. No torch, not collective
+# ---- Files and folders that appear whole
 
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _STAGING = re.compile(r"\.(?:tmp|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}-.*", re.DOTALL)
@@ -671,7 +670,7 @@ def _refuse_another_programs(target: Path) -> None:
 
 
 def _clear_unreferenced(target: Path) -> None:
-    """Delete ``data-...`` folders that the manifest does not name: parts of saves that died, or of the page turned."""
+    """Delete ``data-...`` folders that the manifest does not name: of saves that died, or of the checkpoint before."""
     try:
         named = {name.partition("/")[0] for name in read_manifest(target).files}
     except CheckpointNotFoundError:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.checkpoint.saver import Portable, Rng, TrainingState
 
-# ---- Does a checkpoint fit what is to be loaded? Names, shapes, parameter groups, and the sentences. No torch
+# ---- Whether a checkpoint fits what is prepared: names, shapes, parameter groups
 
 _SHOWN = 6  # Names in one sentence; a wrong model has hundreds.
 
@@ -160,7 +160,7 @@ def _once(sentences: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-# ---- Check that a run can load a state, and restore the state before it if loading fails
+# ---- Whether a run can take the state, and how what was taken is undone
 
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """What torch's GradScaler gives and wants back."""
@@ -190,7 +190,9 @@ def check_alike(saved: Any, here: Any, what: str) -> None:
     elif isinstance(here, (list, tuple)) and isinstance(saved, (list, tuple)) and len(here) == len(saved):
         for index, (old, new) in enumerate(zip(saved, here, strict=True)):
             check_alike(old, new, f"{what}[{index}]")
-    elif here is not None and (_kind(saved) != _kind(here) or isinstance(here, (list, tuple))):
+    elif here is None or (type(saved) is type(here) and isinstance(here, (bool, int, float, str))):
+        return
+    elif _kind(saved) != _kind(here) or isinstance(here, (list, tuple)):
         raise CheckpointMismatchError(
             f"{what} is {saved!r} in the checkpoint and {here!r} here",
             cure="Build the optimizer as it was built for the run that saved.",
@@ -342,7 +344,7 @@ def _senseless(what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
 
 
-# ---- Load a checkpoint; one that cannot be loaded leaves the run unchanged
+# ---- The load
 
 LoadHooks = Callable[[Path], Collection[int]]
 

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: what of a run goes into its checkpoint, and under which name."""
+"""``save_state`` and ``load_state``: what of a run its checkpoints hold, and how their folders are named."""
 
 from __future__ import annotations
 
@@ -71,8 +71,11 @@ class RunCheckpoints:
         self.save_hooks: dict[int, Callable[..., Any]] = {}
         self.load_hooks: dict[int, Callable[..., Any]] = {}
         self._keys = count()
-        self._run: str | None = None  # Which run's checkpoints these are; settled by the first save or load.
+        self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
         self._background = BackgroundSaver(backend)
+        topology = backend.topology
+        # Where the main process holds all that the others hold, it could save without them.
+        self._others_may_stay_away = backend.capabilities.replicated and topology.dp_size == topology.world_size
         self._saving = MainProcessOnlyCall(
             backend.topology, "save_state", "the checkpoint is written without their random state"
         )
@@ -196,8 +199,7 @@ class RunCheckpoints:
 
     def _called_by_all(self, call: MainProcessOnlyCall) -> bool:
         """Asked only where the main process could do without the others; elsewhere they must come."""
-        topology = self._backend.topology
-        if not (self._backend.capabilities.replicated and topology.dp_size == topology.world_size):
+        if not self._others_may_stay_away:
             check_collective(call.call)
             return True
         return call.called_by_all(self._trainer.step, log_call(call.call))

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SaveHooks = Callable[[Path], Collection[int]]
-Keep = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
+Copy = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
 
 _ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes in a host buffer: a cache line, and of every element size."""
@@ -237,11 +237,10 @@ def save(
     Raises:
         CheckpointError: on every rank, when any of them failed; nothing is left behind.
     """
-    work = SaveWork(Path(path).absolute(), state, backend, frozenset(skip_models), dict(info or {}))
-    ranks = Ranks(backend, alone=alone)
-    with work.whole_or_gone(ranks):
-        work.begin(ranks, hooks)
-        work.finish(ranks)
+    work = SaveWork(path, state, backend, Ranks(backend, alone=alone), skip_models, info)
+    with work.whole_or_gone():
+        work.begin(hooks)
+        work.finish()
     return work.target
 
 
@@ -262,20 +261,26 @@ class SaveWork:
     All of it in :meth:`whole_or_gone`.
 
     Args:
-        target: the checkpoint's folder, absolute.
+        path: see :func:`save`, also for ``state``, ``backend``, ``skip_models`` and ``info``.
         state: what to write.
         backend: for the job's shape.
-        skip_models: see :func:`save`.
-        info: see :func:`save`.
+        ranks: all that save.
+        skip_models: indices of trainables.
+        info: plain JSON.
     """
 
     def __init__(
-        self, target: Path, state: TrainingState, backend: Backend, skip_models: frozenset[int], info: dict[str, Any]
+        self,
+        path: str | Path,
+        state: TrainingState,
+        backend: Backend,
+        ranks: Ranks,
+        skip_models: Collection[int] = (),
+        info: Mapping[str, Any] | None = None,
     ) -> None:
-        self.target = target
-        self._state, self._backend = state, backend
-        self._skip_models, self._info = skip_models, info
-        self._rank = backend.topology.rank
+        self.target = Path(path).absolute()
+        self._state, self._backend, self._ranks = state, backend, ranks
+        self._skip_models, self._info = frozenset(skip_models), dict(info or {})
         self._staging: Path | None = None
         self._folder: Path | None = None
         self._collected: Collected | None = None
@@ -284,102 +289,98 @@ class SaveWork:
         self._plan: CachedPlan | None = None
         self._layout: Layout = {}  # Known where the plan may be used again.
         self._files: list[PlannedFile] | None = None
-        self._unheld: Exception | None = None
+        self._copy_failure: Exception | None = None
 
     @contextmanager
-    def whole_or_gone(self, ranks: Ranks) -> Iterator[None]:
-        """Remove what was written when the block fails. Collective over ``ranks`` when it fails by agreement."""
+    def whole_or_gone(self) -> Iterator[None]:
+        """Remove what was written when the block fails. Collective over all ranks when it fails by agreement."""
         try:
             yield
         except CheckpointError:
             self._abandon()
-            ranks.gather(None)  # Everyone raises; whoever looks at the disk then finds nothing of this save.
+            self._ranks.gather(None)  # Everyone raises; whoever looks at the disk then finds nothing of this save.
             raise
         except BaseException:
             self._abandon()
             raise
 
-    def begin(self, ranks: Ranks, hooks: SaveHooks | None = None) -> None:
-        """Run the hooks and learn what every rank has to offer. Collective over ranks; tensors are not copied."""
-        self._run_hooks(ranks, hooks)
-        self._tell(ranks)
+    def begin(self, hooks: SaveHooks | None) -> None:
+        """Run the hooks and learn what every rank has to offer. Collective over all ranks; tensors are not copied."""
+        self._run_hooks(hooks)
+        self._exchange_offers()
 
     def begin_beside(
-        self, ranks: Ranks, hooks: SaveHooks | None, keep: Keep, cached: CachedPlan | None
+        self, hooks: SaveHooks | None, copy: Copy, cached: CachedPlan | None
     ) -> CachedPlan | None:
-        """The same, and let ``keep`` copy what this rank will write, so that training may change it.
+        """The same, and let ``copy`` copy what this rank will write, so that training may change it.
 
-        Collective over ``ranks``, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
+        Collective over all ranks, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
 
         Args:
-            ranks: all that save.
             hooks: see :func:`save`.
-            keep: copies the sources of these files.
+            copy: gives files with copies of the sources.
             cached: the plan of the save before, taken again where it fits on every rank: they then exchange three
                 numbers instead of plans, while they copy.
 
         Returns:
             This save's plan.
         """
-        self._run_hooks(ranks, hooks)
+        self._run_hooks(hooks)
         problem: Exception | None = None
         fits, mark = False, 0
         try:
             collected = self._collect()
             self._layout = layout_of(collected.tensors)
-            fits = cached is not None and (cached.num_ranks, cached.layout) == (ranks.world_size, self._layout)
+            fits = cached is not None and (cached.num_ranks, cached.layout) == (self._ranks.world_size, self._layout)
             mark = zlib.crc32(json.dumps(collected.marks()).encode())
         except Exception as caught:  # noqa: BLE001  Raised below, where the other ranks hear of it.
             problem = caught
-        all_fit = ranks.ask_whether_same(fits, mark)
+        all_fit = self._ranks.ask_whether_same(fits, mark)
         if fits:
             self._plan = cached
-            self._hold(keep)
+            self._copy(copy)
         if not all_fit():
             self._plan = None
-            self._tell(ranks, problem)
-            self._hold(keep)
+            self._exchange_offers(problem)
+            self._copy(copy)
         # Nothing of the run is needed, nor kept alive, from here on.
         self._state, self._planner = TrainingState(), None
         self._collected = replace(_present(self._collected), tensors={})
         return self._plan
 
-    def finish(self, ranks: Ranks) -> None:
-        """Write, and let the folder appear. Collective over ``ranks`` at the end of each of the two."""
+    def finish(self) -> None:
+        """Write, and let the folder appear. Collective over all ranks at the end of each of the two."""
         if self._folder is None:  # On all ranks alike: nothing was planned.
-            self._folder = _present(ranks.agree("hear of the folder", lambda: self._staging)[0])
+            self._folder = _present(self._ranks.agree("hear of the folder", lambda: self._staging)[0])
         folder = self._folder
-        parts = ranks.agree("write its part of the checkpoint", lambda: self._write(folder))
-        ranks.agree("complete the checkpoint", lambda: self._complete(folder, parts))
+        parts = self._ranks.agree("write its part of the checkpoint", lambda: self._write(folder))
+        self._ranks.agree("complete the checkpoint", lambda: self._complete(folder, parts))
 
-    def _run_hooks(self, ranks: Ranks, hooks: SaveHooks | None) -> None:
+    def _run_hooks(self, hooks: SaveHooks | None) -> None:
         if hooks is None:
             return
-        made = self._folder = _present(ranks.agree("make the folder", self._stage)[0])
-        ranks.agree("run the save hooks", lambda: self._skip(hooks(made)))
+        made = self._folder = _present(self._ranks.agree("make the folder", self._stage)[0])
+        skipped = self._ranks.agree("run the save hooks", lambda: frozenset(hooks(made)))
+        self._skip_models |= skipped[self._ranks.rank]
 
-    def _tell(self, ranks: Ranks, problem: Exception | None = None) -> None:
-        """Exchange what every rank would write, or ``problem``. Collective over ``ranks``."""
-        self._offers = ranks.agree("collect the state", lambda: self._offer(problem))
+    def _exchange_offers(self, problem: Exception | None = None) -> None:
+        """Tell all ranks what this one would write, or ``problem``. Collective over all ranks."""
+        self._offers = self._ranks.agree("collect the state", lambda: self._offer(problem))
         self._folder = _present(self._offers[0].staging)
 
-    def _hold(self, keep: Keep) -> None:
+    def _copy(self, copy: Copy) -> None:
         """Copy; a failure is raised in :meth:`finish`, where the other ranks hear of it."""
-        self._unheld = None
+        self._copy_failure = None
         try:
-            self._files = keep(self._share())
+            self._files = copy(self._share())
         except Exception as problem:  # noqa: BLE001
-            self._unheld = problem
+            self._copy_failure = problem
 
     def _stage(self) -> Path | None:
         """On the main process: make the staging folder, once."""
-        if self._rank == 0 and self._staging is None:
+        if self._ranks.is_main and self._staging is None:
             self._staging = stage(self.target)
         return self._staging
-
-    def _skip(self, models: Collection[int]) -> None:
-        """Leave out these models too."""
-        self._skip_models |= frozenset(models)
 
     def _collect(self) -> Collected:
         """Put the state into words, once, and make the folder; nothing is copied or written."""
@@ -401,14 +402,14 @@ class SaveWork:
         """This rank's share of what all offered, and its random state. Nothing is copied yet."""
         collected, planner = _present(self._collected), _present(self._planner)
         if self._plan is None:
-            if self._rank == 0:
+            if self._ranks.is_main:
                 _warn_about_differences(self._offers)
             of_one_rank = frozenset[str]().union(*(offer.of_one_rank for offer in self._offers))
             plans = of_lowest_rank([offer.plan for offer in self._offers], of_one_rank)
-            plan, metadata = common_plan(planner, plans, self._rank)
+            plan, metadata = common_plan(planner, plans, self._ranks.rank)
             sharded = frozenset[str]().union(*(offer.sharded for offer in self._offers))
             self._plan = CachedPlan(self._layout, len(self._offers), plan, metadata, sharded)
-        files = plan_files(planner, self._plan.plan, f"tensors-{self._rank:05d}")
+        files = plan_files(planner, self._plan.plan, f"tensors-{self._ranks.rank:05d}")
         if collected.rng is not None:
             tree, tensors = collected.rng
             sources = tuple(Source.of(key, value) for key, value in tensors.items())
@@ -418,8 +419,8 @@ class SaveWork:
 
     def _write(self, folder: Path) -> Written:
         """Write this rank's share."""
-        if self._unheld is not None:
-            raise self._unheld
+        if self._copy_failure is not None:
+            raise self._copy_failure
         files = self._share() if self._files is None else self._files
         data = data_folder(folder)
         written = write_files(files, data)
@@ -429,7 +430,7 @@ class SaveWork:
 
     def _complete(self, folder: Path, parts: list[Written]) -> None:
         """On the main process: check that all parts are here, write the manifest, let the folder appear."""
-        if self._rank != 0:
+        if not self._ranks.is_main:
             return
         topology = self._backend.topology
         files = {name: entry for part in parts for name, entry in part.files.items()}
@@ -506,7 +507,7 @@ class HostBuffer:
         self._on_device = device != "cpu"
         self._block = torch.empty(0, dtype=torch.uint8)
 
-    def keep(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
+    def copy(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
         """Copy every tensor of these files; the files returned read the copies. They hold until the next call."""
         starts = [0]
         for file in files:
@@ -582,11 +583,11 @@ class BackgroundSaver:
             CheckpointError: on every rank, when any of them failed before the thread began.
         """
         assert self._thread is None, "the save before is waited for"
-        work = SaveWork(Path(path).absolute(), state, self._backend, frozenset(), dict(info or {}))
         # Its group is at rest until the thread begins.
         ranks = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
-        with work.whole_or_gone(ranks):
-            self._plan = work.begin_beside(ranks, hooks, self._buffer.keep, self._plan)
+        work = SaveWork(path, state, self._backend, ranks, info=info)
+        with work.whole_or_gone():
+            self._plan = work.begin_beside(hooks, self._buffer.copy, self._plan)
         self._target = work.target
         # A thread that set to work at once would keep this one off the interpreter for a switch interval, 5 ms.
         returned = threading.Event()
@@ -641,8 +642,8 @@ class BackgroundSaver:
     ) -> None:
         returned.wait()
         try:
-            with work.whole_or_gone(ranks):
-                work.finish(ranks)
+            with work.whole_or_gone():
+                work.finish()
             if afterwards is not None:
                 act = afterwards
                 ranks.agree("remove older checkpoints", lambda: act() if ranks.is_main else None)

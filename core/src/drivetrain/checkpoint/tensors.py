@@ -168,7 +168,8 @@ def write_tensors(path: Path, sources: Sequence[Source], metadata: Mapping[str, 
         OSError: from the disk; ``FileExistsError`` when ``path`` exists.
     """
     # Widest elements first: then every tensor begins at a multiple of its element size, as readers by mmap need.
-    ordered = sorted(sources, key=lambda source: -_REAL.get(source.dtype, source.dtype).itemsize)
+    widths = [-_REAL.get(source.dtype, source.dtype).itemsize for source in sources]
+    ordered = [sources[number] for number in sorted(range(len(sources)), key=widths.__getitem__)]
     entries = header_entries(ordered)
     with CheckedFile(path) as file:
         file.write(header_bytes(entries, metadata or {}))
@@ -181,7 +182,7 @@ def write_tensors(path: Path, sources: Sequence[Source], metadata: Mapping[str, 
                 end_with_next = entries[ordered[number + 1].key]["data_offsets"][1]
                 if end_with_next - start <= _TOGETHER:
                     continue
-            data = raw_bytes(each.produce() for each in batch)
+            data = raw_bytes([each.produce() for each in batch])
             for each, view in zip(batch, data, strict=True):
                 offsets = entries[each.key]["data_offsets"]
                 if len(view) != offsets[1] - offsets[0]:
@@ -475,7 +476,7 @@ class DrivetrainReader(StorageReader):
             CheckpointCorruptError: a file that is not what the manifest says.
         """
         for name, items in self._by_file(plan).items():
-            TensorFile(self.folder / name).check(request for _, request in items)
+            TensorFile(self.folder / name).check([request for _, request in items])
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, file by file; a slice of one chunk is in memory at a time.
