@@ -154,7 +154,7 @@ def _further(name: str) -> Any:
         return absent.refuse(name)
     if not name[:1].isupper():  # A submodule, or what Python itself asks for.
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return import_module("drivetrain.compat.names").brought(name)
+    return import_module("drivetrain.compat.names").from_plugins(name)
 
 
 def __dir__() -> list[str]:

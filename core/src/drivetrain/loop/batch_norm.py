@@ -1,4 +1,4 @@
-"""Batch norms over the batches of all data-parallel ranks; a warning where they follow each rank's own batch."""
+"""Batch normalization with statistics over all data-parallel ranks, and a warning where they are each rank's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone for some steps and then average their parameters.
+"""Local SGD: each rank trains alone for some steps, then parameters are averaged over the ranks.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 """
