@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-plugins test-xla lint format docs site reports parity pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-xla lint format docs site reports parity pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -35,15 +35,12 @@ $(STAMP): $(DECLARED) | $(BIN)/python
 train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with its accuracy, checkpoint and picture
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
 
-# Ranks wait for each other most of the time, so the two halves together take little longer than one. Each prints at its end.
-test: $(STAMP)  ## the whole suite, half an hour on two cores: test-core and test-plugins beside each other
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-core test-plugins
+# Two processes or more share the files; each prints what it did as it goes. A part: .venv/bin/python -m pytest core/tests/data
+test: $(STAMP)  ## what a change usually breaks, about ten minutes on two cores; ARGS="-x plugins/fsdp" are pytest's
+	$(BIN)/python tests/run.py -m "not slow" $(ARGS)
 
-test-core: $(STAMP)  ## the tests of the core, and of what belongs to no single distribution
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q core kit tests
-
-test-plugins: $(STAMP)  ## the tests of the backends
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q plugins
+test-all: $(STAMP)  ## the whole suite, less than half an hour on two cores
+	$(BIN)/python tests/run.py $(ARGS)
 
 # torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.
 test-xla: $(XLA_PYTHON)  ## the tests of the TPU backend, by real torch_xla on the CPU; installs a gigabyte once a machine

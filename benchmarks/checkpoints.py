@@ -1,4 +1,7 @@
-"""What a checkpoint costs: a model with its Adam state, saved and loaded, against ``torch.save`` and ``torch.load``."""
+"""What a checkpoint costs: a model with its Adam state, saved and loaded, against torch's own ways.
+
+``torch.distributed.checkpoint`` is what the others are compared with: like ours it syncs to disk what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks import peers
 from benchmarks.pairs import Block, Samples, alternate
 
-SYNCED = "bare torch, synced to disk"
+SAVED, SYNCED = "torch.save, torch.load", "torch.save, synced to disk"
 
 
 def measure(megabytes: int, rounds: int) -> dict[str, dict[str, Samples]]:
@@ -28,7 +34,8 @@ def measure(megabytes: int, rounds: int) -> dict[str, dict[str, Samples]]:
     with tempfile.TemporaryDirectory(prefix="drivetrain-bench-") as folder:
         saves: dict[str, Block] = {}
         loads: dict[str, Block] = {}
-        saves[peers.BARE], loads[peers.BARE] = _bare(Path(folder) / "bare.pt", megabytes, sync=False)
+        saves[peers.BARE], loads[peers.BARE] = _distributed(Path(folder) / "dcp", megabytes)
+        saves[SAVED], loads[SAVED] = _bare(Path(folder) / "bare.pt", megabytes, sync=False)
         saves[SYNCED], _ = _bare(Path(folder) / "synced.pt", megabytes, sync=True)
         for name in (peers.OURS, *peers.present()):
             make = _fabric if name == "fabric" else _prepared
@@ -69,6 +76,26 @@ def _bare(path: Path, megabytes: int, *, sync: bool) -> tuple[Block, Block]:
         state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+
+    return save, load
+
+
+def _distributed(folder: Path, megabytes: int) -> tuple[Block, Block]:
+    model, optimizer = _trained(megabytes)
+    _step(model, optimizer, torch.Tensor.backward)
+
+    def state() -> dict[str, Any]:
+        found_model, found_optimizer = get_state_dict(model, optimizer)
+        return {"model": found_model, "optimizer": found_optimizer}
+
+    def save() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        dcp_save(state(), checkpoint_id=folder, no_dist=True)
+
+    def load() -> None:
+        found = state()
+        dcp_load(found, checkpoint_id=folder, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
     return save, load
 

@@ -11,7 +11,7 @@ import gc
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Block = Callable[[], object]
@@ -35,7 +35,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A contender beside the bare one.
+    """A contender beside the best bare one.
 
     Args:
         median: seconds per unit, or bytes.
@@ -97,17 +97,23 @@ def alternate(
     return found
 
 
-def compare(found: Mapping[str, Samples], clock: str) -> dict[str, Comparison]:
-    """Each contender beside the first, by ``"cpu"``, ``"wall"`` or ``"memory"``."""
+def best(found: Mapping[str, Samples], clock: str, bare: Sequence[str] = ()) -> str:
+    """Name of the contender that the others are compared with: the first, or one of ``bare`` that is faster."""
+    names = [next(iter(found)), *(name for name in bare if name in found)]
+    return min(names, key=lambda name: statistics.median(getattr(found[name], clock)))
+
+
+def compare(found: Mapping[str, Samples], clock: str, bare: Sequence[str] = ()) -> dict[str, Comparison]:
+    """Each contender beside the :func:`best` bare one, by ``"cpu"``, ``"wall"`` or ``"memory"``."""
     series: dict[str, list[float]] = {name: getattr(samples, clock) for name, samples in found.items()}
-    bare = next(iter(series.values()))
+    reference = series[best(found, clock, bare)]
     compared = {}
     for name, values in series.items():
-        differences = [mine - other for mine, other in zip(values, bare, strict=True)]
+        differences = [mine - other for mine, other in zip(values, reference, strict=True)]
         low, high = differences[0], differences[0]
         if len(differences) > 1:
             low, _, high = statistics.quantiles(differences, n=4, method="inclusive")
-        ratios = [mine / other for mine, other in zip(values, bare, strict=True)]
+        ratios = [mine / other for mine, other in zip(values, reference, strict=True)]
         compared[name] = Comparison(
             statistics.median(values), statistics.median(differences), low, high, statistics.median(ratios)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks import peers
 from benchmarks.pairs import Block, Samples, alternate
 from benchmarks.sharded import high_water
 
+BARE_TOO = (peers.FOREACH, peers.FUSED)
 BARE, OURS, AGAIN, SINGLE = peers.BARE, peers.OURS, peers.AGAIN, "one process, the whole model"
 
 
@@ -77,7 +80,7 @@ def measure(case: ParallelCase, rounds: int) -> dict[str, Samples]:
     """Wall and CPU seconds of a step. Runs on both ranks."""
     peers.begin()
     batch = _batch(case)
-    blocks = {name: _MAKE[name](case, batch) for name in (BARE, OURS, AGAIN)}
+    blocks = {name: _MAKE[name](case, batch) for name in (BARE, *BARE_TOO, OURS, AGAIN)}
     return alternate(blocks, units=1, rounds=rounds)
 
 
@@ -96,8 +99,14 @@ def _batch(case: ParallelCase) -> tuple[Tensor, Tensor]:
     return torch.randn(case.rows, case.width), torch.randn(case.rows, case.width)
 
 
-def _adam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-4)
+def _adam(module: nn.Module, **implementation: bool) -> torch.optim.Optimizer:
+    if not implementation:
+        return torch.optim.AdamW(module.parameters(), lr=1e-4)
+    # These implementations take no mixture of DTensors and plain tensors, so an expert makes a group of each.
+    kinds: dict[bool, list[Tensor]] = {}
+    for parameter in module.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return torch.optim.AdamW([{"params": found} for found in kinds.values()], lr=1e-4, **implementation)
 
 
 def _plain_loop(model: Any, optimizer: Any, backward: Callable[[Tensor], Any], batch: tuple[Tensor, Tensor]) -> Block:
@@ -123,22 +132,24 @@ def _ours(case: ParallelCase, batch: tuple[Tensor, Tensor]) -> Block:
     return _plain_loop(model, optimizer, accelerator.backward, batch)
 
 
-def _bare(case: ParallelCase, batch: tuple[Tensor, Tensor]) -> Block:
+def _bare(case: ParallelCase, batch: tuple[Tensor, Tensor], **implementation: bool) -> Block:
     network = Network(case)
     if case.axis == "tp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for block in network.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return _plain_loop(network, _adam(network), torch.Tensor.backward, batch)
-    return _bare_pipeline(case, network, batch)
+        return _plain_loop(network, _adam(network, **implementation), torch.Tensor.backward, batch)
+    return _bare_pipeline(case, network, batch, **implementation)
 
 
-def _bare_pipeline(case: ParallelCase, network: Network, batch: tuple[Tensor, Tensor]) -> Block:
+def _bare_pipeline(
+    case: ParallelCase, network: Network, batch: tuple[Tensor, Tensor], **implementation: bool
+) -> Block:
     rank, half = dist.get_rank(), case.blocks // 2
     mine = nn.Sequential(*list(network.blocks)[rank * half : (rank + 1) * half])
     stage = PipelineStage(mine, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, case.micro_batches, loss_fn=F.mse_loss)
-    optimizer = _adam(mine)
+    optimizer = _adam(mine, **implementation)
     x, y = batch
 
     def step() -> None:
@@ -158,4 +169,11 @@ def _single(case: ParallelCase, batch: tuple[Tensor, Tensor]) -> Block:
     return _plain_loop(network, _adam(network), torch.Tensor.backward, batch)
 
 
-_MAKE = {BARE: _bare, OURS: _ours, AGAIN: _bare, SINGLE: _single}
+_MAKE: dict[str, Callable[[ParallelCase, tuple[Tensor, Tensor]], Block]] = {
+    BARE: _bare,
+    peers.FOREACH: partial(_bare, foreach=True),
+    peers.FUSED: partial(_bare, fused=True),
+    OURS: _ours,
+    AGAIN: _bare,
+    SINGLE: _single,
+}

@@ -11,6 +11,8 @@ from typing import Any
 
 OURS = "drivetrain"
 BARE = "bare torch"
+FOREACH, FUSED = "bare torch, foreach=True", "bare torch, fused=True"
+"""The same with another implementation of the optimizer. The fastest of the three is what others are compared with."""
 AGAIN = "bare torch again"
 """The bare one a second time: how far apart two equal contenders are measured, which nothing below can be told."""
 PEERS = {"accelerate": "accelerate", "fabric": "lightning-fabric"}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks import peers
-from benchmarks.pairs import Comparison, Samples, compare
+from benchmarks.pairs import Comparison, Samples, best, compare
 
 UNITS = {"us": 1e6, "ms": 1e3, "MB": 1e-6}
 CLOCKS = {"cpu": "CPU", "wall": "wall", "memory": "peak"}
@@ -40,6 +40,7 @@ class Section:
         samples: of each contender, the one that the others are compared with first; none where it cannot be measured.
         target: what was promised, if anything.
         remarks: lines below the table, such as why a contender is missing.
+        bare: contenders beside the first that are bare too; the fastest of all these is what others are compared with.
     """
 
     title: str
@@ -49,6 +50,7 @@ class Section:
     samples: Mapping[str, Samples]
     target: Target | None = None
     remarks: Sequence[str] = ()
+    bare: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def rows(section: Section) -> list[Row]:
         return []
     factor = UNITS[section.unit]
     return [
-        _row(name, found, factor, section) for name, found in compare(section.samples, section.clock).items()
+        _row(name, found, factor, section)
+        for name, found in compare(section.samples, section.clock, section.bare).items()
     ]
 
 
@@ -89,10 +92,11 @@ def _row(name: str, found: Comparison, factor: float, section: Section) -> Row:
 def cells(section: Section) -> list[list[str]]:
     """Lines as words: name, median, more, spread, ratio, target."""
     lines = []
-    for index, row in enumerate(rows(section)):
+    reference = best(section.samples, section.clock, section.bare) if section.samples else ""
+    for row in rows(section):
         verdict = "" if row.met is None else f"{row.target}: {'met' if row.met else 'MISSED'}"
         beside = ["", "", ""]
-        if index:
+        if row.name != reference:
             spread = f"{_number(row.low, '+')} to {_number(row.high, '+')}"
             beside = [_number(row.more, "+"), spread, f"{row.ratio:.2f}"]
         lines.append([row.name, _number(row.median), *beside, verdict])

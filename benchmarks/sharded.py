@@ -21,6 +21,7 @@ from benchmarks import peers
 from benchmarks.pairs import Block, Samples, alternate
 
 Batches = list[tuple[Tensor, Tensor]]
+BARE_TOO = (peers.FOREACH, peers.FUSED)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def high_water() -> float:
 def contenders(case: ShardedCase) -> tuple[dict[str, Contender], list[str]]:
     """Those that run here, the bare one first, and a line for each that does not. Collective over all ranks."""
     found, missing = {}, []
-    for name in (peers.BARE, peers.OURS, peers.AGAIN, *peers.present()):
+    for name in (peers.BARE, *BARE_TOO, peers.OURS, peers.AGAIN, *peers.present()):
         try:
             found[name] = _MAKE[name](case)()
         except Exception as error:  # noqa: BLE001 (raised again, or the reason that the table tells)
@@ -202,12 +203,12 @@ def shard(network: Network, case: ShardedCase) -> Network:
     return network
 
 
-def adam(network: nn.Module) -> torch.optim.Optimizer:
-    """The same for all."""
-    return torch.optim.AdamW(network.parameters(), lr=1e-4)
+def adam(network: nn.Module, **implementation: bool) -> torch.optim.Optimizer:
+    """The same for all, in torch's default implementation or another."""
+    return torch.optim.AdamW(network.parameters(), lr=1e-4, **implementation)
 
 
-def _bare(case: ShardedCase) -> Callable[[], Contender]:
+def _bare(case: ShardedCase, **implementation: bool) -> Callable[[], Contender]:
     def make() -> Contender:
         model: Any = shard(Network(case), case)
         communicates = [True]
@@ -220,7 +221,7 @@ def _bare(case: ShardedCase) -> Callable[[], Contender]:
                 communicates[0] = not waits
             return nullcontext()
 
-        return Contender(model, adam(model), torch.Tensor.backward, None, waiting)
+        return Contender(model, adam(model, **implementation), torch.Tensor.backward, None, waiting)
 
     return make
 
@@ -292,6 +293,8 @@ def _never(_: bool) -> AbstractContextManager[None]:
 
 _MAKE: dict[str, Callable[[ShardedCase], Callable[[], Contender]]] = {
     peers.BARE: _bare,
+    peers.FOREACH: partial(_bare, foreach=True),
+    peers.FUSED: partial(_bare, fused=True),
     peers.AGAIN: _bare,
     peers.OURS: _ours,
     "accelerate": _accelerate,

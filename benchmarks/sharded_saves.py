@@ -35,7 +35,8 @@ def measure(case: ShardedCase, rounds: int) -> tuple[dict[str, dict[str, Samples
     """
     sharded.begin()
     made, missing = sharded.contenders(case)
-    made.pop(peers.AGAIN, None)
+    for name in (peers.AGAIN, *sharded.BARE_TOO):
+        made.pop(name)
     shape = (case.rows, case.width)
     for contender in made.values():
         sharded.loop(contender, 1, [(torch.randn(shape), torch.randn(shape))])()

@@ -29,6 +29,7 @@ class StepCase:
         hidden: width of the three layers.
         rows: size of a micro-batch.
         clip: clip gradients to norm 1, and move a scheduler.
+        fused: every contender's optimizer is torch's fused one.
     """
 
     world: int = 1
@@ -37,6 +38,7 @@ class StepCase:
     hidden: int = 64
     rows: int = 16
     clip: bool = False
+    fused: bool = False
 
     @property
     def title(self) -> str:
@@ -44,6 +46,7 @@ class StepCase:
         parts = ["1 process" if self.world == 1 else f"{self.world} processes DDP", f"width {self.hidden}"]
         parts += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         parts += ["bf16"] if self.bf16 else []
+        parts += ["fused=True"] if self.fused else []
         return ", ".join(parts + (["clipping and scheduler"] if self.clip else []))
 
 
@@ -69,7 +72,7 @@ def network(case: StepCase) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = nn.Sequential(
         nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=case.fused or None)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, _constant)
 
 

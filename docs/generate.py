@@ -158,7 +158,7 @@ def purpose(path: Path) -> str:
 def tree() -> str:
     """Every source file of every distribution, with the first line of its docstring."""
     lines = []
-    for source in (ROOT / "core/src", *sorted(ROOT.glob("plugins/*/src"))):
+    for source in (ROOT / "core/src", ROOT / "kit/src", *sorted(ROOT.glob("plugins/*/src"))):
         files = sorted(source.rglob("*.py"), key=lambda path: (path.parent.as_posix(), path.name))
         width = max(len(path.name) for path in files) + 2
         folder = None
@@ -180,7 +180,7 @@ def counted(text: str) -> str:
         lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
         return f"`{match.group(1)}` ({round(lines, -1)} lines)"
 
-    return re.sub(r"`((?:core|plugins)/[\w/.]+)`(?: \(\d+ lines\))?", with_count, head) + heading + tail
+    return re.sub(r"`((?:core|kit|plugins)/[\w/.]+)`(?: \(\d+ lines\))?", with_count, head) + heading + tail
 
 
 def measured() -> str:

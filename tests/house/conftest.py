@@ -29,6 +29,11 @@ class Distribution:
         return self.folder / "src" / self.project["name"].replace("-", "_")
 
     @property
+    def has_backend(self) -> bool:
+        """Whether it brings a backend: it is found by its entry point. Others are imported by name, when asked for."""
+        return "drivetrain" in self.project.get("entry-points", {})
+
+    @property
     def sources(self) -> list[Path]:
         return sorted((self.folder / "src").rglob("*.py"))
 
@@ -55,6 +60,8 @@ def house() -> list[Distribution]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "plugin" in metafunc.fixturenames:
-        plugins = distributions()[2:]
-        metafunc.parametrize("plugin", plugins, ids=[plugin.folder.name for plugin in plugins])
+    """`plugin` is every distribution under plugins/, `engine` each of them that brings a backend."""
+    plugins = distributions()[2:]
+    for name, found in (("plugin", plugins), ("engine", [plugin for plugin in plugins if plugin.has_backend])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, found, ids=[plugin.folder.name for plugin in found])

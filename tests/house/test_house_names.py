@@ -9,23 +9,27 @@ from drivetrain.registry import get_registry
 def test_a_plugin_is_named_once(plugin):
     name = plugin.folder.name
     assert plugin.project["name"] == f"drivetrain-{name}"
-    assert plugin.project["entry-points"] == {"drivetrain": {name: f"drivetrain_{name}.plugin"}}
+    if plugin.has_backend:
+        points = plugin.project["entry-points"]
+        assert points.pop("drivetrain") == {name: f"drivetrain_{name}.plugin"}
+        assert set(points.get("drivetrain.hooks", {}).values()) <= {f"drivetrain_{name}.plugin"}
+        assert points.keys() <= {"drivetrain.hooks"}
     assert plugin.package.is_dir()
 
 
-def test_a_plugin_brings_the_backend_of_its_name(plugin):
-    name = plugin.folder.name
+def test_a_plugin_brings_the_backend_of_its_name(engine):
+    name = engine.folder.name
     registry = get_registry()
     info = registry.info(name)
     assert info.name == name
-    assert registry.owner(name) == f"drivetrain-{name} {plugin.project['version']}"
+    assert registry.owner(name) == f"drivetrain-{name} {engine.project['version']}"
     assert info.backend.startswith(f"drivetrain_{name}.backend:")
     assert info.config is not None
     assert info.config.startswith(f"drivetrain_{name}.config:")
 
 
-def test_the_section_of_its_name_is_its_own(plugin, tmp_path):
-    name = plugin.folder.name
+def test_the_section_of_its_name_is_its_own(engine, tmp_path):
+    name = engine.folder.name
     file = tmp_path / "config.yaml"
     file.write_text(f"distributed_type: {name.upper()}\n{name}: {{}}\n", encoding="utf-8")
     resolved = load_config(file, environ={})
@@ -42,8 +46,13 @@ def test_the_core_has_an_extra_of_its_name(plugin, core):
     assert name in extras["all"][0].removeprefix("drivetrain[").removesuffix("]").split(",")
 
 
-def test_every_plugin_has_the_same_files(plugin):
-    for file in ("plugin.py", "config.py", "backend.py", "state.py", "py.typed", "__init__.py"):
+def test_every_backend_has_the_same_files(engine):
+    for file in ("plugin.py", "config.py", "backend.py", "state.py"):
+        assert (engine.package / file).is_file(), file
+
+
+def test_every_plugin_is_typed_tested_and_described(plugin):
+    for file in ("py.typed", "__init__.py"):
         assert (plugin.package / file).is_file(), file
     for file in ("README.md", "LICENSE", "tests"):
         assert (plugin.folder / file).exists(), file
@@ -71,12 +80,22 @@ def test_there_is_exactly_one_console_script(house):
     assert scripts == {"drivetrain": "drivetrain.cli.main:main"}
 
 
-def test_the_reference_backend_comes_by_the_same_door(core):
-    assert core.project["entry-points"] == {
-        "drivetrain": {"single": "drivetrain.backends.plugin"},
+def test_the_reference_backend_is_found_as_every_other(core):
+    assert core.project["entry-points"] == {"drivetrain": {"single": "drivetrain.backends.plugin"}}
+    assert get_registry().info("single").backend.startswith("drivetrain.backends.single:")
+
+
+def test_the_kit_is_a_distribution_for_this_core(core, house, root):
+    (kit,) = [found for found in house if found.folder.name == "kit"]
+    assert kit.project["name"] == "drivetrain-testing"
+    assert kit.project["entry-points"] == {
+        "drivetrain": {"testing": "drivetrain_testing.new_plugin"},
         "pytest11": {"drivetrain": "drivetrain_testing.options"},
     }
-    assert get_registry().info("single").backend.startswith("drivetrain.backends.single:")
+    assert "drivetrain>=0.1,<0.2" in kit.project["dependencies"]
+    assert core.project["optional-dependencies"]["testing"] == ["drivetrain-testing>=0.1,<0.2"]
+    assert kit.project["requires-python"] == core.project["requires-python"]
+    assert "-e ./kit" in (root / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_no_backend_claims_the_name_of_a_core_key(house):

@@ -113,7 +113,7 @@ def config_keys():
 
 
 def cli_flags():
-    """In a process of its own: other tests of this one may have brought commands."""
+    """In a process of its own: other tests of this one may have registered commands."""
     return spawn(flags_of_all_commands, 1)[0]
 
 

@@ -8,12 +8,6 @@ import subprocess
 
 import pytest
 
-# Files of the core that may hold a backend's name, each with the reason.
-NAMING = {
-    # Keys of Accelerate's configuration files, and what to write instead of them.
-    "core/src/drivetrain/config/accelerate.py",
-}
-
 BACKENDS = {"dp", "ddp", "fsdp", "deepspeed", "megatron", "xla"}
 
 # In pieces, so that this file does not hold what it looks for.
@@ -52,7 +46,7 @@ def test_nothing_is_left_to_do(texts):
 def test_the_core_names_no_backend(texts):
     found = []
     for name, text in sources(texts).items():
-        if name.startswith("core/") and name not in NAMING:
+        if name.startswith("core/"):
             found += [
                 f"{name}:{node.lineno} {node.value!r}"
                 for node in ast.walk(ast.parse(text))

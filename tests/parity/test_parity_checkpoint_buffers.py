@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator, load_config
 from drivetrain.checkpoint import read_manifest
-from drivetrain.checkpoint.storage import read_tensor
+from drivetrain.checkpoint.tensors import read_tensor
 from drivetrain_testing import spawn
 
 ENGINES = {

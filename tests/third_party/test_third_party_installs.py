@@ -15,8 +15,8 @@ README = (PACKAGE / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def stranger(stranger):
-    """An environment with the core and the package."""
-    stranger.install(PACKAGE)
+    """An environment with the core, the kit and the package."""
+    stranger.install(ROOT / "kit", PACKAGE)
     return stranger
 
 

@@ -16,12 +16,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/write-a-backend.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```python\n# (\S+\.py)(?:, continued)?\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+(HOOKS,) = re.findall(r"^```toml\n(\[project\.entry-points.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).splitlines()
 
 
 @pytest.fixture(scope="module")
+def stranger(stranger):
+    """An environment with the core and the kit."""
+    stranger.install(ROOT / "kit")
+    return stranger
+
+
+@pytest.fixture(scope="module")
 def generated(stranger, tmp_path_factory):
-    """A package as it is written by the core that the stranger installed, installed beside it."""
+    """A package as it is written by the kit that the stranger installed, installed beside it."""
     folder = tmp_path_factory.mktemp("new")
     told = stranger.run(["drivetrain", "new-plugin", "tin_engine"], folder).stdout
     made = folder / "drivetrain-tin-engine"
@@ -39,6 +47,8 @@ def written(stranger, tmp_path_factory):
     ]  # fmt: skip
     stranger.run(shlex.split(COMMANDS[0]), folder)
     made = folder / "drivetrain-lockstep"
+    with (made / "pyproject.toml").open("a", encoding="utf-8") as project:
+        project.write("\n" + HOOKS)
     stranger.install("--editable", made)
     texts = {}
     for path, text in FILES:

@@ -22,8 +22,10 @@ build-backend = "hatchling.build"
 name = "drivetrain-ledger"
 version = "3.1"
 
-[project.entry-points.drivetrain]
-ledger = "drivetrain_ledger.plugin"
+[project.entry-points."drivetrain.hooks"]
+prepared = "drivetrain_ledger.plugin"
+step_ended = "drivetrain_ledger.plugin"
+trackers = "drivetrain_ledger.plugin"
 
 [tool.hatch.build.targets.wheel]
 packages = ["drivetrain_ledger"]

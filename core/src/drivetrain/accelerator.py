@@ -20,9 +20,9 @@ from drivetrain.data import metrics, prepare
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.loader import LoadingContext, even_batches_as
 from drivetrain.distributed import memory, nested, watchdog
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.current import forget_backend, set_current_backend
 from drivetrain.distributed.process_control import ProcessControl
-from drivetrain.distributed.ranks import Ranks
 from drivetrain.distributed.watchdog import check_collective, log_call, stop_watching
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs

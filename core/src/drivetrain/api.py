@@ -29,8 +29,10 @@ from drivetrain.backend import (
 from drivetrain.compat.config_rules import Rule, flag, number, section_from_arguments, whole
 from drivetrain.errors import (
     BackendBlockedError,
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     ConfigError,
     DrivetrainError,
     UnsupportedError,
@@ -40,16 +42,13 @@ from drivetrain.hookspecs import hookimpl
 from drivetrain.topology import AXES, DATA_AXES, Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
+    from drivetrain import checkpoint
     from drivetrain.backends import elementwise as optimizer_kinds
     from drivetrain.backends import local_steps, portable
     from drivetrain.backends import torch_engine as clipping
     from drivetrain.backends.deferred_init import Recording, deferred, temporary
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
     from drivetrain.backends.torch_engine import TorchEngine, original_module, place_model
-    from drivetrain.checkpoint import foreign
-    from drivetrain.checkpoint.flatshard import FlatShard
-    from drivetrain.checkpoint.formats import CheckpointFormat
-    from drivetrain.checkpoint.saved import SavedModel
     from drivetrain.config.load import load_config
     from drivetrain.distributed import collectives, trees
     from drivetrain.distributed.device import pick_device
@@ -63,13 +62,10 @@ if TYPE_CHECKING:
 
 _HEAVY = {
     "Buffers": "drivetrain.loop.buffers:Buffers",
-    "CheckpointFormat": "drivetrain.checkpoint.formats:CheckpointFormat",
-    "SavedModel": "drivetrain.checkpoint.saved:SavedModel",
-    "foreign": "drivetrain.checkpoint.foreign",
+    "checkpoint": "drivetrain.checkpoint",
     "DeviceGenerator": "drivetrain.distributed.rng:DeviceGenerator",
     "DummyOptim": "drivetrain.loop.placeholders:DummyOptim",
     "DummyScheduler": "drivetrain.loop.placeholders:DummyScheduler",
-    "FlatShard": "drivetrain.checkpoint.flatshard:FlatShard",
     "load_config": "drivetrain.config.load:load_config",
     "clipping": "drivetrain.backends.torch_engine",
     "collectives": "drivetrain.distributed.collectives",
@@ -113,15 +109,15 @@ __all__ = [
     "BackendInfo",
     "Buffers",
     "Capabilities",
+    "CheckpointCorruptError",
     "CheckpointError",
-    "CheckpointFormat",
     "CheckpointMismatchError",
+    "CheckpointNotFoundError",
     "ConfigError",
     "DeviceGenerator",
     "DrivetrainError",
     "DummyOptim",
     "DummyScheduler",
-    "FlatShard",
     "LocalGradients",
     "Mesh",
     "PortableState",
@@ -134,7 +130,6 @@ __all__ = [
     "ReduceOp",
     "Rule",
     "RunSettings",
-    "SavedModel",
     "Statement",
     "StepResult",
     "TensorSpec",
@@ -145,12 +140,12 @@ __all__ = [
     "UsageError",
     "always_ready",
     "call_plainly",
+    "checkpoint",
     "clipping",
     "collectives",
     "deferred",
     "ensure_process_group",
     "flag",
-    "foreign",
     "get_registry",
     "hookimpl",
     "is_taken",

@@ -263,7 +263,8 @@ class PortableState:
     Args:
         tensors: ``model.<fqn>`` for parameters and persistent buffers, ``optim.<fqn>.<slot>`` for optimizer state.
             Values are plain tensors when every rank holds all of it; sharded ones are DTensors or, where an engine cuts
-            a tensor as one row of elements, :class:`drivetrain.api.FlatShard`.
+            a tensor otherwise, tensors that wrap their local elements (``__tensor_flatten__``) and that
+            ``torch.distributed.checkpoint`` asks for their chunks (``__create_chunk_list__``).
         optimizers: for each optimizer its parameter groups, each with ``"params"`` (names, in order) beside its
             hyper-parameters (numbers, booleans, strings, None, lists of these).
         extra: further JSON-able state of the engine, such as the loss scaler's.

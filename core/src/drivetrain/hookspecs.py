@@ -1,7 +1,10 @@
-"""What pluggy calls. Each function is documentation: purpose, when, on which rank, parameters, what an exception does.
+"""The hooks of plugins: purpose, when, on which rank, parameters, and what an exception does.
 
-A plugin is a module named by an entry point of the group ``drivetrain`` that implements some of these with
-``drivetrain.api.hookimpl``. Hooks are cold: none runs once per training step unless somebody implements it.
+A plugin implements some of them in one module, with ``drivetrain.api.hookimpl``, and announces them by entry points: in
+the group ``drivetrain`` the name of its backend stands for ``drivetrain_backends``, in the group ``drivetrain.hooks``
+each other hook stands under its own name without ``drivetrain_``. The module is imported when its backend is chosen, or
+when a hook that it announces is due; to implement a hook and not announce it is an error. None runs once per training
+step unless somebody implements it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ if TYPE_CHECKING:
     from drivetrain.backend import BackendInfo
 
 GROUP = "drivetrain"
+"""Group of entry points that name the modules that bring backends."""
+
+HOOK_GROUP = "drivetrain.hooks"
+"""Group of entry points named after hooks: ``step_ended = "my_plugin.plugin"``."""
+
 hookspec = pluggy.HookspecMarker(GROUP)
 hookimpl = pluggy.HookimplMarker(GROUP)
 
@@ -182,9 +190,9 @@ def drivetrain_trackers() -> Mapping[str, str]:
 def drivetrain_checkpoint_formats() -> Mapping[str, str]:
     """Name checkpoint formats of other programs that this plugin reads, and perhaps writes.
 
-    Called when ``drivetrain checkpoint convert`` or :func:`drivetrain.checkpoint.convert` looks for one, in one
+    Called when ``drivetrain checkpoint convert`` of the distribution ``drivetrain-convert`` looks for one, in one
     process. Returns ``{"name": "package.module:Class"}``, where the class is a
-    :class:`drivetrain.api.CheckpointFormat`; the module must not need the other program. An exception marks the plugin
+    ``drivetrain_convert.CheckpointFormat``; the module must not need the other program. An exception marks the plugin
     as broken.
 
     .. versionadded:: 0.1

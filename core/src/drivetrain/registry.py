@@ -1,8 +1,9 @@
 """Find, check, load and explain plugins: the only user of pluggy and of entry points.
 
-A plugin is a module that an entry point of the group ``drivetrain`` names. Loading by name imports that plugin alone;
-all are imported only for an alias, a listing, or a hook that anyone may implement. What goes wrong in one plugin is
-recorded with its distribution and harms nobody else.
+A module that an entry point of the group ``drivetrain`` names brings backends; one of the group ``drivetrain.hooks``
+implements the hook that the entry point is named after. So a backend, or a hook, is found by its name, and whoever has
+nothing to do with it is not imported. All are imported for an alias, a default or a listing alone. What goes wrong in
+one plugin is recorded with its distribution and harms nobody else.
 """
 
 from __future__ import annotations
@@ -35,28 +36,40 @@ from drivetrain.errors import (
     listed,
     sentences,
 )
-from drivetrain.hookspecs import GROUP
+from drivetrain.hookspecs import GROUP, HOOK_GROUP
 
 if TYPE_CHECKING:
     import click
     from pydantic import BaseModel
     from torch import nn
 
-# ---- What is installed, as data: a record for each plugin, what is reported about it, and facts about distributions
-
 CORE = "drivetrain"
 """Name of the core's own distribution; first-party plugins are ``drivetrain-<name>``."""
+
+REPORT_IT = "Report this to its author."
+
+_PREFIX = "drivetrain_"
+_BACKENDS = "backends"
+_EVENTS = tuple(
+    name.removeprefix(_PREFIX)
+    for name, _ in inspect.getmembers(hookspecs, inspect.isfunction)
+    if name.startswith(_PREFIX)
+)
+"""All hooks of this version, without the prefix."""
+
+_logger = logging.getLogger("drivetrain.plugins")
 
 
 @dataclass
 class Plugin:
-    """One entry point and what became of it.
+    """One module that entry points name, and what became of it.
 
     Args:
-        name: the entry point's name.
-        value: the module that it names.
+        name: the entry point's name; the distribution's, where the module brings hooks and no backend.
+        value: the module.
         distribution: the distribution that brings it.
         version: of the distribution; empty when it is not installed but registered by a script.
+        hooks: those that its entry points announce, without ``drivetrain_``.
         loaded: an import was tried.
         module: what hooks were found on; ``None`` before loading, after a failure, and for a second entry point to one
             module.
@@ -70,6 +83,7 @@ class Plugin:
     value: str
     distribution: str
     version: str
+    hooks: set[str] = field(default_factory=set)
     loaded: bool = False
     module: object | None = None
     infos: tuple[BackendInfo, ...] = ()
@@ -77,26 +91,10 @@ class Plugin:
     reason: str = ""
     cure: str = ""
 
-    @classmethod
-    def of(cls, point: metadata.EntryPoint) -> Plugin:
-        """Describe an entry point; nothing is imported."""
-        found = point.dist
-        name, version = (found.name, found.version) if found is not None else ("an unknown distribution", "")
-        return cls(name=point.name, value=point.module, distribution=name, version=version)
-
     @property
     def owner(self) -> str:
         """Distribution and version, as error messages name them."""
         return f"{self.distribution} {self.version}".strip()
-
-    @property
-    def broken(self) -> bool:
-        return self.error is not None
-
-    @property
-    def traceback(self) -> str:
-        """The failure as Python prints it; empty when there was none."""
-        return "".join(traceback.format_exception(self.error)) if self.error is not None else ""
 
     def fail(self, error: BaseException, what: str) -> None:
         """Record a failure."""
@@ -104,13 +102,18 @@ class Plugin:
         self.reason = f"{what}: {type(error).__name__}: {error}" if str(error) else f"{what}: {type(error).__name__}"
         self.cure = sentences(core_mismatch(self.distribution), "`drivetrain backends --verbose` shows the traceback.")
 
+    def check_loaded(self) -> None:
+        """Raise :class:`BackendBrokenError`, caused by the original failure, when it could not be loaded."""
+        if self.error is not None:
+            raise BackendBrokenError(self.reason, whose=self.owner, cure=self.cure) from self.error
+
 
 @dataclass(frozen=True)
 class BackendReport:
     """One line of ``drivetrain backends``.
 
     Args:
-        name: of the backend; of the entry point when the plugin is broken.
+        name: of the backend; of the plugin when that is broken.
         summary: one line.
         aliases: other names.
         distribution: who brings it.
@@ -135,37 +138,6 @@ class BackendReport:
     cure: str = ""
     traceback: str = ""
 
-    @classmethod
-    def of(cls, plugin: Plugin, info: BackendInfo, *, ready: bool, why: str = "", cure: str = "") -> BackendReport:
-        return cls(
-            name=info.name,
-            summary=info.summary,
-            aliases=info.aliases,
-            distribution=plugin.distribution,
-            version=plugin.version,
-            api=info.api,
-            capabilities=info.capabilities,
-            ready=ready,
-            why=why,
-            cure=cure,
-        )
-
-    @classmethod
-    def of_broken(cls, plugin: Plugin) -> BackendReport:
-        return cls(
-            name=plugin.name,
-            summary="",
-            aliases=(),
-            distribution=plugin.distribution,
-            version=plugin.version,
-            api=None,
-            capabilities=None,
-            ready=False,
-            why=plugin.reason,
-            cure=plugin.cure,
-            traceback=plugin.traceback,
-        )
-
 
 @dataclass(frozen=True)
 class PluginReport:
@@ -175,24 +147,40 @@ class PluginReport:
     distribution: str
     version: str
     backends: tuple[str, ...] = ()
-    hooks: tuple[str, ...] = field(default_factory=tuple)
+    hooks: tuple[str, ...] = ()
     broken: str = ""
 
-    @classmethod
-    def of(cls, plugin: Plugin, hooks: tuple[str, ...]) -> PluginReport:
-        """What is known of a loaded plugin, with the hooks that it implements."""
-        backends = tuple(info.name for info in plugin.infos)
-        return cls(plugin.name, plugin.distribution, plugin.version, backends, hooks, plugin.reason)
+
+def _found(points: Iterable[metadata.EntryPoint]) -> list[Plugin]:
+    """Plugins in the order of their names; nothing is imported. Says which hooks are announced that do not exist."""
+    plugins: list[Plugin] = []
+    announced: list[tuple[metadata.EntryPoint, str, str]] = []
+    for point in points:
+        if point.group not in (GROUP, HOOK_GROUP):
+            continue
+        found = point.dist
+        name, version = (found.name, found.version) if found is not None else ("an unknown distribution", "")
+        if point.group == GROUP:
+            plugins.append(Plugin(point.name, point.module, name, version, {_BACKENDS}))
+        else:
+            announced.append((point, name, version))
+    for point, name, version in announced:
+        same = (each for each in plugins if (each.value, each.distribution) == (point.module, name))
+        plugin = next(same, None)
+        if plugin is None:
+            plugin = Plugin(name, point.module, name, version)
+            plugins.append(plugin)
+        if point.name in _EVENTS:
+            plugin.hooks.add(point.name)
+        else:
+            guess = did_you_mean(point.name, _EVENTS)
+            _logger.warning(
+                "%s announces the hook %r in its entry points, and there is none. %s", plugin.owner, point.name, guess
+            )
+    return sorted(plugins, key=lambda plugin: (plugin.name, plugin.owner))
 
 
 # ---- checks of what a plugin says -------------------------------------------------------------------------------
-
-
-def hook_names() -> tuple[str, ...]:
-    """Return the names of all hooks of this version."""
-    return tuple(
-        name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("drivetrain_")
-    )
 
 
 def check_marks(module: object) -> None:
@@ -201,18 +189,35 @@ def check_marks(module: object) -> None:
     Raises:
         ValueError: a misspelt hook, or one without ``@hookimpl``.
     """
-    known = hook_names()
+    known = [_PREFIX + event for event in _EVENTS]
     home = getattr(module, "__name__", None)
     for name, function in vars(module).items():
-        if not name.startswith("drivetrain_") or not inspect.isfunction(function):
+        if not name.startswith(_PREFIX) or not inspect.isfunction(function):
             continue
         if function.__module__ != home and home is not None:
             continue  # imported from elsewhere, the house's own hookspecs for example
         if name not in known:
-            guess = did_you_mean(name, known)
-            raise ValueError(sentences(f"there is no hook {name!r}.", guess))
-        if not hasattr(function, f"{hookspecs.GROUP}_impl"):
+            raise ValueError(sentences(f"there is no hook {name!r}.", did_you_mean(name, known)))
+        if not hasattr(function, f"{GROUP}_impl"):
             raise ValueError(f"{name} lacks @hookimpl (from drivetrain.api import hookimpl) and would never be called")
+
+
+def check_announced(plugin: Plugin, implemented: Iterable[str]) -> None:
+    """Refuse hooks that no entry point announces: they would be called only when something else loads the module.
+
+    Raises:
+        ValueError: names them, with the lines that announce them.
+    """
+    missing = sorted(set(implemented) - plugin.hooks)
+    if missing:
+        lines = "; ".join(f'{event} = "{plugin.value}"' for event in missing if event != _BACKENDS)
+        groups = [f'[project.entry-points."{HOOK_GROUP}"] {lines}'] if lines else []
+        if _BACKENDS in missing:
+            groups.insert(0, f'[project.entry-points.{GROUP}] NAME = "{plugin.value}"')
+        raise ValueError(
+            f"no entry point announces {listed(_PREFIX + event for event in missing)}; "
+            f"write {' and '.join(groups)} in its pyproject.toml, and install it again"
+        )
 
 
 def checked_infos(answer: object) -> tuple[BackendInfo, ...]:
@@ -247,15 +252,23 @@ def core_version() -> str:
         return "(not installed, run from its source)"
 
 
+_TOOLS = ("convert", "testing")
+"""Extras whose distribution brings no backend."""
+
+
 def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``."""
+    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``, but for tools."""
     try:
         core = metadata.metadata(CORE)
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
     required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
     extras = core.get_all("Provides-Extra") or ()
-    return tuple(extra for extra in extras if any(_names(line, f"{CORE}-{extra}") for line in required))
+    return tuple(
+        extra
+        for extra in extras
+        if extra not in _TOOLS and any(_names(line, f"{CORE}-{extra}") for line in required)
+    )
 
 
 def _names(requirement: str, distribution: str) -> bool:
@@ -297,17 +310,6 @@ def core_mismatch(distribution: str) -> str:
     for line, state in unmet_requirements(line for line in lines if _names(line.lower(), CORE)):
         return f"It wants {line}, {state}."
     return ""
-
-
-# ---- Check that a backend can be used: its plugin, contract version and requirements
-
-REPORT_IT = "Report this to its author."
-
-
-def check_loaded(plugin: Plugin) -> None:
-    """Raise :class:`BackendBrokenError`, with the original failure as its cause, when a plugin could not be loaded."""
-    if plugin.error is not None:
-        raise BackendBrokenError(plugin.reason, whose=plugin.owner, cure=plugin.cure) from plugin.error
 
 
 def check_contract(plugin: Plugin, info: BackendInfo) -> None:
@@ -363,23 +365,6 @@ def import_object(target: str, owner: str) -> object:
         raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
 
 
-def import_rules(infos: Iterable[tuple[str, BackendInfo]]) -> dict[str, Mapping[str, Any]]:
-    """Rules for sections of other libraries' files, from all backends with their owners."""
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for owner, info in infos:
-        for section, target in info.imports.items():
-            if section in found:
-                raise BackendConflictError(
-                    f"two plugins bring rules for the section {section!r}: {found[section][0]} and {owner}",
-                    cure="Uninstall one of the two.",
-                )
-            rules = import_object(target, owner)
-            if not isinstance(rules, Mapping):
-                raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
-            found[section] = (owner, rules)
-    return {section: rules for section, (_, rules) in found.items()}
-
-
 def conflict(name: str, plugins: Sequence[Plugin]) -> BackendConflictError:
     """Two claims to one name."""
     owners = sorted({plugin.owner for plugin in plugins})
@@ -406,7 +391,7 @@ def not_found(name: str, plugins: Iterable[Plugin]) -> BackendNotFoundError:
         cure = "`drivetrain backends` lists what can be used." if guess is None else f"Did you mean {guess!r}?"
         if guess in extras:
             cure = f"Did you mean {guess!r}? It is not installed; run: {pip_line(guess)}"
-    broken = [f"{plugin.name} ({plugin.owner})" for plugin in plugins if plugin.broken]
+    broken = [f"{plugin.name} ({plugin.owner})" for plugin in plugins if plugin.error is not None]
     remark = f"These plugins could not be loaded and may bring it: {listed(broken)}." if broken else ""
     what = f"no installed backend is called {name!r}; installed: {listed(installed)}"
     return BackendNotFoundError(what, cure=sentences(cure, remark))
@@ -424,10 +409,6 @@ def none_fits(world_size: int, plugins: Iterable[Plugin], reasons: Sequence[str]
     )
 
 
-# ---- Find, check, load and explain plugins: the only user of pluggy and of entry points
-
-_PREFIX = "drivetrain_"
-_logger = logging.getLogger("drivetrain.plugins")
 _registries: list[Registry] = []  # the one of this process, once it is made
 
 
@@ -453,10 +434,11 @@ class Registry:
     """
 
     def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
-        points = metadata.entry_points(group=GROUP) if entry_points is None else entry_points
-        self._plugins = sorted((Plugin.of(point) for point in points), key=lambda plugin: (plugin.name, plugin.owner))
-        self._all_loaded = False
-        self._canonical: dict[str, str] = {}
+        if entry_points is None:
+            installed = metadata.entry_points()
+            entry_points = [*installed.select(group=GROUP), *installed.select(group=HOOK_GROUP)]
+        self._plugins = _found(entry_points)
+        self._known: dict[str, tuple[Plugin, BackendInfo]] = {}
         self._unknown: set[str] = set()
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
@@ -474,25 +456,31 @@ class Registry:
             BackendConflictError: two distributions claim it.
             BackendBrokenError: the plugin that brings it failed to import.
         """
-        if name not in self._canonical:
-            self._canonical[name] = self._find(name)[1].name
-        return self._canonical[name]
+        return self._find(name)[1].name
 
     def canonical(self, name: str) -> str:
-        """As :meth:`resolve`, but a name that nobody brings becomes its lower-case form. For comparisons only."""
+        """As :meth:`resolve`, but a name that nobody brings becomes its lower-case form. For comparisons only.
+
+        A plugin that is loaded, such as that of the chosen backend, answers for its aliases without the others.
+        """
+        word = name.lower()
+        for plugin in self._plugins:
+            for info in plugin.infos:
+                if word == info.name or word in map(str.lower, info.aliases):
+                    return info.name
         if name in self._unknown:
-            return name.lower()
+            return word
         try:
             return self.resolve(name)
         except BackendNotFoundError:
             self._unknown.add(name)
-            return name.lower()
+            return word
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all backends found, sorted; a broken plugin counts by its entry point's name."""
-        self.load_all()
-        broken = {plugin.name for plugin in self._plugins if plugin.broken}
-        return tuple(sorted(broken | {info.name for plugin in self._plugins for info in plugin.infos}))
+        plugins = self._with(_BACKENDS)
+        broken = {plugin.name for plugin in plugins if plugin.error is not None}
+        return tuple(sorted(broken | {info.name for plugin in plugins for info in plugin.infos}))
 
     def info(self, name: str) -> BackendInfo:
         """Return the description of a backend. Raises as :meth:`resolve`, and :class:`ContractMismatchError`."""
@@ -510,11 +498,11 @@ class Registry:
         Raises:
             BackendNotFoundError: no installed backend trains over ``world_size`` processes.
         """
-        self.load_all()
+        plugins = self._with(_BACKENDS)
         reasons: list[str] = []
         fitting = [
             (info.preference, plugin, info)
-            for plugin in self._plugins
+            for plugin in plugins
             for info in plugin.infos
             if info.preference is not None and (info.capabilities.multi_process or world_size == 1)
         ]
@@ -526,7 +514,7 @@ class Registry:
                 reasons.append(f"{info.name}, brought by {plugin.owner}, cannot be used: {error}")
             else:
                 return found
-        raise none_fits(world_size, self._plugins, reasons)
+        raise none_fits(world_size, plugins, reasons)
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -551,14 +539,11 @@ class Registry:
         """
         plugin, found = self._find(info.name)
         check_contract(plugin, found)
-        self.check_ready(info)
+        check_ready(plugin, info)
         kind = import_object(info.backend, plugin.owner)
         if not (isinstance(kind, type) and issubclass(kind, Backend)):
-            raise BackendBrokenError(
-                f"{info.backend} is not a class derived from drivetrain.api.Backend",
-                whose=plugin.owner,
-                cure=REPORT_IT,
-            )
+            what = f"{info.backend} is not a class derived from drivetrain.api.Backend"
+            raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT)
         return kind
 
     def load_section(self, info: BackendInfo) -> type[BaseModel] | None:
@@ -569,10 +554,10 @@ class Registry:
         """
         if info.config is None:
             return None
-        owner = self.owner(info.name)
-        kind = import_object(info.config, owner)
         from pydantic import BaseModel
 
+        owner = self.owner(info.name)
+        kind = import_object(info.config, owner)
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=REPORT_IT)
         return kind
@@ -583,15 +568,25 @@ class Registry:
         Raises:
             BackendBrokenError, BackendConflictError: rules cannot be imported, or two plugins bring some for one name.
         """
-        self.load_all()
-        return import_rules((plugin.owner, info) for plugin in self._plugins for info in plugin.infos)
+        found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        brought = [(plugin.owner, info) for plugin in self._with(_BACKENDS) for info in plugin.infos]
+        for owner, info in brought:
+            for section, target in info.imports.items():
+                if section in found:
+                    raise BackendConflictError(
+                        f"two plugins bring rules for the section {section!r}: {found[section][0]} and {owner}",
+                        cure="Uninstall one of the two.",
+                    )
+                rules = import_object(target, owner)
+                if not isinstance(rules, Mapping):
+                    raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
+                found[section] = (owner, rules)
+        return {section: rules for section, (_, rules) in found.items()}
 
     def load_all(self) -> None:
         """Import every plugin. May be called twice."""
-        if not self._all_loaded:
-            self._all_loaded = True
-            for plugin in self._plugins:
-                self._load(plugin)
+        for plugin in self._plugins:
+            self._load(plugin)
 
     def register(self, plugin: object, *, name: str) -> None:
         """Add a plugin that is not installed: a module or object with hook implementations, for this process only.
@@ -599,28 +594,46 @@ class Registry:
         Raises:
             BackendBrokenError: a hook is misspelt or fails.
         """
-        record = Plugin(name=name, value=f"registered in this process: {name}", distribution=name, version="")
+        record = Plugin(name, f"registered in this process: {name}", distribution=name, version="", hooks=set(_EVENTS))
         self._adopt(record, plugin)
-        check_loaded(record)
+        record.check_loaded()
         self._plugins.append(record)
-        self._canonical.clear()
+        self._known.clear()
         self._unknown.clear()
 
     # ---- explaining ---------------------------------------------------------------------------------------------
 
     def reports(self) -> list[BackendReport]:
-        """Say for each backend, broken ones included, whose it is, what it can do, and whether it can run here."""
+        """Say for each backend, broken plugins included, whose it is, what it can do, and whether it can run here."""
         self.load_all()
-        found = [BackendReport.of_broken(plugin) for plugin in self._plugins if plugin.broken]
+        found = [
+            BackendReport(
+                *(plugin.name, "", (), plugin.distribution, plugin.version, None, None, False),
+                why=plugin.reason,
+                cure=plugin.cure,
+                traceback="".join(traceback.format_exception(plugin.error)),
+            )
+            for plugin in self._plugins
+            if plugin.error is not None
+        ]
         found += [self._report(plugin, info) for plugin in self._plugins for info in plugin.infos]
         return sorted(found, key=lambda report: (report.name, report.distribution))
 
     def plugins(self) -> list[PluginReport]:
         """Say for each plugin, backend or not, whose it is and which hooks it implements."""
         self.load_all()
-        return [PluginReport.of(plugin, self._hooks_of(plugin)) for plugin in self._plugins]
+        return [
+            PluginReport(
+                *(plugin.name, plugin.distribution, plugin.version),
+                backends=tuple(info.name for info in plugin.infos),
+                hooks=() if plugin.module is None else self._implemented(plugin.module),
+                broken=plugin.reason,
+            )
+            for plugin in self._plugins
+        ]
 
     def _report(self, plugin: Plugin, info: BackendInfo) -> BackendReport:
+        ready, why, cure = False, "", ""
         try:
             found, _ = self._find(info.name)
             if found is not plugin:
@@ -630,21 +643,22 @@ class Registry:
                     cure="Uninstall one of the two.",
                 )
             check_contract(plugin, info)
-            readiness = self.check_ready(info)
+            ready, why = True, self.check_ready(info).reason
         except BackendError as error:
-            return BackendReport.of(plugin, info, ready=False, why=error.what, cure=error.cure)
-        return BackendReport.of(plugin, info, ready=True, why=readiness.reason)
+            why, cure = error.what, error.cure
+        owner = (plugin.distribution, plugin.version)
+        return BackendReport(
+            info.name, info.summary, info.aliases, *owner, info.api, info.capabilities, ready, why, cure
+        )
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def listens(self, event: str) -> bool:
-        """Whether any plugin observes this event (a hook's name without ``drivetrain_``)."""
-        self.load_all()
-        return bool(self._hook(event).get_hookimpls())
+        """Whether any plugin observes this event (a hook's name without ``drivetrain_``). Imports nothing."""
+        return any(event in plugin.hooks and plugin.error is None for plugin in self._plugins)
 
     def notify(self, event: str, **arguments: Any) -> None:
         """Tell every observer of an event. An exception is logged with the plugin's name; the others are still told."""
-        self.load_all()
         for plugin in self._implementing(event):
             try:
                 self._call(plugin, event, **arguments)
@@ -669,7 +683,6 @@ class Registry:
         """Let plugins add subcommands; return one sentence for each that failed or whose name was taken."""
         import click
 
-        self.load_all()
         complaints: list[str] = []
         for plugin in self._implementing("commands"):
             scratch = click.Group(group.name)
@@ -690,13 +703,11 @@ class Registry:
 
     def tensor_parallel_plan(self, model: nn.Module, degree: int) -> Mapping[str, str] | None:
         """Ask the plugins how to split a model along ``tp``: the first answer, or ``None``."""
-        self.load_all()
         answer: Mapping[str, str] | None = self._first("tensor_parallel_plan", model=model, degree=degree)
         return answer
 
     def pipeline_split(self, model: nn.Module, num_stages: int) -> Sequence[str] | None:
         """Ask the plugins where a model's pipeline stages begin: the first answer, or ``None``."""
-        self.load_all()
         answer: Sequence[str] | None = self._first("pipeline_split", model=model, num_stages=num_stages)
         return answer
 
@@ -704,18 +715,23 @@ class Registry:
 
     def _find(self, name: str) -> tuple[Plugin, BackendInfo]:
         """Return who brings a name. See :meth:`resolve` for what it raises."""
+        if name not in self._known:
+            self._known[name] = self._look_for(name)
+        return self._known[name]
+
+    def _look_for(self, name: str) -> tuple[Plugin, BackendInfo]:
         wanted = name.lower()
-        named = [plugin for plugin in self._plugins if plugin.name.lower() == wanted]
+        named = [plugin for plugin in self._plugins if plugin.name.lower() == wanted and _BACKENDS in plugin.hooks]
         if len({plugin.owner for plugin in named}) > 1:
             raise conflict(wanted, named)
         for plugin in named:
             self._load(plugin)
-            check_loaded(plugin)
+            plugin.check_loaded()
             for info in plugin.infos:
                 if info.name == wanted:
                     return plugin, info
-        self.load_all()
-        pairs = [(plugin, info) for plugin in self._plugins for info in plugin.infos]
+        plugins = self._with(_BACKENDS)
+        pairs = [(plugin, info) for plugin in plugins for info in plugin.infos]
         for claims in (
             [pair for pair in pairs if pair[1].name == wanted],
             [pair for pair in pairs if wanted in {alias.lower() for alias in pair[1].aliases}],
@@ -724,7 +740,14 @@ class Registry:
                 raise conflict(wanted, [plugin for plugin, _ in claims])
             if claims:
                 return claims[0]
-        raise not_found(name, self._plugins)
+        raise not_found(name, plugins)
+
+    def _with(self, event: str) -> list[Plugin]:
+        """Plugins that announce a hook, all of them loaded, in the order of the registry."""
+        plugins = [plugin for plugin in self._plugins if event in plugin.hooks]
+        for plugin in plugins:
+            self._load(plugin)
+        return plugins
 
     def _load(self, plugin: Plugin) -> None:
         if plugin.loaded:
@@ -749,7 +772,10 @@ class Registry:
             check_marks(module)
             self._manager.register(module, name=f"{plugin.name} of {plugin.owner}")
             self._manager.check_pending()
-            for answer in self._call(plugin, "backends"):
+            implemented = [name.removeprefix(_PREFIX) for name in self._implemented(module)]
+            check_announced(plugin, implemented)
+            plugin.hooks.intersection_update(implemented)
+            for answer in self._call(plugin, _BACKENDS):
                 plugin.infos += checked_infos(answer)
         except KeyboardInterrupt:
             raise
@@ -757,10 +783,6 @@ class Registry:
             if self._manager.is_registered(module):
                 self._manager.unregister(module)
             plugin.fail(error, f"plugin {plugin.name!r} cannot be used")
-
-    def _hook(self, event: str) -> pluggy.HookCaller:
-        hook: pluggy.HookCaller = getattr(self._manager.hook, _PREFIX + event)
-        return hook
 
     def _targets(self, event: str, noun: str) -> dict[str, str]:
         """Return names and classes of one kind. Raises :class:`BackendConflictError` when two plugins claim a name."""
@@ -776,9 +798,11 @@ class Registry:
         return {name: target for name, (_, target) in sorted(found.items())}
 
     def _implementing(self, event: str) -> list[Plugin]:
-        """Plugins that implement a hook, in the order of the registry."""
-        modules = [implementation.plugin for implementation in self._hook(event).get_hookimpls()]
-        return [plugin for plugin in self._plugins if any(plugin.module is module for module in modules)]
+        """Plugins that implement a hook, in the order of the registry; those that announce it are loaded."""
+        return [plugin for plugin in self._with(event) if plugin.module is not None and event in plugin.hooks]
+
+    def _implemented(self, module: object) -> tuple[str, ...]:
+        return tuple(sorted(caller.name for caller in self._manager.get_hookcallers(module) or ()))
 
     def _call(self, plugin: Plugin, event: str, **arguments: Any) -> list[Any]:
         """Call one plugin's implementation of a hook."""
@@ -788,18 +812,18 @@ class Registry:
 
     def _first(self, event: str, **arguments: Any) -> Any:
         """Ask all plugins until one answers. An exception passes, but none may end the process without a word."""
+        asked = self._implementing(event)
         try:
-            return self._hook(event)(**arguments)
+            return getattr(self._manager.hook, _PREFIX + event)(**arguments)
         except (KeyboardInterrupt, Exception):
             raise
         except BaseException as error:
-            asked = listed(plugin.owner for plugin in self._implementing(event))
-            what = f"a plugin raised {type(error).__name__} in the hook {_PREFIX}{event}; it is implemented by {asked}"
+            owners = listed(plugin.owner for plugin in asked)
+            what = f"a plugin raised {type(error).__name__} in the hook {_PREFIX}{event}; it is implemented by {owners}"
             raise BackendBrokenError(what, cure=REPORT_IT) from error
 
     def _collect(self, event: str) -> list[tuple[Plugin, Any]]:
         """Ask every plugin; one that raises is from now on broken."""
-        self.load_all()
         found: list[tuple[Plugin, Any]] = []
         for plugin in self._implementing(event):
             try:
@@ -811,8 +835,3 @@ class Registry:
                 plugin.fail(error, f"plugin {plugin.name!r} failed in the hook {_PREFIX}{event}")
                 _logger.warning("%s [%s]; its other answers are not used either", plugin.reason, plugin.owner)
         return found
-
-    def _hooks_of(self, plugin: Plugin) -> tuple[str, ...]:
-        callers = self._manager.get_hookcallers(plugin.module) if plugin.module is not None else None
-        return tuple(sorted(caller.name for caller in callers or ()))
-

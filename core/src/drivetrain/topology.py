@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from drivetrain.errors import UsageError
 
@@ -74,7 +75,7 @@ class Mesh:
     def world_size(self) -> int:
         return math.prod(self.sizes.values())
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """Number of data-parallel coordinates."""
         return math.prod(self.sizes[axis] for axis in DATA_AXES)

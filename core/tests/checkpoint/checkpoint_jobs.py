@@ -276,7 +276,7 @@ def dcp_job(path):
     """A program that knows torch.distributed.checkpoint only."""
     import torch.distributed.checkpoint as dcp
 
-    from drivetrain.checkpoint.storage import DrivetrainReader
+    from drivetrain.checkpoint.tensors import DrivetrainReader
 
     with started():
         net, _, _ = build("sharded", 99)

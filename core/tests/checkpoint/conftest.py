@@ -29,13 +29,6 @@ def background():
 
 
 @pytest.fixture(scope="session")
-def makers():
-    """``foreign_makers.py``."""
-    return _module("foreign_makers")
-
-
-
-@pytest.fixture(scope="session")
 def killing(jobs):
     """``kill_jobs.py``."""
     return _module("kill_jobs")

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoint_jobs
 
 from drivetrain.checkpoint import BackgroundSaver, Naming, inspect, load, save
-from drivetrain.checkpoint.storage import read_tensor
+from drivetrain.checkpoint.tensors import read_tensor
 from drivetrain.errors import CheckpointError
 
 WORLDS = (2, 1, 3)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import inspect
-from drivetrain.checkpoint.background import HostBuffer
-from drivetrain.checkpoint.storage import PlannedFile
-from drivetrain.checkpoint.tensorfile import Source
+from drivetrain.checkpoint.saver import HostBuffer
+from drivetrain.checkpoint.tensors import PlannedFile, Source
 from drivetrain.registry import get_registry
 from drivetrain_testing import spawn
 

@@ -18,7 +18,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 import checkpoint_jobs
 from drivetrain.checkpoint import Naming, inspect
-from drivetrain.checkpoint.tensorfile import TensorFile
+from drivetrain.checkpoint.tensors import TensorFile
 
 folder = pathlib.Path(sys.argv[2])
 
@@ -43,7 +43,8 @@ for kill in range(20):
     inspection = inspect(path)
     manifest = inspection.manifest
     chunk = manifest.tensors["model.gain"].chunks[0]
-    gain = TensorFile(path / chunk.file).read(chunk.key, torch.float32, (1,)).item()
+    (gain,) = TensorFile(path / chunk.file).read([(chunk.key, torch.float32, (1,))])
+    gain = gain.item()
     leftovers = sum(one.name.startswith(".") for one in folder.iterdir())
     reports.append([inspection.problems, manifest.info["iteration"], manifest.counters["step"], gain, leftovers])
 print(json.dumps(reports))

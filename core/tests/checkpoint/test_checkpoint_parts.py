@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from drivetrain.checkpoint import Naming
 from drivetrain.checkpoint.folder import discard, stage, sweep
-from drivetrain.checkpoint.manifest import MANIFEST, Manifest, own_name, stored_name
-from drivetrain.checkpoint.tensorfile import Source, TensorFile, raw_bytes, write_tensors
+from drivetrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, stored_name
+from drivetrain.checkpoint.tensors import Source, TensorFile, in_shards, layout_of, raw_bytes, write_tensors
 from drivetrain.checkpoint.tree import Encoder, decode
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -108,8 +109,9 @@ def test_an_unknown_kind_is_corrupt(node):
 @given(st.sampled_from(["model", "optim"]), st.text(min_size=1), st.integers(0, 12), st.integers(0, 12))
 def test_a_stored_name_belongs_to_one_trainable(kind, rest, index, other):
     name = stored_name(f"{kind}.{rest}", index)
-    assert own_name(name, index) == f"{kind}.{rest}"
-    assert (own_name(name, other) is None) == (other != index)
+    manifest = Manifest("single", {}, 1, 0.0, tensors={name: TensorEntry("float32", (), ())})
+    assert list(manifest.specs(index)) == [f"{kind}.{rest}"]
+    assert (not manifest.specs(other)) == (other != index)
 
 
 def test_a_name_of_neither_kind_is_refused():
@@ -154,7 +156,8 @@ def test_any_dtype_shape_and_box_is_read_as_it_was_written(tmp_path_factory, spe
     for name, tensor in tensors.items():
         start = [data.draw(st.integers(0, max(size - 1, 0))) for size in tensor.shape]
         box = [slice(low, data.draw(st.integers(low, size))) for low, size in zip(start, tensor.shape, strict=True)]
-        whole, part = file.read(name, tensor.dtype, tensor.shape), file.read(name, tensor.dtype, tensor.shape, box)
+        request = (name, tensor.dtype, tensor.shape)
+        (whole,), (part,) = file.read([request]), file.read([request], [box])
         assert bits(whole) == bits(tensor)
         assert bits(part) == bits(tensor[tuple(box)])
 
@@ -270,4 +273,24 @@ def test_one_element_out_of_a_strided_tensor_is_written():
     element = torch.arange(8, dtype=torch.int16)[::2][1:2]
     assert element.is_contiguous()
     assert element.stride(0) == 2
-    assert bytes(raw_bytes(element)) == b"\x02\x00"
+    assert [bytes(one) for one in raw_bytes([element])] == [b"\x02\x00"]
+
+
+class Cut:
+    """A tensor that is cut in an engine's own way: torch asks it for its chunks."""
+
+    dtype, shape = torch.float32, torch.Size((4,))
+
+    def __init__(self, offset):
+        self.offset = offset
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(torch.Size((self.offset,)), torch.Size((2,)))]
+
+
+def test_a_layout_tells_where_the_parts_of_a_tensor_lie():
+    tensors = {"whole": torch.zeros(4), "cut": Cut(0)}
+    assert in_shards(tensors) == {"cut"}
+    assert layout_of(tensors) == layout_of({"whole": torch.ones(4), "cut": Cut(0)})
+    assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": Cut(2)})
+    assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": torch.zeros(4)})

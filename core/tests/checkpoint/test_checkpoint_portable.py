@@ -6,7 +6,7 @@ from torch import nn
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.backends.portable import load_portable_state, portable_state, portable_template, tied_names
-from drivetrain.checkpoint.tensorfile import dtype_name
+from drivetrain.checkpoint.tensors import dtype_name
 from drivetrain.checkpoint.tree import Encoder, decode
 from drivetrain.errors import CheckpointError, CheckpointMismatchError
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError, UsageError
 
 

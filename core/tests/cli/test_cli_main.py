@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 HEAVY = {"torch", "numpy", "pydantic_core", "rich", "questionary"}
 
@@ -48,6 +49,20 @@ def test_help_names_every_subcommand(drivetrain):
         assert f"\n  {name} " in words
 
 
+def test_a_command_of_the_kit_is_told_with_its_cure_where_the_kit_is_not_installed(monkeypatch):
+    from drivetrain.cli.main import Commands
+    from drivetrain.registry import Registry
+
+    monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
+    run = CliRunner().invoke
+    words = " ".join(run(Commands("drivetrain"), ["--help"]).output.split())
+    assert "new-plugin Write a package that brings a backend of your own." in words
+    assert "Needs: pip install drivetrain-testing" in words
+    done = run(Commands("drivetrain"), ["new-plugin", "mine"])
+    assert done.exit_code == 2
+    assert "The subcommand 'new-plugin' is not installed. Run: pip install drivetrain-testing" in done.output
+
+
 def test_the_version(drivetrain):
     from importlib.metadata import version
 
@@ -73,7 +88,7 @@ def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
     info = tmp_path / "toy_cli-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-cli\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[drivetrain]\ntoy = toy_cli\n")
+    (info / "entry_points.txt").write_text("[drivetrain.hooks]\ncommands = toy_cli\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert drivetrain("greet", PYTHONPATH=path).stdout == "hello\n"
     words = drivetrain("--help", PYTHONPATH=path)

@@ -76,8 +76,8 @@ def test_a_rank_that_had_ended_is_not_forgotten(launch, script):
 
 STACK = """\
   File "/usr/lib/python3.11/threading.py", line 5 in wait
-  File "{ours}/runtime/nested.py", line 60 in gather
-  File "{ours}/runtime/services.py", line 70 in gather
+  File "{ours}/distributed/nested.py", line 60 in gather
+  File "{ours}/accelerator.py", line 70 in gather
   File "/home/me/eval.py", line 88 in evaluate
   File "/home/me/train.py", line 10 in <module>
   File "{ours}/launch/worker.py", line 50 in run

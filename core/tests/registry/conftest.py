@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+EVENTS = {"closed", "commands", "pipeline_split", "step_ended", "trackers"}
+"""Hooks of toys that an entry point has to announce."""
 
 GOOD = """
     from drivetrain.backend import BackendInfo, Capabilities, Readiness
@@ -50,8 +54,12 @@ class Toys:
         more: str = "",
         heavy: str = HEAVY,
         requires: tuple[str, ...] = (),
+        hooks: tuple[str, ...] | None = None,
     ) -> None:
-        """Write a distribution ``toy-<name>`` with an entry point ``name`` to the module ``toy_<name>.plugin``."""
+        """Write a distribution ``toy-<name>`` with entry points to the module ``toy_<name>.plugin``.
+
+        ``name`` is one of them, and each hook that the module implements, or ``hooks``.
+        """
         distribution = distribution or f"toy-{name}"
         package = distribution.replace("-", "_")
         home = self.folder / package
@@ -64,7 +72,12 @@ class Toys:
         info.mkdir()
         needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
-        (info / "entry_points.txt").write_text(f"[drivetrain]\n{name} = {package}.plugin\n")
+        if hooks is None:
+            hooks = tuple(set(re.findall(r"def drivetrain_(\w+)", source)) & EVENTS)
+        announced = "".join(f"{event} = {package}.plugin\n" for event in hooks)
+        (info / "entry_points.txt").write_text(
+            f"[drivetrain]\n{name} = {package}.plugin\n[drivetrain.hooks]\n{announced}"
+        )
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run Python with these arguments where the toys are installed."""

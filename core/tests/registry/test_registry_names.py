@@ -131,7 +131,8 @@ def test_another_contract_version_names_both_numbers_and_who_should_move(toys, a
 WITHOUT_DEEPSPEED = """
 from importlib.metadata import entry_points
 from drivetrain.registry import Registry
-registry = Registry([point for point in entry_points(group="drivetrain") if point.name != "deepspeed"])
+points = [*entry_points(group="drivetrain"), *entry_points(group="drivetrain.hooks")]
+registry = Registry([point for point in points if "deepspeed" not in point.value])
 """
 
 

@@ -66,6 +66,10 @@ class Outcomes:
             self._note(item, found)
         return found
 
+    def saw(self, module: str) -> bool:
+        """Whether any test of the suite ran for this module."""
+        return module in self._ended
+
     def _follows(self, module: ModuleType) -> bool:
         return self.modules.get(module.__name__) is module
 

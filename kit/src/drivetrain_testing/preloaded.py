@@ -41,7 +41,7 @@ MODULES = (
 )
 """The engine-free part. A module that is not installed is no error here: whoever needs it will say so."""
 
-ROOMS = ("runtime", "backends", "checkpoint", "data", "config", "launch")
+ROOMS = ("backends", "checkpoint", "compat", "config", "data", "distributed", "launch", "loop")
 """Folders of the core of which every module is imported."""
 
 

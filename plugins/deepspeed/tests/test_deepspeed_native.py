@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, checkpoint, load_config
 from drivetrain.api import CheckpointError
+from drivetrain_convert import convert, convert_to
 from drivetrain_testing import spawn
 
 CUT, STEPS = 3, 6
@@ -166,7 +167,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Pa
 def test_what_deepspeed_writes_goes_on_as_ours(stage, world_size, reference, tmp_path):
     later = spawn(plain_write, world_size, stage, tmp_path / "theirs", env={"DS_ACCELERATOR": "cpu"})[0]
     assert later == pytest.approx(reference[0], abs=1e-6)
-    report = checkpoint.convert(tmp_path / "theirs", tmp_path / "ours")
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
     assert report.kind.startswith("a checkpoint of DeepSpeed")
     assert [sentence for sentence in report.left_out if not sentence.startswith("the position in the data")] == [
         "client_state['mine']: a dict of the script's own, which stays in the source"
@@ -180,7 +181,7 @@ def test_what_deepspeed_writes_goes_on_as_ours(stage, world_size, reference, tmp
 def test_without_zero_the_optimizer_is_told_apart_by_order(tmp_path):
     environment = {"DS_ACCELERATOR": "cpu"}
     later = spawn(plain_write, 2, 0, tmp_path / "theirs", one_group=True, env=environment)[0]
-    assert checkpoint.convert(tmp_path / "theirs", tmp_path / "ours").kind == "a checkpoint of DeepSpeed without ZeRO"
+    assert convert(tmp_path / "theirs", tmp_path / "ours").kind == "a checkpoint of DeepSpeed without ZeRO"
     losses = spawn(ours, 1, "single", tmp_path / "ours", None, one_group=True)[0]
     assert losses == pytest.approx(later, abs=1e-6)
 
@@ -188,7 +189,7 @@ def test_without_zero_the_optimizer_is_told_apart_by_order(tmp_path):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_universal_checkpoint_goes_on_under_every_backend(stage, reference, tmp_path):
     spawn(plain_write, 2, stage, tmp_path / "theirs", universal=True, env={"DS_ACCELERATOR": "cpu"})
-    report = checkpoint.convert(tmp_path / "theirs" / "half_universal", tmp_path / "ours", "deepspeed")
+    report = convert(tmp_path / "theirs" / "half_universal", tmp_path / "ours", "deepspeed")
     assert report.kind == "a universal checkpoint of DeepSpeed"
     places = [("deepspeed", 2, {"zero_stage": 5 - stage}), ("fsdp", 2, {})]
     for backend, world_size, section in places:
@@ -198,7 +199,7 @@ def test_a_universal_checkpoint_goes_on_under_every_backend(stage, reference, tm
 
 def test_master_values_of_a_low_precision_run_are_carried(tmp_path):
     spawn(plain_write, 2, 3, tmp_path / "theirs", "bf16", env={"DS_ACCELERATOR": "cpu"})
-    checkpoint.convert(tmp_path / "theirs", tmp_path / "ours")
+    convert(tmp_path / "theirs", tmp_path / "ours")
     tensors = checkpoint.inspect(tmp_path / "ours").manifest.tensors
     assert tensors["model.norm.weight"].dtype == "float32"
     assert tensors["model.blocks.1.weight"].dtype == "bfloat16", "frozen: it has no master values"
@@ -207,7 +208,7 @@ def test_master_values_of_a_low_precision_run_are_carried(tmp_path):
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 4), (2, 2), (3, 2), (3, 4)], ids=str)
 def test_what_we_write_plain_deepspeed_goes_on_with(stage, world_size, reference, tmp_path):
     options = {"zero_stage": str(stage), "world_size": str(world_size)}
-    left_out = checkpoint.convert_to(reference[1], tmp_path / "theirs", "deepspeed", options)
+    left_out = convert_to(reference[1], tmp_path / "theirs", "deepspeed", options)
     assert "random states: DeepSpeed's checkpoints have no place for them" in left_out
     losses, steps = spawn(plain_read, world_size, stage, tmp_path / "theirs", env={"DS_ACCELERATOR": "cpu"})[0]
     assert steps == CUT
@@ -216,13 +217,13 @@ def test_what_we_write_plain_deepspeed_goes_on_with(stage, world_size, reference
 
 def test_what_we_write_in_several_buffers_comes_back(reference, tmp_path):
     options = {"zero_stage": "3", "world_size": "3", "sub_group_size": "20", "precision": "bf16"}
-    checkpoint.convert_to(reference[1], tmp_path / "theirs", "deepspeed", options)
-    checkpoint.convert(tmp_path / "theirs", tmp_path / "back")
+    convert_to(reference[1], tmp_path / "theirs", "deepspeed", options)
+    convert(tmp_path / "theirs", tmp_path / "back")
     assert spawn(ours, 1, "single", tmp_path / "back", None)[0] == pytest.approx(reference[0], abs=1e-7)
 
 
 def test_a_folder_wrapped_by_accelerate_brings_what_lies_beside(reference, tmp_path):
-    checkpoint.convert_to(reference[1], tmp_path / "plain", "deepspeed", {"zero_stage": "2", "world_size": "2"})
+    convert_to(reference[1], tmp_path / "plain", "deepspeed", {"zero_stage": "2", "world_size": "2"})
     folder = tmp_path / "theirs"
     folder.mkdir()
     (tmp_path / "plain" / f"global_step{CUT}").rename(folder / "pytorch_model")
@@ -230,7 +231,7 @@ def test_a_folder_wrapped_by_accelerate_brings_what_lies_beside(reference, tmp_p
     torch.save({"last_epoch": CUT, "base_lrs": [0.02, 0.03]}, folder / "scheduler.bin")
     torch.save({"step": CUT, "random_state": random.getstate(), "numpy_random_seed": np.random.get_state(),
                 "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")  # fmt: skip
-    report = checkpoint.convert(folder, tmp_path / "ours")
+    report = convert(folder, tmp_path / "ours")
     assert report.kind == "Accelerate's folder with a checkpoint of DeepSpeed, ZeRO-2 on 2 process(es)"
     assert {"scheduler.0", "the random state of 1 process(es)"} <= set(report.carried)
     losses = spawn(ours, 1, "single", tmp_path / "ours", None, strict=False)[0]  # It has no scheduler.
@@ -248,23 +249,23 @@ def test_nothing_in_a_foreign_checkpoint_is_executed(tmp_path, monkeypatch):
     folder.mkdir()
     torch.save({"module": Bomb()}, folder / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt cannot be read as weights only"):
-        checkpoint.convert(folder, tmp_path / "ours")
+        convert(folder, tmp_path / "ours")
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "ours").exists()
 
 
 def test_what_is_missing_or_foreign_is_named(reference, tmp_path):
-    checkpoint.convert_to(reference[1], tmp_path / "theirs", "deepspeed", {"zero_stage": "2", "world_size": "2"})
+    convert_to(reference[1], tmp_path / "theirs", "deepspeed", {"zero_stage": "2", "world_size": "2"})
     folder = tmp_path / "theirs" / f"global_step{CUT}"
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"1 file.s. with the optimizer's states are there, 2 were written"):
-        checkpoint.convert(tmp_path / "theirs", tmp_path / "ours")
+        convert(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "elsewhere").rename(folder / "zero_pp_rank_1_mp_rank_01_optim_states.pt")
     with pytest.raises(CheckpointError, match="model-parallel") as caught:
-        checkpoint.convert(tmp_path / "theirs", tmp_path / "ours")
+        convert(tmp_path / "theirs", tmp_path / "ours")
     assert "ds_to_universal" in str(caught.value)
     with pytest.raises(CheckpointError, match="holds no checkpoint of DeepSpeed"):
-        checkpoint.convert(tmp_path, tmp_path / "ours", "deepspeed")
+        convert(tmp_path, tmp_path / "ours", "deepspeed")
 
 
 def test_options_are_checked(reference, tmp_path):
@@ -276,12 +277,12 @@ def test_options_are_checked(reference, tmp_path):
     }
     for key, (value, message) in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.convert_to(reference[1], tmp_path / "theirs", "deepspeed", {key: value})
+            convert_to(reference[1], tmp_path / "theirs", "deepspeed", {key: value})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_line_reads_without_deepspeed_and_says_what_writing_needs(reference, tmp_path):
-    checkpoint.convert_to(reference[1], tmp_path / "theirs", "deepspeed", {"zero_stage": "3", "world_size": "2"})
+    convert_to(reference[1], tmp_path / "theirs", "deepspeed", {"zero_stage": "3", "world_size": "2"})
     # DeepSpeed cannot be imported in this process.
     program = "import sys; sys.modules['deepspeed'] = None; from drivetrain.cli.main import main; main()"
 

@@ -10,61 +10,78 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.background import BackgroundSaver
-    from drivetrain.checkpoint.converting import Converted, convert
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
-    from drivetrain.checkpoint.folder import Naming
-    from drivetrain.checkpoint.formats import CheckpointFormat, convert_to
-    from drivetrain.checkpoint.inspection import Inspection, inspect
+    from drivetrain.checkpoint.folder import Inspection, Naming, check_file, commit, data_folder, inspect, stage
     from drivetrain.checkpoint.loader import load
-    from drivetrain.checkpoint.manifest import Manifest, read_manifest
-    from drivetrain.checkpoint.saver import save
-    from drivetrain.checkpoint.state import Rng, TrainingState
+    from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest, stored_name
+    from drivetrain.checkpoint.saver import BackgroundSaver, Rng, TrainingState, library_versions, save
+    from drivetrain.checkpoint.tensors import (
+        DrivetrainReader,
+        Source,
+        TensorFile,
+        dtype_name,
+        read_tensor,
+        torch_dtype,
+        write_tensors,
+    )
+    from drivetrain.checkpoint.tree import Encoder, decode
 
-_HOMES = {
-    "BackgroundSaver": "background",
-    "CheckpointFormat": "formats",
-    "Converted": "converting",
-    "Inspection": "inspection",
-    "Manifest": "manifest",
-    "Naming": "folder",
-    "Rng": "state",
-    "TrainingState": "state",
-    "convert": "converting",
-    "convert_to": "formats",
-    "export_checkpoint": "export",
-    "export_model": "export",
-    "inspect": "inspection",
-    "load": "loader",
-    "read_manifest": "manifest",
-    "save": "saver",
-    "save_object": "export",
+_MODULES = {
+    "export": ("export_checkpoint", "export_model", "save_object"),
+    "folder": ("Inspection", "Naming", "check_file", "commit", "data_folder", "inspect", "stage"),
+    "loader": ("load",),
+    "manifest": ("Chunk", "FileEntry", "Manifest", "TensorEntry", "read_manifest", "stored_name"),
+    "saver": ("BackgroundSaver", "Rng", "TrainingState", "library_versions", "save"),
+    "tensors": (
+        "DrivetrainReader",
+        "Source",
+        "TensorFile",
+        "dtype_name",
+        "read_tensor",
+        "torch_dtype",
+        "write_tensors",
+    ),
+    "tree": ("Encoder", "decode"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "BackgroundSaver",
-    "CheckpointFormat",
-    "Converted",
+    "Chunk",
+    "DrivetrainReader",
+    "Encoder",
+    "FileEntry",
     "Inspection",
     "Manifest",
     "Naming",
     "Rng",
+    "Source",
+    "TensorEntry",
+    "TensorFile",
     "TrainingState",
-    "convert",
-    "convert_to",
+    "check_file",
+    "commit",
+    "data_folder",
+    "decode",
+    "dtype_name",
     "export_checkpoint",
     "export_model",
     "inspect",
+    "library_versions",
     "load",
     "read_manifest",
+    "read_tensor",
     "save",
     "save_object",
+    "stage",
+    "stored_name",
+    "torch_dtype",
+    "write_tensors",
 ]

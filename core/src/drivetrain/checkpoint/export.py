@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
-from drivetrain.checkpoint.manifest import read_manifest, stored_name
-from drivetrain.checkpoint.storage import read_tensor
-from drivetrain.checkpoint.tensorfile import Source, header_bytes, raw_bytes, write_tensors
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.checkpoint.manifest import read_manifest, stored_names
+from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -107,7 +106,8 @@ def export_checkpoint(
             whose=str(folder),
             cure="`drivetrain checkpoint inspect` shows what it holds.",
         )
-    entries = {name: manifest.tensors[stored_name(own, index)] for name, own in wanted.items()}
+    stored = stored_names(wanted.values(), index)
+    entries = {name: manifest.tensors[stored[own]] for name, own in wanted.items()}
     for file in sorted({chunk.file for entry in entries.values() for chunk in entry.chunks}):
         check_file(folder, file, manifest.files[file])
     tied = manifest.trainables[index]["extra"].get("tied", {})
@@ -281,9 +281,9 @@ class _Streamed:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor; it is written now unless the file is still small."""
         source = Source.of(name, tensor)
-        entry = source.header(self._size)
-        self._entries[name] = entry
-        self._text += len(json.dumps({name: entry}))
+        entry = header_entries([source], self._size)
+        self._entries |= entry
+        self._text += len(json.dumps(entry))
         self._size += source.num_bytes
         self._held.append(source)
         if self._size > _HELD:
@@ -308,7 +308,7 @@ class _Streamed:
             self._file = CheckedFile(self._path)
             self._file.write(bytes(_RESERVE))
         for source in self._held:
-            self._file.write(raw_bytes(source.produce()))
+            self._file.write(*raw_bytes([source.produce()]))
         self._held.clear()
 
 

@@ -497,14 +497,15 @@ class CheckedFile:
         self._file = path.open("xb", buffering=1 << 16)
         self.size, self.crc32 = 0, 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, *parts: bytes | memoryview) -> None:
         """Append bytes."""
-        view = memoryview(data)
-        for start in range(0, len(view), _BLOCK):
-            block = view[start : start + _BLOCK]
-            self.crc32 = zlib.crc32(block, self.crc32)
-            self._file.write(block)
-        self.size += len(view)
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), _BLOCK):
+                block = view[start : start + _BLOCK]
+                self.crc32 = zlib.crc32(block, self.crc32)
+                self._file.write(block)
+            self.size += len(view)
 
     def close(self) -> None:
         """Give up: what was written may not be on the disk."""
@@ -699,3 +700,41 @@ def _host() -> str:
     """Who may judge by process id."""
     return f"{zlib.crc32(machine().encode()):08x}"
 
+
+# ---- Inspection
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint at a glance.
+
+    Args:
+        path: its folder.
+        manifest: everything but the numbers.
+        num_bytes: size of all files that the manifest names.
+        problems: one sentence for each file that is missing, truncated or altered; empty when it is whole.
+    """
+
+    path: Path
+    manifest: Manifest
+    num_bytes: int
+    problems: tuple[str, ...] = ()
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Read a checkpoint's manifest and check every file. Not collective.
+
+    Raises:
+        CheckpointNotFoundError: no complete checkpoint there.
+        CheckpointCorruptError: the manifest itself is damaged.
+        CheckpointError: the manifest is another program's or of a newer format.
+    """
+    folder = Path(path).absolute()
+    manifest = read_manifest(folder)
+    problems = []
+    for name, entry in manifest.files.items():
+        try:
+            check_file(folder, name, entry)
+        except CheckpointCorruptError as problem:
+            problems.append(problem.what)
+    return Inspection(folder, manifest, sum(entry.size for entry in manifest.files.values()), tuple(problems))

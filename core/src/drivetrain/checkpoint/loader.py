@@ -28,16 +28,15 @@ from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.checkpoint.folder import check_file
-from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_name
-from drivetrain.checkpoint.storage import DrivetrainReader, torch_dtype
-from drivetrain.checkpoint.tensorfile import TensorFile, dtype_name
+from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_names
+from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import decode, tensor_keys
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
-    from drivetrain.checkpoint.state import Portable, Rng, TrainingState
+    from drivetrain.checkpoint.saver import Portable, Rng, TrainingState
 
 # ---- Does a checkpoint fit what is to be loaded? Names, shapes, parameter groups, and the sentences. No torch
 
@@ -434,6 +433,7 @@ class _Load:
         self._templates: list[PortableState] = []
         self._targets: dict[str, Any] = {}  # Tensors of models and optimizers to be filled, by stored name.
         self._words: dict[str, Any] = {}  # New tensors for all other state.
+        self._weights: tuple[DrivetrainReader, DefaultLoadPlanner, LoadPlan] | None = None
         self._aliases: dict[str, str] = {}  # Stored name wanted here: the stored name that it was tied to.
         self._portable: list[PortableState] = []
         self._objects: dict[str, Any] = {}
@@ -483,17 +483,14 @@ class _Load:
 
     def decode(self) -> None:
         """Read everything but what goes into models and optimizers, and look at the rest. Not collective."""
-        reader, planner, plan = self._plan(self._targets)
+        self._weights = reader, _, plan = self._plan(self._targets)
         reader.check_data(plan)
         reader, planner, plan = self._plan(self._words)
         reader.read_data(plan, planner).wait()
         for index, (trainable, template) in enumerate(zip(self._state.trainables, self._templates, strict=True)):
             saved = self._manifest.trainables[index]
-            tensors = {
-                own: self._targets[stored]
-                for own in template.tensors
-                if (stored := stored_name(own, index)) in self._targets
-            }
+            stored = stored_names(template.tensors, index)
+            tensors = {own: self._targets[name] for own, name in stored.items() if name in self._targets}
             optimizers = decode(saved["optimizers"], self._fetch) if trainable.optimizers else []
             portable = PortableState(tensors, optimizers, decode(saved["extra"], self._fetch))
             check_words(portable, template, trainable, f"model {index}")
@@ -532,7 +529,8 @@ class _Load:
 
     def fill(self) -> None:
         """Read the weights: every tensor that this rank needs, its own boxes only. Not collective."""
-        reader, planner, plan = self._plan(self._targets)
+        assert self._weights is not None, "decode comes before"
+        reader, planner, plan = self._weights
         reader.read_data(plan, planner).wait()
 
     def take_over(self) -> None:
@@ -566,28 +564,29 @@ class _Load:
         self._templates.append(template)
         left_out = self._left_out(index, trainable, specs)
         cast = []
+        names = stored_names([*template.tensors, *specs], index)
         for own, target in template.tensors.items():
             first = own if own in specs else origins.get(own, own)
-            stored = stored_name(own, index)
+            stored = names[own]
             if first in left_out or (own.startswith("model.") and index in self._skip_models):
                 continue
             if first not in specs:
                 found.missing.add(stored)
                 continue
-            found.unused.discard(stored_name(first, index))
+            found.unused.discard(names[first])
             if tuple(target.shape) != specs[first].shape:
                 saved_shape = list(specs[first].shape)
                 found.shapes.append(f"{stored} is {saved_shape} in the checkpoint and {list(target.shape)} here")
                 continue
-            if torch_dtype(stored, specs[first].dtype).is_complex != target.dtype.is_complex:
-                found.others.append(f"{stored} is {specs[first].dtype} in the checkpoint and {target.dtype} here")
-                continue
             if dtype_name(target.dtype) != specs[first].dtype:
+                if torch_dtype(stored, specs[first].dtype).is_complex != target.dtype.is_complex:
+                    found.others.append(f"{stored} is {specs[first].dtype} in the checkpoint and {target.dtype} here")
+                    continue
                 cast.append(f"{stored} from {specs[first].dtype} to {dtype_name(target.dtype)}")
             self._targets[stored] = target
             if first != own:
-                self._aliases[stored] = stored_name(first, index)
-        found.unused -= {stored_name(own, index) for own in left_out}
+                self._aliases[stored] = names[first]
+        found.unused -= {names[own] for own in left_out}
         if cast:
             self.remarks.append(f"{len(cast)} tensor(s) change their dtype while loading, the first is {cast[0]}")
         if trainable.optimizers and not saved["optimizers"]:

@@ -10,8 +10,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,14 +59,6 @@ class TensorEntry:
     def num_bytes(self) -> int:
         """Size of the whole tensor."""
         return math.prod(self.shape) * _item_size(self.dtype)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        chunks = [
-            {"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file, "key": chunk.key}
-            for chunk in self.chunks
-        ]
-        return {"dtype": self.dtype, "shape": self.shape, "chunks": chunks, "sharded": self.sharded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +107,28 @@ class Manifest:
 
     def specs(self, index: int) -> dict[str, TensorSpec]:
         """Shapes and dtypes of one trainable's tensors, under the names that the trainable itself speaks."""
+        kinds = {f"{kind}_{index}" if index else kind: kind for kind in _KINDS}
         specs = {}
         for name, entry in self.tensors.items():
-            own = own_name(name, index)
-            if own is not None:
-                specs[own] = TensorSpec(entry.shape, entry.dtype)
+            kind, dot, rest = name.partition(".")
+            if dot and kind in kinds:
+                specs[f"{kinds[kind]}.{rest}"] = TensorSpec(entry.shape, entry.dtype)
         return specs
+
+    def plain_tensors(self) -> dict[str, Any]:
+        """The index of all tensors as JSON has it."""
+        return {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "chunks": [
+                    {"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file, "key": chunk.key}
+                    for chunk in entry.chunks
+                ],
+                "sharded": entry.sharded,
+            }
+            for name, entry in self.tensors.items()
+        }
 
     def to_json(self) -> str:
         """The manifest's text, its checksum first. Raises :class:`CheckpointError` for an ``info`` that is no JSON."""
@@ -129,7 +138,7 @@ class Manifest:
             **{part.name: getattr(self, part.name) for part in fields(self)},
             "rng": {str(coordinate): file for coordinate, file in self.rng.items()},
             # By hand: dataclasses.asdict took 10 ms for 90 tensors, a third of a small save's CPU time.
-            "tensors": {name: entry.plain() for name, entry in self.tensors.items()},
+            "tensors": self.plain_tensors(),
             "files": {name: {"size": entry.size, "crc32": entry.crc32} for name, entry in self.files.items()},
         }
         try:
@@ -138,7 +147,7 @@ class Manifest:
             raise CheckpointError(f"the checkpoint's info must be plain JSON: {problem}") from problem
         for key, value in body.items():
             if isinstance(value, dict) and value:
-                rows = ",\n".join(f"  {_dump(name)}: {_dump(entry)}" for name, entry in value.items())
+                rows = ",\n".join([f"  {_dump(name)}: {_dump(entry)}" for name, entry in value.items()])
                 lines.append(f"{_dump(key)}: {{\n{rows}\n}}")
             else:
                 lines.append(f"{_dump(key)}: {_dump(value)}")
@@ -190,7 +199,7 @@ class Manifest:
         files = {
             _inside(name): FileEntry(int(entry["size"]), int(entry["crc32"])) for name, entry in body["files"].items()
         }
-        tensors = {name: _tensor_entry(entry, files) for name, entry in body["tensors"].items()}
+        tensors = _read_tensors(body["tensors"], files)
         rng = {int(coordinate): str(file) for coordinate, file in body["rng"].items()}
         if not set(rng.values()) <= set(files):
             raise ValueError("a file of random state is not in the list of files")
@@ -216,29 +225,31 @@ def _item_size(dtype: str) -> int:
     return int(digits[1]) // 8 if digits else 1
 
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # What torch.compile and checkpoint_wrapper add to names.
+_WRAPPED = r"(?:_orig_mod|_checkpoint_wrapped_module)"  # What torch.compile and checkpoint_wrapper add to names.
+
+original_name: Callable[[str], str] = partial(re.compile(rf"^(?:{_WRAPPED}(?:\.|$))+|\.{_WRAPPED}(?=\.|$)").sub, "")
+"""The name of a parameter or buffer in the original module."""
+
+_KINDS = ("model", "optim")
 
 
-def original_name(name: str) -> str:
-    """The name of a parameter or buffer in the original module."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+def stored_names(names: Iterable[str], index: int) -> dict[str, str]:
+    """The names in a checkpoint of one trainable's tensors.
 
-
-def own_name(stored: str, index: int) -> str | None:
-    """The trainable's own word for a stored tensor name, ``None`` when it is another trainable's."""
-    kind, dot, rest = stored.partition(".")
-    for own in ("model", "optim"):
-        if dot and kind == (own if index == 0 else f"{own}_{index}"):
-            return f"{own}.{rest}"
-    return None
+    ``model.x`` and ``optim.x.slot`` of the first trainable keep their names, the next one's are ``model_1.x``.
+    """
+    found = {}
+    for own in names:
+        kind, _, rest = own.partition(".")
+        if kind not in _KINDS or not rest:
+            raise CheckpointError(f"a trainable names a tensor {own!r}", cure="Names begin with 'model.' or 'optim.'.")
+        found[own] = f"{kind}_{index}.{rest}" if index else own
+    return found
 
 
 def stored_name(own: str, index: int) -> str:
-    """``model.x`` and ``optim.x.slot`` of the first trainable keep their names, the next one's are ``model_1.x``."""
-    kind, _, rest = own.partition(".")
-    if kind not in ("model", "optim") or not rest:
-        raise CheckpointError(f"a trainable names a tensor {own!r}", cure="Names begin with 'model.' or 'optim.'.")
-    return own if index == 0 else f"{kind}_{index}.{rest}"
+    """As :func:`stored_names`, for one tensor."""
+    return stored_names((own,), index)[own]
 
 
 def read_text(folder: Path) -> str:
@@ -266,8 +277,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 _RESAVE = "Load an older checkpoint; this one cannot be trusted."
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
@@ -281,27 +291,32 @@ def _inside(name: str) -> str:
     return name
 
 
-def _tensor_entry(entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
-    shape = tuple(int(size) for size in entry["shape"])
-    chunks = tuple(
-        Chunk(tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["shape"])), str(chunk["file"]), str(chunk["key"]))
-        for chunk in entry["chunks"]
-    )
-    volume = 0
-    for chunk in chunks:
-        if chunk.file not in files:
-            raise ValueError(f"{chunk.file!r} is not in the list of files")
-        if not len(chunk.offsets) == len(chunk.shape) == len(shape):
-            raise ValueError(f"chunk {chunk.key!r} has another number of dims than its tensor")
-        box = zip(chunk.offsets, chunk.shape, shape, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
-            raise ValueError(f"chunk {chunk.key!r} lies outside of its tensor")
-        volume += math.prod(chunk.shape)
-    if volume != math.prod(shape):
-        raise ValueError(f"the chunks of a tensor of shape {shape} hold {volume} elements")
-    if len(chunks) > 1 and _overlap([chunk for chunk in chunks if math.prod(chunk.shape)]):
-        raise ValueError(f"chunks of a tensor of shape {shape} overlap")
-    return TensorEntry(str(entry["dtype"]), shape, chunks, bool(entry["sharded"]))
+def _read_tensors(body: Mapping[str, Any], files: Mapping[str, FileEntry]) -> dict[str, TensorEntry]:
+    """Every tensor's entry. Raises one of the errors that :meth:`Manifest.from_json` expects where one is forged."""
+    entries = {}
+    for name, entry in body.items():
+        shape = tuple(map(int, entry["shape"]))
+        chunks = []
+        volume = 0
+        for told in entry["chunks"]:
+            chunk = Chunk(
+                tuple(map(int, told["offsets"])), tuple(map(int, told["shape"])), str(told["file"]), str(told["key"])
+            )
+            if chunk.file not in files:
+                raise ValueError(f"{chunk.file!r} is not in the list of files")
+            if not len(chunk.offsets) == len(chunk.shape) == len(shape):
+                raise ValueError(f"chunk {chunk.key!r} has another number of dims than its tensor")
+            for offset, size, whole in zip(chunk.offsets, chunk.shape, shape, strict=True):
+                if offset < 0 or size < 0 or offset + size > whole:
+                    raise ValueError(f"chunk {chunk.key!r} lies outside of its tensor")
+            volume += math.prod(chunk.shape)
+            chunks.append(chunk)
+        if volume != math.prod(shape):
+            raise ValueError(f"the chunks of a tensor of shape {shape} hold {volume} elements")
+        if len(chunks) > 1 and _overlap([chunk for chunk in chunks if math.prod(chunk.shape)]):
+            raise ValueError(f"chunks of a tensor of shape {shape} overlap")
+        entries[name] = TensorEntry(str(entry["dtype"]), shape, tuple(chunks), bool(entry["sharded"]))
+    return entries
 
 
 def _overlap(chunks: list[Chunk]) -> bool:

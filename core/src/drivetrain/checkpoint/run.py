@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from drivetrain.backend import Backend
-from drivetrain.checkpoint import BackgroundSaver, Manifest, Naming, Rng, TrainingState, folder, load, save
+from drivetrain.checkpoint import folder
+from drivetrain.checkpoint.folder import Naming
+from drivetrain.checkpoint.loader import load
+from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.saver import BackgroundSaver, Rng, TrainingState, save
 from drivetrain.distributed import rng
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import MainProcessOnlyCall, check_collective, log_call

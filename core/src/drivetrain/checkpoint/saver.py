@@ -1,51 +1,136 @@
-"""Write a checkpoint: collect, plan, write and complete, with an agreement of all ranks after each step."""
+"""Save a run as a checkpoint: at once, or copied into host memory and written by a thread.
+
+A save collects the state, plans who writes what, writes and completes, with an agreement of all ranks after each step.
+The folder appears whole or not at all.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shutil
+import threading
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.folder import commit, data_folder, stage
-from drivetrain.checkpoint.manifest import Manifest, original_name, stored_name
-from drivetrain.checkpoint.state import TrainingState
-from drivetrain.checkpoint.storage import (
-    PlanMemory,
+from drivetrain.checkpoint.manifest import Manifest, original_name, stored_names
+from drivetrain.checkpoint.tensors import (
+    CachedPlan,
+    Layout,
     PlannedFile,
-    Settled,
+    Source,
     Written,
+    common_plan,
     in_shards,
     index_tensors,
     layout_of,
     of_lowest_rank,
     plan_files,
     planner_of,
-    settle_plans,
     write_files,
 )
-from drivetrain.checkpoint.tensorfile import Source
 from drivetrain.checkpoint.tree import Encoder
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
 from drivetrain.topology import DATA_AXES, Topology
 
 if TYPE_CHECKING:
-    from drivetrain.backend import Backend
+    from drivetrain.backend import Backend, PortableState, TensorSpec
 
-# ---- Collect a run's state as named tensors and JSON values, without copying
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SaveHooks = Callable[[Path], Collection[int]]
+Keep = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
+
+_ALIGNMENT = 64
+"""Each tensor begins at a multiple of this many bytes in a host buffer: a cache line, and of every element size."""
+
+
+# ---- What a checkpoint holds
+
+
+class Stateful(Protocol):
+    """Anything with ``state_dict()`` and ``load_state_dict(state)``."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Portable(Protocol):
+    """What a checkpoint asks of a :class:`~drivetrain.api.Trainable`, and of an average of one."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+    def portable_state(self) -> PortableState: ...
+
+    def portable_template(self, saved: Mapping[str, TensorSpec], /) -> PortableState: ...
+
+    def load_portable_state(self, state: PortableState, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Rng:
+    """This process's random state.
+
+    Args:
+        capture: gives a tree (see :mod:`drivetrain.checkpoint.tree`) of this process's generators.
+        restore: takes such a tree.
+        reseed: seeds all generators from one number, for a process that the checkpoint knows nothing of.
+    """
+
+    capture: Callable[[], Any]
+    restore: Callable[[Any], None]
+    reseed: Callable[[int], None]
+
+
+@dataclass
+class TrainingState:
+    """A run's state.
+
+    Args:
+        trainables: the prepared models with their optimizers, in the same order on every rank and in every run; after
+            them the averages of models.
+        averages: how many of ``trainables`` are averages.
+        objects: scheduler, loaders, the user's own, by a name that does not change; the same on every rank.
+        counters: numbers of the run (optimizer steps, ...); a load replaces its values in place.
+        rng: random state, kept per data-parallel coordinate; ``None`` keeps none.
+        remember: for objects by name, where loading ``state_dict()`` again would not be enough: returns a function that
+            takes the object back to what it is now.
+    """
+
+    trainables: Sequence[Portable] = ()
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=dict)
+    rng: Rng | None = None
+    remember: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
+    averages: int = 0
+
+
+# ---- Collecting the state, without a copy
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -58,7 +143,7 @@ class Collected:
         trainables: the encoded rest of each trainable.
         counters: encoded.
         objects: each object's state, encoded.
-        rng: this coordinate's random state, encoded, with its tensors; ``None`` on ranks that do not save one.
+        rng: random state, encoded, with its tensors, on the first rank of each data-parallel coordinate.
     """
 
     tensors: dict[str, Tensor]
@@ -91,12 +176,12 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
     for index, trainable in enumerate(state.trainables):
         portable = trainable.portable_state()
         parameters = {f"model.{original_name(name)}" for name, _ in trainable.module.named_parameters()}
-        of_one_rank |= {
-            stored_name(own, index) for own in portable.tensors if own.startswith("model.") and own not in parameters
-        }
-        for own, tensor in portable.tensors.items():
-            if not (own.startswith("model.") and index in skip_models):
-                tensors[stored_name(own, index)] = tensor
+        for own, stored in stored_names(portable.tensors, index).items():
+            of_model = own.startswith("model.")
+            if of_model and own not in parameters:
+                of_one_rank.add(stored)
+            if not (of_model and index in skip_models):
+                tensors[stored] = portable.tensors[own]
         where = f"trainables.{index}"
         trainables.append(
             {
@@ -107,30 +192,17 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
     counters = encoder.encode(state.counters, "counters")
     objects = {name: encoder.encode(item.state_dict(), f"objects.{name}") for name, item in state.objects.items()}
     # Replicated by contract; if they are not, words and numbers still come from one rank, the main process.
-    tensors.update(
-        (name, tensor)
-        for name, tensor in encoder.tensors.items()
-        if topology.rank == 0 or isinstance(tensor, DTensor)
-    )
-    rng = _capture_rng(state, topology)
+    is_main = topology.rank == 0
+    tensors |= {name: tensor for name, tensor in encoder.tensors.items() if is_main or isinstance(tensor, DTensor)}
+    rng = None
+    coordinates = topology.mesh.coordinates(topology.rank)
+    if state.rng is not None and not any(at for axis, at in coordinates.items() if axis not in DATA_AXES):
+        numbers = Encoder()
+        rng = numbers.encode(state.rng.capture(), "rng"), numbers.tensors
     return Collected(tensors, frozenset(of_one_rank), tuple(trainables), counters, objects, rng)
 
 
-def _capture_rng(state: TrainingState, topology: Topology) -> tuple[Any, dict[str, Tensor]] | None:
-    """Random state, on the first rank of each data-parallel coordinate."""
-    place = topology.mesh.coordinates(topology.rank)
-    if state.rng is None or any(at for axis, at in place.items() if axis not in DATA_AXES):
-        return None
-    encoder = Encoder()
-    return encoder.encode(state.rng.capture(), "rng"), encoder.tensors
-
-
-# ---- Write a checkpoint: collect, plan, write and complete, with an agreement of all ranks after each step
-
-T = TypeVar("T")
-
-SaveHooks = Callable[[Path], Collection[int]]
-Keep = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
+# ---- One save
 
 
 def save(
@@ -208,7 +280,9 @@ class SaveWork:
         self._folder: Path | None = None
         self._collected: Collected | None = None
         self._offers: list[_Offer] = []
-        self._settled: Settled | None = None
+        self._planner: DefaultSavePlanner | None = None
+        self._plan: CachedPlan | None = None
+        self._layout: Layout = {}  # Known where the plan may be used again.
         self._files: list[PlannedFile] | None = None
         self._unheld: Exception | None = None
 
@@ -230,7 +304,9 @@ class SaveWork:
         self._run_hooks(ranks, hooks)
         self._tell(ranks)
 
-    def begin_beside(self, ranks: Ranks, hooks: SaveHooks | None, keep: Keep, plans: PlanMemory) -> None:
+    def begin_beside(
+        self, ranks: Ranks, hooks: SaveHooks | None, keep: Keep, cached: CachedPlan | None
+    ) -> CachedPlan | None:
         """The same, and let ``keep`` copy what this rank will write, so that training may change it.
 
         Collective over ``ranks``, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
@@ -239,30 +315,34 @@ class SaveWork:
             ranks: all that save.
             hooks: see :func:`save`.
             keep: copies the sources of these files.
-            plans: the plan of the save before is taken again where it fits on every rank: they then exchange three
-                numbers instead of plans, while they copy. This save's plan is put there.
+            cached: the plan of the save before, taken again where it fits on every rank: they then exchange three
+                numbers instead of plans, while they copy.
+
+        Returns:
+            This save's plan.
         """
         self._run_hooks(ranks, hooks)
         problem: Exception | None = None
         fits, mark = False, 0
         try:
             collected = self._collect()
-            fits = plans.fits(layout_of(collected.tensors), ranks.world_size)
+            self._layout = layout_of(collected.tensors)
+            fits = cached is not None and (cached.num_ranks, cached.layout) == (ranks.world_size, self._layout)
             mark = zlib.crc32(json.dumps(collected.marks()).encode())
         except Exception as caught:  # noqa: BLE001  Raised below, where the other ranks hear of it.
             problem = caught
         all_fit = ranks.ask_whether_same(fits, mark)
         if fits:
-            self._settled = plans.last
+            self._plan = cached
             self._hold(keep)
         if not all_fit():
-            self._settled = None
+            self._plan = None
             self._tell(ranks, problem)
             self._hold(keep)
-        plans.last = self._settled
         # Nothing of the run is needed, nor kept alive, from here on.
-        self._state = TrainingState()
+        self._state, self._planner = TrainingState(), None
         self._collected = replace(_present(self._collected), tensors={})
+        return self._plan
 
     def finish(self, ranks: Ranks) -> None:
         """Write, and let the folder appear. Collective over ``ranks`` at the end of each of the two."""
@@ -287,7 +367,7 @@ class SaveWork:
         """Copy; a failure is raised in :meth:`finish`, where the other ranks hear of it."""
         self._unheld = None
         try:
-            self._files = keep(self._settle())
+            self._files = keep(self._share())
         except Exception as problem:  # noqa: BLE001
             self._unheld = problem
 
@@ -305,6 +385,7 @@ class SaveWork:
         """Put the state into words, once, and make the folder; nothing is copied or written."""
         if self._collected is None:
             self._collected = collect(self._state, self._backend.topology, self._skip_models)
+            self._planner = planner_of(self._collected.tensors)
             self._stage()
         return self._collected
 
@@ -313,23 +394,21 @@ class SaveWork:
         if problem is not None:
             raise problem
         collected = self._collect()
-        plan = planner_of(collected.tensors).create_local_plan()
-        sharded = frozenset(name for name, tensor in collected.tensors.items() if in_shards(tensor))
-        return _Offer(plan, sharded, collected.of_one_rank, collected.marks(), self._staging)
+        plan = _present(self._planner).create_local_plan()
+        return _Offer(plan, in_shards(collected.tensors), collected.of_one_rank, collected.marks(), self._staging)
 
-    def _settle(self) -> list[PlannedFile]:
+    def _share(self) -> list[PlannedFile]:
         """This rank's share of what all offered, and its random state. Nothing is copied yet."""
-        collected = _present(self._collected)
-        planner = planner_of(collected.tensors)
-        if self._settled is None:
+        collected, planner = _present(self._collected), _present(self._planner)
+        if self._plan is None:
             if self._rank == 0:
                 _warn_about_differences(self._offers)
             of_one_rank = frozenset[str]().union(*(offer.of_one_rank for offer in self._offers))
             plans = of_lowest_rank([offer.plan for offer in self._offers], of_one_rank)
-            plan, metadata = settle_plans(planner, plans, self._rank)
+            plan, metadata = common_plan(planner, plans, self._rank)
             sharded = frozenset[str]().union(*(offer.sharded for offer in self._offers))
-            self._settled = Settled(layout_of(collected.tensors), len(self._offers), plan, metadata, sharded)
-        files = plan_files(planner, self._settled.plan, f"tensors-{self._rank:05d}")
+            self._plan = CachedPlan(self._layout, len(self._offers), plan, metadata, sharded)
+        files = plan_files(planner, self._plan.plan, f"tensors-{self._rank:05d}")
         if collected.rng is not None:
             tree, tensors = collected.rng
             sources = tuple(Source.of(key, value) for key, value in tensors.items())
@@ -341,7 +420,7 @@ class SaveWork:
         """Write this rank's share."""
         if self._unheld is not None:
             raise self._unheld
-        files = self._settle() if self._files is None else self._files
+        files = self._share() if self._files is None else self._files
         data = data_folder(folder)
         written = write_files(files, data)
         if _present(self._collected).rng is not None:
@@ -362,7 +441,7 @@ class SaveWork:
                         f"the main process does not see {name}, which rank {rank} wrote",
                         cure="All machines must share the file system of the checkpoint's folder.",
                     )
-        collected, settled = _present(self._collected), _present(self._settled)
+        collected, plan = _present(self._collected), _present(self._plan)
         manifest = Manifest(
             backend=self._backend.settings.name or type(self._backend).__name__,
             mesh=topology.mesh.sizes,
@@ -373,7 +452,7 @@ class SaveWork:
             counters=collected.counters,
             trainables=collected.trainables,
             objects=collected.objects,
-            tensors=index_tensors(settled.metadata, settled.sharded, parts),
+            tensors=index_tensors(plan.metadata, plan.sharded, parts),
             files=dict(sorted(files.items())),
             rng={coordinate: name for part in parts for coordinate, name in part.rng.items()},
         )
@@ -411,3 +490,161 @@ def library_versions() -> dict[str, str]:
             found[name] = "not installed"
     return found
 
+
+# ---- Saves beside the training
+
+
+@final
+class HostBuffer:
+    """One block of host memory that holds what a rank writes; kept for the next save, and larger only when it must be.
+
+    Args:
+        device: of the training; where it is not the CPU the block is pinned, so that copies into it are fast.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_device = device != "cpu"
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def keep(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
+        """Copy every tensor of these files; the files returned read the copies. They hold until the next call."""
+        starts = [0]
+        for file in files:
+            for source in file.sources:
+                starts.append(starts[-1] + -(-source.num_bytes // _ALIGNMENT) * _ALIGNMENT)
+        if self._block.numel() < starts[-1]:
+            self.release()  # Before the larger one is there: never both.
+            self._block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._on_device)
+        at = iter(starts)
+        kept = []
+        for file in files:
+            sources = []
+            for source in file.sources:
+                start = next(at)
+                copy = self._block[start : start + source.num_bytes].view(source.dtype).view(source.shape)
+                copy.copy_(source.produce().detach(), non_blocking=self._on_device)
+                sources.append(Source(source.key, source.dtype, source.shape, copy.detach))
+            kept.append(replace(file, sources=tuple(sources)))
+        if self._on_device:
+            torch.accelerator.synchronize()
+        return kept
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+
+@final
+class BackgroundSaver:
+    """Saves of one run beside its training, one at a time. Its methods belong to the main thread.
+
+    The thread's ranks talk over a process group of their own, so that its messages never meet those of the training.
+
+    Args:
+        backend: the started backend; its runtime is ``torch.distributed`` where it has several processes.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffer = HostBuffer(backend.topology.device)
+        self._plan: CachedPlan | None = None  # of the save before
+        self._group: Any = None
+        self._thread: threading.Thread | None = None
+        self._target: Path | None = None
+        self._failure: BaseException | None = None
+
+    def start(
+        self,
+        path: str | Path,
+        state: TrainingState,
+        *,
+        info: Mapping[str, Any] | None = None,
+        hooks: SaveHooks | None = None,
+        alone: bool = False,
+        afterwards: Callable[[], object] | None = None,
+    ) -> Path:
+        """Copy the state and begin to write it. Collective over all ranks, until the copy is made; then it returns.
+
+        The save before this one must have been waited for.
+
+        Args:
+            path: see :func:`drivetrain.checkpoint.save`, also for ``state``, ``info``, ``hooks`` and ``alone``.
+            state: what to write.
+            info: plain JSON for the manifest.
+            hooks: called here, not in the thread.
+            alone: only the main process calls this.
+            afterwards: called by the main process's thread once the checkpoint is complete.
+
+        Returns:
+            ``path``, made absolute; the checkpoint appears there later.
+
+        Raises:
+            CheckpointError: on every rank, when any of them failed before the thread began.
+        """
+        assert self._thread is None, "the save before is waited for"
+        work = SaveWork(Path(path).absolute(), state, self._backend, frozenset(), dict(info or {}))
+        # Its group is at rest until the thread begins.
+        ranks = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
+        with work.whole_or_gone(ranks):
+            self._plan = work.begin_beside(ranks, hooks, self._buffer.keep, self._plan)
+        self._target = work.target
+        # A thread that set to work at once would keep this one off the interpreter for a switch interval, 5 ms.
+        returned = threading.Event()
+        arguments = (returned, work, ranks, afterwards)
+        # Not a daemon: a script that ends while it runs ends after it.
+        self._thread = threading.Thread(target=self._run, args=arguments, name="drivetrain-save")
+        self._thread.start()
+        returned.set()
+        return work.target
+
+    def wait(self) -> Path | None:
+        """Wait until the save that runs is complete; not collective, yet every rank's thread waits for the others'.
+
+        Returns:
+            Its folder; ``None`` when none ran.
+
+        Raises:
+            CheckpointError: it failed, on every rank; told once. What was complete before is untouched.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            what = failure.what if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+            raise CheckpointError(
+                f"the save of {self._target} in the background failed: {what}",
+                cure="Older checkpoints are as they were. Cure the cause and save again.",
+            ) from failure
+        return self._target
+
+    def close(self) -> None:
+        """Wait, then let go of memory and process group. Not collective. A failure is logged: the run is over."""
+        try:
+            self.wait()
+        except CheckpointError as problem:
+            logger.error("%s", problem)  # noqa: TRY400 (the sentence says it all; the traceback is the thread's)
+        self._buffer.release()
+        self._plan = None
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _own_group(self) -> Any:
+        """A process group of all ranks for the thread. Collective over all ranks the first time."""
+        if self._backend.topology.world_size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", group_desc="drivetrain checkpoints")
+        return self._group
+
+    def _run(
+        self, returned: threading.Event, work: SaveWork, ranks: Ranks, afterwards: Callable[[], object] | None
+    ) -> None:
+        returned.wait()
+        try:
+            with work.whole_or_gone(ranks):
+                work.finish(ranks)
+            if afterwards is not None:
+                act = afterwards
+                ranks.agree("remove older checkpoints", lambda: act() if ranks.is_main else None)
+        except BaseException as problem:  # noqa: BLE001  The main thread raises it at its next call.
+            self._failure = problem

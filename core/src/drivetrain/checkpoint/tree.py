@@ -19,6 +19,8 @@ from torch import Tensor
 from drivetrain.errors import CheckpointCorruptError, CheckpointError
 
 _KIND = "$"
+_PLAIN = frozenset({type(None), bool, int, str})
+"""Types that JSON holds as they are. Checked before a value is looked at any further: most values are of these."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Encoder:
         Raises:
             CheckpointError: something else was met; names the path inside the value and the type.
         """
-        if value is None or type(value) in (bool, int, str):
+        if type(value) in _PLAIN:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
@@ -47,13 +49,18 @@ class Encoder:
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if type(value) in (list, tuple, torch.Size):  # A named tuple would come back as a plain one.
-            items = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            items = [
+                item if type(item) in _PLAIN else self.encode(item, f"{path}[{index}]")
+                for index, item in enumerate(value)
+            ]
             return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
         return self._rare(value, path)
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        if all(type(key) is str for key in value) and _KIND not in value:
-            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        if {type(key) for key in value} <= {str} and _KIND not in value:
+            return {
+                key: item if type(item) in _PLAIN else self.encode(item, f"{path}.{key}") for key, item in value.items()
+            }
         for key in value:
             if key is not None and type(key) not in (bool, int, float, str):
                 raise _cannot(f"a key of {path}", key)
@@ -97,12 +104,12 @@ def decode(node: Any, fetch: Callable[[str], Tensor]) -> Any:
         CheckpointCorruptError: a kind that no :class:`Encoder` writes.
     """
     if isinstance(node, list):
-        return [decode(item, fetch) for item in node]
+        return [decode(item, fetch) if isinstance(item, (list, dict)) else item for item in node]
     if not isinstance(node, dict):
         return node
     kind = node.get(_KIND)
     if kind is None:
-        return {key: decode(item, fetch) for key, item in node.items()}
+        return {key: decode(item, fetch) if isinstance(item, (list, dict)) else item for key, item in node.items()}
     try:
         return _DECODERS[kind](node, fetch)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -111,21 +118,24 @@ def decode(node: Any, fetch: Callable[[str], Tensor]) -> Any:
 
 def tensor_keys(node: Any, like: Any = None) -> Iterator[tuple[str, Any]]:
     """Name of each tensor in encoded state, beside what lies at the same place in ``like`` (``None`` when nothing)."""
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from tensor_keys(item, _child(like, index))
-    elif isinstance(node, dict):
-        kind = node.get(_KIND)
-        if kind is None:
-            for key, item in node.items():
-                yield from tensor_keys(item, _child(like, key))
-        elif kind == "tuple":
-            yield from tensor_keys(node["items"], like)
-        elif kind == "dict":
-            for key, item in node["items"]:
-                yield from tensor_keys(item, _child(like, decode(key, _no_tensor)))
-        elif "key" in node:
-            yield str(node["key"]), like
+    waiting = [(node, like)]
+    while waiting:
+        node, like = waiting.pop()
+        pairs: list[tuple[Any, Any]] = []
+        if isinstance(node, list):
+            pairs = list(enumerate(node))
+        elif isinstance(node, dict):
+            kind = node.get(_KIND)
+            if kind is None:
+                pairs = list(node.items())
+            elif kind == "tuple":
+                waiting.append((node["items"], like))
+            elif kind == "dict":
+                pairs = [(decode(key, _no_tensor), item) for key, item in node["items"]]
+            elif "key" in node:
+                yield str(node["key"]), like
+        inner = [(key, item) for key, item in pairs if isinstance(item, (list, dict))]
+        waiting += [(item, None if like is None else _child(like, key)) for key, item in reversed(inner)]
 
 
 def _child(like: Any, key: Any) -> Any:

@@ -7,20 +7,52 @@ import json
 import sys
 import time
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from drivetrain.cli.options import normalise
+from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.inspection import Inspection
+    from drivetrain.checkpoint import Inspection
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-@click.group(context_settings={"token_normalize_func": normalise})
+class _Commands(click.Group):
+    """Brings ``convert``, which is a distribution of its own, when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "convert"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name != "convert":
+            return super().get_command(ctx, cmd_name)
+        if find_spec("drivetrain_convert") is None:
+            return _not_installed
+        command: click.Command = import_module("drivetrain_convert.command").convert
+        return command
+
+
+@click.command(
+    "convert",
+    short_help="Convert from and to other libraries' checkpoints; needs drivetrain-convert.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _not_installed(**_: Any) -> None:
+    """Convert from and to other libraries' checkpoints: the distribution drivetrain-convert, which is not installed."""
+    raise CheckpointError(
+        "checkpoints of other libraries are read and written by drivetrain-convert, which is not installed",
+        cure="Run: pip install drivetrain-convert",
+    )
+
+
+@click.group(cls=_Commands, context_settings={"token_normalize_func": normalise})
 def checkpoint() -> None:
     """Look into a checkpoint, export its model, convert from and to other libraries' formats."""
 
@@ -33,7 +65,7 @@ def inspect(path: Path, as_json: bool) -> None:
 
     Ends with 1 when it is damaged.
     """
-    from drivetrain.checkpoint.inspection import inspect as look
+    from drivetrain.checkpoint import inspect as look
 
     found = look(path)
     click.echo(json.dumps(to_dict(found), indent=2) if as_json else "\n".join(lines(found)))
@@ -47,74 +79,10 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.option("--model", "index", default=0, show_default=True, metavar="INDEX", help="Which of the run's models.")
 def export(path: Path, out: Path, max_shard_size: str, index: int) -> None:
     """Write a checkpoint's model as safetensors that Transformers and plain torch load."""
-    from drivetrain.checkpoint.export import export_checkpoint
+    from drivetrain.checkpoint import export_checkpoint
 
     for file in export_checkpoint(path, out, max_shard_size=max_shard_size, index=index):
         click.echo(file)
-
-
-@checkpoint.command(short_help="Write another library's checkpoint as ours, or ours as another's.")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--from",
-    "kind",
-    default="auto",
-    show_default=True,
-    metavar="FORMAT",
-    help="The library that wrote it: auto, accelerate, torch, fabric, or a plugin's format.",
-)
-@click.option(
-    "--parameters",
-    type=click.File(encoding="utf-8"),
-    metavar="FILE",
-    help="Names from model.named_parameters(), one a line: safetensors do not keep their order, an optimizer needs it.",
-)
-@click.option("--to", "target", metavar="FORMAT", help="The other way: write one of ours in a plugin's format.")
-@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="With --to: an option of that format.")
-@click.option("--model", "index", default=0, show_default=True, metavar="INDEX", help="With --to: which of the models.")
-def convert(
-    source: Path,
-    out: Path,
-    kind: str,
-    parameters: IO[str] | None,
-    target: str | None,
-    options: tuple[str, ...],
-    index: int,
-) -> None:
-    """Write another library's checkpoint as one of ours, or ours as another's; say what could not be carried over.
-
-    Reads save_state folders of Accelerate (FSDP's too, full or sharded), files of torch.save and safetensors, what
-    Lightning Fabric saves, and the formats of installed plugins. Nothing in them is executed: pickles are read as
-    weights only.
-    """
-    if target is not None:
-        _write(source, out, target, options, index)
-        return
-    if options:
-        raise click.UsageError("--set belongs to --to.")
-    from drivetrain.checkpoint.converting import convert as work
-
-    names = [] if parameters is None else parameters.read().split()
-    done = work(source, out, kind, parameters=names)
-    click.echo(f"{done.path}: from {done.kind}")
-    for sentence in done.carried:
-        click.echo(f"  carried: {sentence}")
-    for sentence in done.left_out:
-        click.echo(f"  left out: {sentence}")
-
-
-def _write(source: Path, out: Path, target: str, options: tuple[str, ...], index: int) -> None:
-    from drivetrain.checkpoint.formats import convert_to
-
-    pairs = [option.partition("=") for option in options]
-    wrong = [key for key, equals, _ in pairs if not equals]
-    if wrong:
-        raise click.UsageError(f"--set takes KEY=VALUE, not {wrong[0]!r}.")
-    left_out = convert_to(source, out, target, {key: value for key, _, value in pairs}, index=index)
-    click.echo(f"{out}: written as {target}")
-    for sentence in left_out:
-        click.echo(f"  left out: {sentence}")
 
 
 def to_dict(found: Inspection) -> dict[str, Any]:
@@ -130,7 +98,7 @@ def to_dict(found: Inspection) -> dict[str, Any]:
             for field in dataclasses.fields(manifest)
             if field.name not in ("tensors", "files")
         },
-        "tensors": {name: entry.plain() for name, entry in manifest.tensors.items()},
+        "tensors": manifest.plain_tensors(),
         "files": {name: dataclasses.asdict(entry) for name, entry in manifest.files.items()},
     }
 

@@ -25,10 +25,12 @@ COMMANDS = {
     "config": ("drivetrain.cli.config:config", "Write a configuration file, or show where each value comes from."),
     "env": ("drivetrain.cli.env:env", "Print versions, devices and plugins for a bug report."),
     "launch": ("drivetrain.cli.launch:launch", "Run a script on every process of this machine."),
-    "new-plugin": ("drivetrain.cli.new_plugin:new_plugin", "Write a package that brings a backend of your own."),
     "test": ("drivetrain.cli.test:test", "Run a short distributed job and check its numbers."),
 }
 """The core's subcommands: where each is, and its line in the help."""
+
+ELSEWHERE = {"new-plugin": ("drivetrain-testing", "Write a package that brings a backend of your own.")}
+"""Subcommands that come with another distribution of ours: which one, and their line in the help without it."""
 
 
 class Commands(click.Group):
@@ -54,6 +56,8 @@ class Commands(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None and not ctx.resilient_parsing:
             known = self.list_commands(ctx)
+            if name in ELSEWHERE:
+                ctx.fail(f"The subcommand {name!r} is not installed. Run: pip install {ELSEWHERE[name][0]}")
             guess = did_you_mean(name, known) or f"There are: {', '.join(known)}."
             ctx.fail(sentences(f"There is no subcommand {name!r}.", guess))
         return super().resolve_command(ctx, args)
@@ -63,8 +67,13 @@ class Commands(click.Group):
         for name in self.list_commands(ctx):
             line = COMMANDS[name][1] if name in COMMANDS else self.commands[name].get_short_help_str(limit=100)
             rows.append((name, line))
+        rows += [
+            (name, f"{line} Needs: pip install {distribution}")
+            for name, (distribution, line) in ELSEWHERE.items()
+            if name not in self.commands
+        ]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(sorted(rows))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Ctrl-C ends every subcommand with the code that a shell gives it."""

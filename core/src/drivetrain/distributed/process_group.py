@@ -115,10 +115,12 @@ def _meeting_method() -> str:
 
 def _check_devices(communication_backend: str, device_type: str) -> None:
     """Refuse nccl and its like on the CPU, where torch would fail at the first collective, without a reason."""
+    # Gloo is what Apple's devices use too; it is at home on the CPU.
+    if device_type != "cpu" or communication_backend == "gloo":
+        return
     kinds = known_kinds(get_registry().devices())
     needed = next((kind.type for kind in kinds if kind.communication_backend == communication_backend), "cpu")
-    # Gloo is what Apple's devices use too; it is at home on the CPU.
-    if device_type != "cpu" or needed == "cpu" or communication_backend == "gloo":
+    if needed == "cpu":
         return
     hidden = hiding(os.environ, needed, kinds)
     raise BackendBlockedError(

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.backends.portable import buffer_keys, tied_names
-from drivetrain.checkpoint.flatshard import FlatShard
 from drivetrain.distributed import collectives
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointMismatchError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -284,21 +283,26 @@ class EMA:
 
 def _local(tensor: Any) -> Tensor:
     """This rank's elements, the live memory."""
-    if isinstance(tensor, FlatShard):
-        return tensor.local
     tensor = tensor.detach()
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        local: Tensor = tensor.to_local()
+    elif hasattr(tensor, "__create_chunk_list__"):  # Cut in an engine's own way, around one tensor of elements.
+        ((inner,), _) = tensor.__tensor_flatten__()
+        local = getattr(tensor, inner)
+    else:
+        local = tensor
     return local
 
 
 def _laid_out(local: Tensor, like: Any) -> Any:
     """Elements of this rank as the part of a whole tensor that another is."""
-    if isinstance(like, FlatShard):
-        return FlatShard(local, like.start, tuple(like.shape))
     if isinstance(like, DTensor):
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+    if hasattr(like, "__create_chunk_list__"):
+        ((inner,), context) = like.__tensor_flatten__()
+        return type(like).__tensor_unflatten__({inner: local}, context, like.shape, like.stride())
     return local
 
 

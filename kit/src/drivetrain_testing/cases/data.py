@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain_testing.kit import Kit, case
 
 

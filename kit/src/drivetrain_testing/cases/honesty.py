@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from drivetrain.cli import self_test
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import BackendBlockedError, DrivetrainError, UnsupportedError
 from drivetrain.topology import AXES
 from drivetrain_testing import diagnosis, models

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
@@ -247,7 +248,10 @@ class GradientReducer:
             late.append(self._flags)
             zeros.append(told)
         if late:
-            torch.autograd.backward(late, zeros)
+            # What torch.autograd.backward calls; its own checks of arguments take as long again.
+            _engine_run_backward(  # type: ignore[no-untyped-call]
+                tuple(late), tuple(zeros), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         if self._flags is not None:
             average, self._flags.grad = self._flags.grad, None
         elif self.joined:

@@ -7,9 +7,8 @@ clips nothing and never steps by itself. What its public methods do not reach is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -89,7 +88,11 @@ class Driver:
         self._stepped: set[int] = set()
         """ZeRO: those of them whose optimizer has stepped since, with which DeepSpeed has dropped their gradients."""
         self._their_hooks = {handle.id for handle in getattr(self.zero, "_grad_acc_hooks", ())}
+        self._number_of_hooks = -1
+        """How many hooks of torch's second kind there were when all of them were DeepSpeed's and ours; -1 before."""
         self._straightened: dict[int, Any] = {}
+        self._settled = False
+        """The backward under way has been seen to be the core's, and the script has set no hooks to be tried."""
         self._hooks = self._watch(engine.module)
         self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
@@ -125,10 +128,27 @@ class Driver:
         none where a script calls a part of the model.
         """
         trained: list[Any] = [each for each in module.parameters() if each.requires_grad]
-        return [(each, each.register_hook(partial(self._at_parameter, each))) for each in trained]
+        return [(each, each.register_hook(self._hook(each))) for each in trained]
+
+    def _hook(self, parameter: Any) -> Callable[[Tensor], None]:
+        number, used, contiguous = id(parameter), self._used.add, parameter.is_contiguous
+
+        # Runs for each parameter in each backward, which asks the rest at its first gradient.
+        def at(gradient: Tensor) -> None:
+            if self._settled and contiguous():
+                used(number)
+            else:
+                self._at_parameter(parameter, gradient)
+
+        return at
 
     def _check_hooks(self) -> None:
         """Raise where the script has set hooks that find no gradient, or one rank's of one micro-batch."""
+        present = [hooks for each, _ in self._hooks if (hooks := each._post_accumulate_grad_hooks)]  # noqa: SLF001
+        # A script can remove only what it has set, so hooks of its own are more of them.
+        number = sum(map(len, present))
+        if number == self._number_of_hooks:
+            return
         for each, _ in self._hooks:
             hooks = each._post_accumulate_grad_hooks  # noqa: SLF001
             if hooks and hooks.keys() - self._their_hooks:
@@ -137,6 +157,7 @@ class Driver:
                     f"stage {self.stage} takes gradients out of the parameters while backward runs",
                     cure="Use register_hook, which is given the gradient itself, or zero_stage: 0.",
                 )
+        self._number_of_hooks = number
 
     def _at_output(self) -> None:
         """A gradient has come to what this engine's forward returned.
@@ -165,10 +186,10 @@ class Driver:
             hooks.check(parameter, gradient)
         if id(parameter) not in self._straightened and not parameter.is_contiguous():
             self._straighten(parameter)
-        if self._reached:
-            return
         if self._running:
-            self._arrive()
+            if not self._reached:
+                self._arrive()
+            self._settled = hooks is None or not hooks.untried
         elif not self._guard.engine_at_work:
             raise UsageError(
                 "loss.backward() has come to a model under DeepSpeed, which reduces gradients in a backward that it "
@@ -236,6 +257,22 @@ class Driver:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the engine know that a backward of ours runs: it must not end it by itself."""
+        # Parameters are looked at where they are plain ones, whose attributes cost a tenth.
+        with self._guard:
+            self._check_unchanged()
+            engine = self.engine
+            engine._running_engine_backward_count += 1  # noqa: SLF001
+            engine._running_engine_backward = self._running = True  # noqa: SLF001
+            try:
+                with self._linear():
+                    yield
+            finally:
+                self._reached = self._running = self._settled = False
+                engine._running_engine_backward_count -= 1  # noqa: SLF001
+                engine._running_engine_backward = engine._running_engine_backward_count > 0  # noqa: SLF001
+
+    def _check_unchanged(self) -> None:
+        """Raise where the script has changed the model or its hooks to what DeepSpeed would not train."""
         parameter, dtype = self._kind
         if parameter.dtype != dtype:  # model.double(): of all, one is enough.
             raise UnsupportedError(
@@ -248,17 +285,6 @@ class Driver:
             self._check_hooks()
         if self._scripts_hooks is not None:
             self._scripts_hooks.look()
-        engine = self.engine
-        engine._running_engine_backward_count += 1  # noqa: SLF001
-        engine._running_engine_backward = True  # noqa: SLF001
-        self._running = True
-        try:
-            with self._guard, self._linear():
-                yield
-        finally:
-            self._reached = self._running = False
-            engine._running_engine_backward_count -= 1  # noqa: SLF001
-            engine._running_engine_backward = engine._running_engine_backward_count > 0  # noqa: SLF001
 
     def before_backward(self) -> None:
         """A backward has come to this engine, and DeepSpeed has seen none of its gradients yet."""

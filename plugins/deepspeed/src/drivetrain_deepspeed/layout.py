@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import FlatShard
+from drivetrain_deepspeed.flatshard import FlatShard
 
 
 @dataclass(frozen=True, eq=False)

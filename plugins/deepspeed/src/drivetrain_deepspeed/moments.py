@@ -32,7 +32,7 @@ class OptimizerView:
 
     Attributes:
         param_groups: copies of the groups that hold the module's parameters.
-        state: by parameter; moments as :class:`~drivetrain.api.FlatShard`, the live memory.
+        state: by parameter; moments as :class:`~drivetrain_deepspeed.flatshard.FlatShard`, the live memory.
     """
 
     def __init__(

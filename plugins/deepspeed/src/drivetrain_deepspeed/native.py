@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from drivetrain.api import CheckpointError, CheckpointFormat, SavedModel, foreign
+from drivetrain.api import CheckpointError
+from drivetrain_convert import CheckpointFormat, ForeignCheckpoint, SavedModel
 from drivetrain_deepspeed.nativereading import read_shards
 from drivetrain_deepspeed.nativewriting import OPTIONS, write_shards
 from drivetrain_deepspeed.universal import is_universal, read_universal
@@ -29,7 +30,7 @@ class DeepSpeedFormat(CheckpointFormat):
         folder = _tag_folder(path)
         return folder is not None
 
-    def read(self, path: Path) -> foreign.Foreign:
+    def read(self, path: Path) -> ForeignCheckpoint:
         folder = _tag_folder(path)
         if folder is None:
             raise CheckpointError(

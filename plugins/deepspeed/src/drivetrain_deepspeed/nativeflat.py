@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, SavedModel, foreign
+from drivetrain.api import CheckpointError
+from drivetrain_convert import SavedModel, Source
 
 _ALIGNMENT = 2
 """DeepSpeed's ``nccl_start_alignment_factor``: a rank's part is a multiple of so many elements."""
@@ -90,7 +91,7 @@ class Flat:
             if owner == rank:
                 yield name, start, numel
 
-    def scatter(self, sources: Mapping[str, foreign.Source], dtype: torch.dtype, rooms: Rooms) -> list[Tensor]:
+    def scatter(self, sources: Mapping[str, Source], dtype: torch.dtype, rooms: Rooms) -> list[Tensor]:
         """Each rank's part of buffers laid out like this one; parameters without a source are zero."""
         parts = [rooms.make(self.part, dtype) for _ in range(self.world_size)]
         name, whole = None, None
@@ -169,9 +170,9 @@ def flats_of(saved: SavedModel, frozen: Sequence[str], stage: int, world_size: i
     return flats
 
 
-def _slots(flat: Flat, saved: SavedModel) -> dict[str, dict[str, foreign.Source]]:
+def _slots(flat: Flat, saved: SavedModel) -> dict[str, dict[str, Source]]:
     """Sources by slot and parameter."""
-    found: dict[str, dict[str, foreign.Source]] = {}
+    found: dict[str, dict[str, Source]] = {}
     for key, source in saved.tensors.items():
         kind, _, rest = key.partition(".")
         name, _, slot = rest.rpartition(".")
@@ -180,7 +181,7 @@ def _slots(flat: Flat, saved: SavedModel) -> dict[str, dict[str, foreign.Source]
     return found
 
 
-def _number(slot: str, sources: Mapping[str, foreign.Source], saved: SavedModel) -> Any:
+def _number(slot: str, sources: Mapping[str, Source], saved: SavedModel) -> Any:
     """One number for a whole buffer, the largest of its parameters': a tensor or a plain number, as it was."""
     values = {name: source.produce() for name, source in sources.items()}
     largest = max(values, key=lambda name: float(values[name]))

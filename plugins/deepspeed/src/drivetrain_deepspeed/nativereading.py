@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, foreign
+from drivetrain.api import CheckpointError
+from drivetrain_convert import ForeignCheckpoint, Source
 from drivetrain_deepspeed.natives import (
     add_module,
     add_surroundings,
@@ -30,7 +31,7 @@ from drivetrain_deepspeed.natives import (
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
 
 
-def read_shards(folder: Path) -> foreign.Foreign:
+def read_shards(folder: Path) -> ForeignCheckpoint:
     """Read a tag folder.
 
     Raises:
@@ -47,9 +48,9 @@ def read_shards(folder: Path) -> foreign.Foreign:
     _check_complete(optims, int(states["dp_world_size"]), folder)
     shards = [load(path)["optimizer_state_dict"] for path in optims]
     stage = int(shards[0].get("zero_stage", 1))  # Stage 1 in bfloat16 with float32 accumulation does not say.
-    found = foreign.Foreign(f"a checkpoint of DeepSpeed, ZeRO-{stage} on {len(shards)} process(es)")
+    found = ForeignCheckpoint(f"a checkpoint of DeepSpeed, ZeRO-{stage} on {len(shards)} process(es)")
     flats = _stage3(shards) if stage == 3 else _stage12(shards, states)
-    masters: dict[str, foreign.Source] = {}
+    masters: dict[str, Source] = {}
     state: dict[str, dict[str, Any]] = {}
     for shapes, flat in zip(states["param_shapes"], flats, strict=True):
         masters |= flat.sources(shapes, flat.masters)
@@ -82,7 +83,7 @@ class _Flat:
     interleaved: bool
     gaps: Sequence[int]
 
-    def sources(self, shapes: Mapping[str, Sequence[int]], parts: list[Tensor]) -> dict[str, foreign.Source]:
+    def sources(self, shapes: Mapping[str, Sequence[int]], parts: list[Tensor]) -> dict[str, Source]:
         """Each parameter of buffers that are laid out like this one."""
         found, at = {}, 0
         for number, (name, shape) in enumerate(shapes.items()):
@@ -92,7 +93,7 @@ class _Flat:
                 cut = partial(join_parts, parts, at, size, tuple(shape))
             else:
                 cut = partial(join_range, parts, at, at + size, tuple(shape))
-            found[name] = foreign.Source(name, parts[0].dtype, tuple(shape), cut)
+            found[name] = Source(name, parts[0].dtype, tuple(shape), cut)
             at += size + (self.gaps[number] if self.gaps else 0)
         return found
 
@@ -137,8 +138,8 @@ def _slots(states: Sequence[Mapping[str, Any]], masters: Sequence[Tensor]) -> di
     return found
 
 
-def _stage0(states: Mapping[str, Any]) -> foreign.Foreign:
-    found = foreign.Foreign("a checkpoint of DeepSpeed without ZeRO")
+def _stage0(states: Mapping[str, Any]) -> ForeignCheckpoint:
+    found = ForeignCheckpoint("a checkpoint of DeepSpeed without ZeRO")
     add_module(found, states, {})
     inner = states.get("optimizer")
     if isinstance(inner, Mapping) and "param_groups" in inner:

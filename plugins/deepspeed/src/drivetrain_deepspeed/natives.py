@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, foreign
+from drivetrain.api import CheckpointError
+from drivetrain_convert import ForeignCheckpoint, Source, load_pickle
 
 OWN_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -41,10 +42,10 @@ STAND_INS = {
 
 def load(path: Path) -> Any:
     """One of its files; tensors are mapped. Raises :class:`CheckpointError`, also for what is not known as harmless."""
-    return foreign.load_pickle(path, STAND_INS)
+    return load_pickle(path, STAND_INS)
 
 
-def add_surroundings(found: foreign.Foreign, states: Mapping[str, Any], scaler: Any) -> None:
+def add_surroundings(found: ForeignCheckpoint, states: Mapping[str, Any], scaler: Any) -> None:
     """Take the scheduler, the loss scale, counters and the script's own values.
 
     Args:
@@ -82,10 +83,10 @@ def add_surroundings(found: foreign.Foreign, states: Mapping[str, Any], scaler: 
 
 
 def add_module(
-    found: foreign.Foreign,
+    found: ForeignCheckpoint,
     states: Mapping[str, Any],
-    masters: Mapping[str, foreign.Source],
-    others: Mapping[str, foreign.Source] | None = None,
+    masters: Mapping[str, Source],
+    others: Mapping[str, Source] | None = None,
 ) -> None:
     """Take the model: master values where there are some, else what the module's state dict holds.
 
@@ -128,14 +129,14 @@ def groups_by_name(inner: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]]
     ]
 
 
-def frozen_fragments(models: Sequence[Path], states: Mapping[str, Any]) -> dict[str, foreign.Source]:
+def frozen_fragments(models: Sequence[Path], states: Mapping[str, Any]) -> dict[str, Source]:
     """ZeRO-3's parameters that are not trained, out of every rank's file."""
     shapes = states.get("frozen_param_shapes") or {}
     if not shapes:
         return {}
     fragments = [load(path)["frozen_param_fragments"] for path in models]
     return {
-        name: foreign.Source(
+        name: Source(
             name,
             fragments[0][name].dtype,
             tuple(shape),

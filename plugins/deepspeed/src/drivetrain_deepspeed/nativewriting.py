@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.api import CheckpointError, SavedModel
+from drivetrain.api import CheckpointError
+from drivetrain_convert import SavedModel
 from drivetrain_deepspeed.nativeflat import Flat, Rooms, flats_of
 
 OPTIONS = {

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, foreign
+from drivetrain.api import CheckpointError
+from drivetrain_convert import ForeignCheckpoint, Source
 from drivetrain_deepspeed.natives import add_module, add_surroundings, frozen_fragments, groups_by_name, load
 
 _INDEX = Path("zero") / "optimizer_state.pt"
@@ -21,7 +22,7 @@ def is_universal(folder: Path) -> bool:
     return (folder / _INDEX).is_file()
 
 
-def read_universal(folder: Path) -> foreign.Foreign:
+def read_universal(folder: Path) -> ForeignCheckpoint:
     """Read such a tag folder. Tensors stay mapped.
 
     Raises:
@@ -33,9 +34,9 @@ def read_universal(folder: Path) -> foreign.Foreign:
     shapes = {name: tuple(shape) for group in states["param_shapes"] for name, shape in group.items()}
     inner = index.get("optimizer_state_dict", index)
     common: Mapping[str, Any] = next(iter(inner.get("state", {}).values()), {})
-    found = foreign.Foreign("a universal checkpoint of DeepSpeed")
-    masters: dict[str, foreign.Source] = {}
-    others: dict[str, foreign.Source] = {}
+    found = ForeignCheckpoint("a universal checkpoint of DeepSpeed")
+    masters: dict[str, Source] = {}
+    others: dict[str, Source] = {}
     state: dict[str, dict[str, Any]] = {}
     for path in sorted((folder / "zero").iterdir()):
         if not (path / "fp32.pt").is_file():
@@ -63,11 +64,11 @@ def _slot(path: Path, name: str, shape: tuple[int, ...]) -> Any:
     return value if not isinstance(value, Tensor) or not value.dim() else _source(path, name, shape)
 
 
-def _source(path: Path, name: str, shape: tuple[int, ...] | None) -> foreign.Source:
+def _source(path: Path, name: str, shape: tuple[int, ...] | None) -> Source:
     """One file's tensor. ZeRO-3's are flat and get their shape back; those of model parallelism have their own."""
     value = _tensor(load(path))
     shape = shape if shape is not None and math.prod(shape) == value.numel() else tuple(value.shape)
-    return foreign.Source(name, value.dtype, shape, partial(_produce, path, shape))
+    return Source(name, value.dtype, shape, partial(_produce, path, shape))
 
 
 def _produce(path: Path, shape: tuple[int, ...]) -> Tensor:

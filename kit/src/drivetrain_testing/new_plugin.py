@@ -1,4 +1,4 @@
-"""``drivetrain new-plugin``: write a package that brings a backend; it passes the conformance kit from the start."""
+"""The command ``drivetrain new-plugin``: writes a package that brings a backend and passes the conformance kit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from drivetrain.api import hookimpl
 from drivetrain.errors import UsageError, sentences
 
 FILES = {
@@ -24,6 +25,12 @@ FILES = {
     "tests/test_{name}_conformance.py": "test_conformance.py",
 }
 """What is written, by path in the new folder: the file in ``plugin_template``, without its suffix ``.txt``."""
+
+
+@hookimpl
+def drivetrain_commands(group: click.Group) -> None:
+    """Add ``drivetrain new-plugin``."""
+    group.add_command(new_plugin)
 
 
 @click.command("new-plugin")
@@ -104,7 +111,7 @@ def write(target: Path, words: dict[str, str]) -> None:
     Raises:
         UsageError: something is there already, or the folder cannot be written to.
     """
-    template = resources.files("drivetrain.cli") / "plugin_template"
+    template = resources.files("drivetrain_testing") / "plugin_template"
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UsageError(

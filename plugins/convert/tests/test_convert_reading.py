@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import convert, inspect
-from drivetrain.checkpoint.matching import match, match_unordered
-from drivetrain.errors import CheckpointError, CheckpointNotFoundError
+from drivetrain.api import CheckpointError, CheckpointNotFoundError, checkpoint
+from drivetrain_convert import convert
+from drivetrain_convert.matching import match, match_unordered
 from drivetrain_testing import spawn
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def test_a_folder_of_accelerate_goes_on(makers, tmp_path, layout):
 def test_a_file_of_fabric_goes_on(makers, tmp_path):
     losses, _ = made("fabric", "lightning_fabric", tmp_path / "theirs")
     report = convert(tmp_path / "theirs" / "run.ckpt", tmp_path / "ours", "fabric")
-    assert inspect(tmp_path / "ours").manifest.info["notes"] == {"epoch": 3}
+    assert checkpoint.inspect(tmp_path / "ours").manifest.info["notes"] == {"epoch": 3}
     (resumed,) = spawn(makers.resume_job, 1, tmp_path / "ours")
     assert resumed[0] == pytest.approx(losses, abs=1e-6), report.left_out
 
@@ -103,7 +103,7 @@ def test_a_bare_state_dict_of_a_wrapped_model_gives_the_weights(makers, tmp_path
     net, _, _ = trained(makers)
     torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "model.pt")
     report = convert(tmp_path / "model.pt", tmp_path / "ours")
-    manifest = inspect(tmp_path / "ours").manifest
+    manifest = checkpoint.inspect(tmp_path / "ours").manifest
     assert "model.body.weight" in manifest.tensors
     assert manifest.trainables[0]["extra"]["tied"] == {"head.weight": "embed.weight"}
     assert "of model 0" in report.carried[0]
@@ -117,7 +117,7 @@ def test_an_optimizer_whose_numbers_fit_in_two_ways_is_left_out_and_said(tmp_pat
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     report = convert(tmp_path / "run.pt", tmp_path / "ours")
     assert any("optimizer 0: it numbers its parameters" in sentence for sentence in report.left_out)
-    assert not any(name.startswith("optim") for name in inspect(tmp_path / "ours").manifest.tensors)
+    assert not any(name.startswith("optim") for name in checkpoint.inspect(tmp_path / "ours").manifest.tensors)
 
 
 class Evil:

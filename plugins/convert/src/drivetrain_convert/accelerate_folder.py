@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from drivetrain.checkpoint.dcpfolder import is_dcp_folder, read_dcp_folder
-from drivetrain.checkpoint.foreign import Foreign, add_safetensors, load_pickle, try_pickle
-from drivetrain.errors import CheckpointError
+from drivetrain.api import CheckpointError
+from drivetrain_convert.dcp_folder import is_dcp_folder, read_dcp_folder
+from drivetrain_convert.foreign import ForeignCheckpoint, add_safetensors, load_pickle, try_pickle
 
 _NOT_READ = {
     "sampler*.bin": "a sampler is saved as a program object",
@@ -21,7 +21,7 @@ _NOT_READ = {
 }
 
 
-def read_accelerate(folder: Path) -> Foreign:
+def read_accelerate(folder: Path) -> ForeignCheckpoint:
     """Read such a folder; pickles as weights only.
 
     Raises:
@@ -29,13 +29,13 @@ def read_accelerate(folder: Path) -> Foreign:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", cure="Accelerate's save_state writes a folder.")
-    found = Foreign("a save_state folder of Accelerate")
+    found = ForeignCheckpoint("a save_state folder of Accelerate")
     _add_models(found, folder)
     add_rest(found, folder)
     return found
 
 
-def add_rest(found: Foreign, folder: Path) -> None:
+def add_rest(found: ForeignCheckpoint, folder: Path) -> None:
     """Take what Accelerate leaves beside the models: optimizers, schedulers, the scaler, random states."""
     for path in sorted(folder.glob("optimizer*"), key=_number):
         if is_dcp_folder(path):
@@ -57,11 +57,11 @@ def add_rest(found: Foreign, folder: Path) -> None:
         found.left_out += [f"{path.name}: {reason}" for path in folder.glob(pattern)]
 
 
-def _take_rng(found: Foreign, coordinate: int, state: Mapping[str, Any]) -> None:
+def _take_rng(found: ForeignCheckpoint, coordinate: int, state: Mapping[str, Any]) -> None:
     found.rng[coordinate] = _rng(state)
 
 
-def _add_models(found: Foreign, folder: Path) -> None:
+def _add_models(found: ForeignCheckpoint, folder: Path) -> None:
     for index in range(_count(folder)):
         suffix = f"_{index}" if index else ""
         safe = sorted({*folder.glob(f"model{suffix}.safetensors"), *folder.glob(f"model{suffix}-*-of-*.safetensors")})

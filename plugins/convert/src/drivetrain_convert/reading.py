@@ -1,4 +1,8 @@
-"""Write another library's checkpoint as ours. One tensor is in memory at a time; not collective."""
+"""Write another library's checkpoint as a Drivetrain checkpoint.
+
+Reads Accelerate's folders, files of ``torch.save`` and safetensors, folders of ``torch.distributed.checkpoint``, and
+the formats that plugins bring. One tensor is in memory at a time; not collective.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.folder import commit, data_folder, stage
-from drivetrain.checkpoint.foreign import Foreign, Tensors, clean
-from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
-from drivetrain.checkpoint.matching import Shape, match, match_unordered
-from drivetrain.checkpoint.recognising import read_foreign
-from drivetrain.checkpoint.saver import library_versions
-from drivetrain.checkpoint.tensorfile import Source, dtype_name, write_tensors
-from drivetrain.checkpoint.tree import Encoder
-from drivetrain.errors import CheckpointError
-from drivetrain.topology import Mesh
+from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh, checkpoint, get_registry
+from drivetrain_convert.accelerate_folder import add_rest, read_accelerate
+from drivetrain_convert.dcp_folder import is_dcp_folder, read_dcp_folder
+from drivetrain_convert.foreign import (
+    ForeignCheckpoint,
+    Source,
+    Tensors,
+    add_safetensors,
+    clean,
+    load_pickle,
+    try_pickle,
+)
+from drivetrain_convert.formats import load_format
+from drivetrain_convert.matching import Shape, match, match_unordered
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's own layers; no optimizer holds them."""
 _FILE_BYTES = 2 << 30
+KINDS = ("auto", "accelerate", "torch", "fabric")
+"""Formats that are read without a plugin; what Lightning Fabric saves is one of torch's two."""
 
 
 @dataclass
@@ -85,7 +95,7 @@ def convert(
     path = Path(target).absolute()
     if path.exists():
         raise CheckpointError(f"{path} exists already", cure="Name a folder that does not; nothing was written.")
-    foreign = read_foreign(Path(source), kind)
+    foreign = _read(Path(source), kind)
     trainables = [
         _Trainable(tensors, dict(tied), ordered)
         for tensors, tied, ordered in zip(foreign.models, foreign.tied, foreign.ordered, strict=True)
@@ -214,15 +224,15 @@ def _equal(one: Source, other: Source) -> bool:
     return torch.equal(one.produce(), other.produce())
 
 
-def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], report: Converted) -> None:
-    encoder = Encoder()
+def _write(path: Path, foreign: ForeignCheckpoint, trainables: Sequence[_Trainable], report: Converted) -> None:
+    encoder = checkpoint.Encoder()
     sources: Tensors = {}
     entries = []
     for index, trainable in enumerate(trainables):
         for name, source in trainable.tensors.items():
-            sources[stored_name(f"model.{name}", index)] = source
+            sources[checkpoint.stored_name(f"model.{name}", index)] = source
         for own, source in trainable.slots.items():
-            sources[stored_name(own, index)] = source
+            sources[checkpoint.stored_name(own, index)] = source
         extra: dict[str, Any] = {"tied": trainable.tied, "numbers": trainable.numbers}
         if index == 0:
             extra["ungrouped"] = foreign.ungrouped
@@ -249,23 +259,23 @@ def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], repor
         report.left_out.append(
             "the position in the data: prepared loaders begin an epoch; load_state needs strict=False for them"
         )
-    staging = stage(path)
+    staging = checkpoint.stage(path)
     try:
-        data = data_folder(staging).name
+        data = checkpoint.data_folder(staging).name
         files, tensors = _write_tensors(staging, f"{data}/tensors", sources)
         rng = {}
         for coordinate, tree in foreign.rng.items():
-            numbers = Encoder()
+            numbers = checkpoint.Encoder()
             text = json.dumps(numbers.encode(tree, "rng"))
             rng[coordinate] = f"{data}/rng-{coordinate:05d}.safetensors"
             parts = [Source.of(key, tensor) for key, tensor in numbers.tensors.items()]
-            files[rng[coordinate]] = write_tensors(staging / rng[coordinate], parts, {"tree": text})
-        manifest = Manifest(
+            files[rng[coordinate]] = checkpoint.write_tensors(staging / rng[coordinate], parts, {"tree": text})
+        manifest = checkpoint.Manifest(
             backend=f"converted from {foreign.kind}",
             mesh=Mesh().sizes,
             world_size=1,
             created=time.time(),
-            libraries=library_versions(),
+            libraries=checkpoint.library_versions(),
             info={"notes": _finite(foreign.notes)} if foreign.notes else {},
             counters={"step": step},
             trainables=tuple(entries),
@@ -274,7 +284,7 @@ def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], repor
             files=files,
             rng=rng,
         )
-        commit(staging, path, manifest)
+        checkpoint.commit(staging, path, manifest)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)  # Renamed already when only the last sync failed.
         raise
@@ -282,17 +292,17 @@ def _write(path: Path, foreign: Foreign, trainables: Sequence[_Trainable], repor
 
 def _write_tensors(
     staging: Path, prefix: str, sources: Tensors
-) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
+) -> tuple[dict[str, checkpoint.FileEntry], dict[str, checkpoint.TensorEntry]]:
+    files: dict[str, checkpoint.FileEntry] = {}
+    tensors: dict[str, checkpoint.TensorEntry] = {}
     for number, batch in enumerate(_batches(sources)):
         file = f"{prefix}-{number:05d}.safetensors"
-        files[file] = write_tensors(
+        files[file] = checkpoint.write_tensors(
             staging / file, [Source(name, one.dtype, one.shape, one.produce) for name, one in batch], {"format": "pt"}
         )
         for name, one in batch:
-            chunk = Chunk((0,) * len(one.shape), one.shape, file, name)
-            tensors[name] = TensorEntry(dtype_name(one.dtype), one.shape, (chunk,))
+            chunk = checkpoint.Chunk((0,) * len(one.shape), one.shape, file, name)
+            tensors[name] = checkpoint.TensorEntry(checkpoint.dtype_name(one.dtype), one.shape, (chunk,))
     return files, tensors
 
 
@@ -326,3 +336,68 @@ def _finite(notes: Mapping[str, Any]) -> dict[str, Any]:
         name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in notes.items()
     }
+
+
+def _read(path: Path, kind: str) -> ForeignCheckpoint:
+    """Read another library's checkpoint.
+
+    Args:
+        path: file or folder.
+        kind: ``"accelerate"``, ``"torch"``, ``"fabric"``, the name of a plugin's format, or ``"auto"``, which looks.
+
+    Raises:
+        CheckpointNotFoundError: nothing there.
+        CheckpointError: not of this kind, or nothing in it can be read safely.
+    """
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is nothing at {path}")
+    if (path / "manifest.json").is_file():
+        raise CheckpointError(f"{path} is a Drivetrain checkpoint already", cure="Load it as it is.")
+    if kind not in KINDS:
+        found = load_format(kind, KINDS).read(path)
+    elif kind == "auto" and (of_plugin := _recognised(path)) is not None:
+        found = of_plugin
+    elif kind == "accelerate" or (kind == "auto" and path.is_dir() and not is_dcp_folder(path)):
+        found = read_accelerate(path)
+    elif path.is_dir():
+        if not is_dcp_folder(path):
+            raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint", cure="Try --from auto.")
+        found = ForeignCheckpoint("a folder of torch.distributed.checkpoint")
+        found.add_tree(read_dcp_folder(path), "the folder")
+        if (path / "meta.pt").is_file():
+            found.kind = "a sharded checkpoint of Lightning Fabric"
+            try_pickle(found, path / "meta.pt", lambda tree: found.add_tree(tree, "meta.pt"))
+    else:
+        found = _read_file(path)
+    if not found.models:
+        raise CheckpointError(
+            f"no model was found in {path}" + "".join(f"; {sentence}" for sentence in found.left_out),
+            cure="Give --from accelerate, torch or fabric, and the file or folder that the library wrote.",
+        )
+    return found
+
+
+def _recognised(path: Path) -> ForeignCheckpoint | None:
+    """What a plugin makes of it, ``None`` when none knows it. Accelerate wraps what some engines write themselves."""
+    for name in sorted(get_registry().checkpoint_formats()):
+        reader = load_format(name)
+        if reader.recognises(path):
+            found = reader.read(path)
+            if path.is_dir() and any(path.glob("random_states_*.pkl")):
+                add_rest(found, path)
+                found.kind = f"Accelerate's folder with {found.kind}"
+            return found
+    return None
+
+
+def _read_file(path: Path) -> ForeignCheckpoint:
+    if path.suffix == ".safetensors":
+        found = ForeignCheckpoint("a safetensors file")
+        add_safetensors(found, [path])
+        return found
+    found = ForeignCheckpoint("a file of torch.save")
+    tree = load_pickle(path)
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dictionary")
+    found.add_tree(tree, path.name)
+    return found

@@ -12,11 +12,10 @@ import torch
 from numpy._core.multiarray import _reconstruct  # what a pickled array calls
 from torch import Tensor
 
-from drivetrain.checkpoint.tensorfile import Source, TensorFile
-from drivetrain.errors import CheckpointError
+from drivetrain.api import CheckpointError, checkpoint
 
-__all__ = ["Foreign", "Source", "Tensors", "add_safetensors", "clean", "load_pickle", "try_pickle"]
-
+Source = checkpoint.Source
+TensorFile = checkpoint.TensorFile
 Tensors = dict[str, Source]
 
 _WRAPPERS = ("module.", "_forward_module.")
@@ -25,8 +24,8 @@ _WITHIN_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modul
 
 
 @dataclass
-class Foreign:
-    """What was found.
+class ForeignCheckpoint:
+    """What was found in another library's checkpoint.
 
     Args:
         kind: what the checkpoint is, in words.
@@ -133,7 +132,7 @@ def _can_be_mapped(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"  # torch's zip format; the one before it cannot.
 
 
-def try_pickle(found: Foreign, path: Path, take: Callable[[Any], object]) -> None:
+def try_pickle(found: ForeignCheckpoint, path: Path, take: Callable[[Any], object]) -> None:
     """Hand on what a pickle holds, or note why it is left out."""
     try:
         take(load_pickle(path))
@@ -141,7 +140,7 @@ def try_pickle(found: Foreign, path: Path, take: Callable[[Any], object]) -> Non
         found.left_out.append(problem.what)
 
 
-def add_safetensors(found: Foreign, paths: list[Path]) -> None:
+def add_safetensors(found: ForeignCheckpoint, paths: list[Path]) -> None:
     """Take one model from its safetensors files."""
     tensors: dict[str, Source] = {}
     tied: dict[str, str] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import types
+from email.message import Message
+from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,12 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from drivetrain.api import CheckpointFormat, foreign, hookimpl
-from drivetrain.checkpoint import convert, convert_to, inspect
-from drivetrain.checkpoint.formats import format_names, load_format
-from drivetrain.cli.checkpoint import checkpoint
-from drivetrain.errors import CheckpointError, UnsupportedError
-from drivetrain.registry import get_registry, reset_registry
+from drivetrain.api import CheckpointError, UnsupportedError, checkpoint, get_registry, hookimpl
+from drivetrain_convert import CheckpointFormat, ForeignCheckpoint, convert, convert_to
+from drivetrain_convert.command import convert as command
+from drivetrain_convert.formats import load_format
 
 
 class Diary(CheckpointFormat):
@@ -28,8 +28,8 @@ class Diary(CheckpointFormat):
     def recognises(self, path: Path) -> bool:
         return (path / "diary.json").is_file()
 
-    def read(self, path: Path) -> foreign.Foreign:
-        found = foreign.Foreign("a diary")
+    def read(self, path: Path) -> ForeignCheckpoint:
+        found = ForeignCheckpoint("a diary")
         found.add_model(
             {key: torch.tensor(rows) for key, rows in json.loads((path / "diary.json").read_text()).items()}
         )
@@ -47,12 +47,12 @@ class Silent(CheckpointFormat):
     def recognises(self, path: Path) -> bool:
         return False
 
-    def read(self, path: Path) -> foreign.Foreign:
+    def read(self, path: Path) -> ForeignCheckpoint:
         raise CheckpointError("empty")
 
 
 @pytest.fixture
-def formats():
+def formats(monkeypatch):
     module = types.ModuleType("formats_of_a_test")
     module.Diary, module.Silent = Diary, Silent
     sys.modules[module.__name__] = module
@@ -62,19 +62,19 @@ def formats():
         def drivetrain_checkpoint_formats(self):
             return {"diary": "formats_of_a_test:Diary", "silent": "formats_of_a_test:Silent"}
 
+    monkeypatch.setattr("drivetrain.registry._registries", [])  # One of this test's own.
     get_registry().register(Plugin(), name="diaries")
     yield
-    reset_registry()
     del sys.modules[module.__name__]
 
 
 def test_it_is_recognised_read_and_written(formats, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0, 2.5]}')
-    assert {"diary", "silent"} <= set(format_names())
+    assert {"diary", "silent"} <= set(get_registry().checkpoint_formats())
     for kind in ("auto", "diary"):
         assert convert(tmp_path / "theirs", tmp_path / kind, kind).kind == "a diary"
-    assert inspect(tmp_path / "auto").manifest.tensors["model.weight"].shape == (2,)
+    assert checkpoint.inspect(tmp_path / "auto").manifest.tensors["model.weight"].shape == (2,)
     assert convert_to(tmp_path / "auto", tmp_path / "back", "diary", {"indent": "2"}) == ["everything but numbers"]
     assert (tmp_path / "back" / "diary.json").read_text().splitlines()[1].startswith("  ")
 
@@ -84,14 +84,14 @@ def test_the_command_takes_options_and_prints_what_is_left_out(formats, tmp_path
     (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0]}')
     ours, back = str(tmp_path / "ours"), str(tmp_path / "back")
     run = CliRunner().invoke
-    done = run(checkpoint, ["convert", str(tmp_path / "theirs"), ours, "--from", "diary"])
+    done = run(command, [str(tmp_path / "theirs"), ours, "--from", "diary"])
     assert done.output.splitlines()[0] == f"{ours}: from a diary"
-    done = run(checkpoint, ["convert", ours, back, "--to", "diary", "--set", "indent=1"])
+    done = run(command, [ours, back, "--to", "diary", "--set", "indent=1"])
     assert done.output.splitlines() == [f"{back}: written as diary", "  left out: everything but numbers"]
     assert (
-        "--set takes KEY=VALUE" in run(checkpoint, ["convert", ours, back, "--to", "diary", "--set", "indent"]).output
+        "--set takes KEY=VALUE" in run(command, [ours, back, "--to", "diary", "--set", "indent"]).output
     )
-    assert "--set belongs to --to" in run(checkpoint, ["convert", ours, back, "--set", "indent=1"]).output
+    assert "--set belongs to --to" in run(command, [ours, back, "--set", "indent=1"]).output
 
 
 def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
@@ -115,7 +115,9 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
 
 
 def test_a_format_of_a_plugin_that_is_not_installed_says_what_to_type(monkeypatch):
-    monkeypatch.setattr("drivetrain.checkpoint.formats.known_extras", lambda: ("ledger",))
+    core = Message()
+    core["Provides-Extra"] = "ledger"
+    monkeypatch.setattr(metadata, "metadata", {"drivetrain": core}.__getitem__)
     with pytest.raises(CheckpointError, match="no installed plugin brings the checkpoint format 'ledger'") as caught:
         load_format("ledger")
     assert 'pip install "drivetrain[ledger]"' in str(caught.value)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from drivetrain.checkpoint.tensorfile import Source
-from drivetrain.errors import CheckpointCorruptError, CheckpointError
+from drivetrain.api import CheckpointCorruptError, CheckpointError
+from drivetrain_convert.foreign import Source
 
 INDEX = ".metadata"
 

@@ -7,12 +7,41 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from importlib import import_module
+from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
+
+from drivetrain.errors import UsageError
+from drivetrain.registry import Registry
+from drivetrain_testing import new_plugin
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_it_writes_a_package_of_one_name(drivetrain, tmp_path):
-    assert drivetrain("new-plugin", "my_engine").returncode == 0
+def new(*arguments):
+    """Run the command in the current folder; raises what it refuses."""
+    return CliRunner().invoke(new_plugin.new_plugin, arguments, catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_kits_entry_point_adds_the_command():
+    (module,) = PROJECT["entry-points"]["drivetrain"].values()
+    registry = Registry(entry_points=())
+    registry.register(import_module(module), name="testing")
+    group = click.Group()
+    assert registry.add_commands(group) == []
+    assert list(group.commands) == ["new-plugin"]
+
+
+def test_it_writes_a_package_of_one_name(tmp_path):
+    assert new("my_engine").exit_code == 0
     made = tmp_path / "drivetrain-my-engine"
     project = tomllib.loads((made / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "drivetrain-my-engine"
@@ -35,9 +64,9 @@ def test_it_writes_a_package_of_one_name(drivetrain, tmp_path):
         assert path.is_dir() or "{{" not in path.read_text(encoding="utf-8"), path
 
 
-def test_it_writes_elsewhere_and_into_an_empty_folder(drivetrain, tmp_path):
+def test_it_writes_elsewhere_and_into_an_empty_folder(tmp_path):
     (tmp_path / "deep/place").mkdir(parents=True)
-    assert drivetrain("new-plugin", "my_engine", "--folder", "deep/place").returncode == 0
+    assert new("my_engine", "--folder", "deep/place").exit_code == 0
     assert (tmp_path / "deep/place/src/drivetrain_my_engine/plugin.py").is_file()
 
 
@@ -55,39 +84,34 @@ def test_it_writes_elsewhere_and_into_an_empty_folder(drivetrain, tmp_path):
         ("none", "the backend name 'none' is taken [drivetrain 0.1.0]."),
     ],
 )
-def test_a_name_that_cannot_be_is_refused(drivetrain, tmp_path, name, sentence):
-    done = drivetrain("new-plugin", name)
-    assert done.returncode == 2
-    assert sentence in done.stderr
+def test_a_name_that_cannot_be_is_refused(tmp_path, name, sentence):
+    with pytest.raises(UsageError) as refused:
+        new(name)
+    assert sentence in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_of_ours_is_taken_though_it_is_not_installed(monkeypatch):
-    from drivetrain.cli import new_plugin
-    from drivetrain.errors import UsageError
-    from drivetrain.registry import Registry
-
     monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
     with pytest.raises(UsageError, match=r"'fsdp' is taken \[drivetrain-fsdp\]"):
         new_plugin.check_name("fsdp")
 
 
-def test_nothing_that_is_there_is_lost(drivetrain, tmp_path):
+def test_nothing_that_is_there_is_lost(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("two years of work", encoding="utf-8")
     (tmp_path / "file").write_text("a file", encoding="utf-8")
     for folder in ("mine", "file"):
-        done = drivetrain("new-plugin", "my_engine", "--folder", folder)
-        assert done.returncode == 2
-        assert f"{folder} exists already, nothing was written. Remove it, or write elsewhere" in done.stderr
+        with pytest.raises(UsageError, match=r"nothing was written\. Remove it, or write elsewhere") as refused:
+            new("my_engine", "--folder", folder)
+        assert f"{folder} exists already" in str(refused.value)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert (tmp_path / "mine/notes.txt").read_text(encoding="utf-8") == "two years of work"
     assert (tmp_path / "file").read_text(encoding="utf-8") == "a file"
 
 
-def test_a_place_that_cannot_be_written_to(drivetrain, tmp_path):
+def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
-    done = drivetrain("new-plugin", "my_engine", "--folder", "file/inside")
-    assert done.returncode == 2
-    assert "file/inside cannot be written: Not a directory" in done.stderr
-    assert "Choose another --folder." in done.stderr
+    with pytest.raises(UsageError, match="file/inside cannot be written: Not a directory") as refused:
+        new("my_engine", "--folder", "file/inside")
+    assert "Choose another --folder." in str(refused.value)

@@ -1,8 +1,8 @@
-"""A rank's part of a tensor that is cut as a row of elements, not along a dim: what some engines keep of a parameter.
+"""A rank's range of a tensor's elements in row-major order, which ``torch.distributed.checkpoint`` saves and fills.
 
-Such an engine lays its parameters one after another into a flat buffer and cuts that into equal parts, wherever this
-falls. The part of one parameter is then a range of its elements in row-major order. Our files hold boxes; a range is
-at most ``2 * dims - 1`` of them (the end of a row, whole rows, the beginning of a row, for two dims), each of which is
+DeepSpeed lays its parameters one after another into a flat buffer and cuts that into equal parts, wherever this falls.
+The part of one parameter is then a range of its elements. A checkpoint's files hold boxes; a range is at most
+``2 * dims - 1`` of them (the end of a row, whole rows, the beginning of a row, for two dims), each of which is
 contiguous in the flat buffer, so that nothing is gathered or copied on the way.
 """
 
@@ -62,6 +62,15 @@ class FlatShard(Tensor):
         if function is not torch.ops.aten.detach.default:
             raise TypeError(f"{function} was called on a FlatShard: it says where elements are, it does not compute")
         return args[0]
+
+    # torch's protocol for tensors that wrap others: an average of a model is laid out alike through it.
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["local"], self.start
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], start: int, size: Any, stride: Any) -> FlatShard:
+        return FlatShard(inner["local"], start, tuple(size))
 
     # What torch.distributed.checkpoint's planners ask of a tensor that is not laid out in a way they know.
 

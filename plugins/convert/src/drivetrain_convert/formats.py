@@ -1,0 +1,84 @@
+"""Checkpoint formats of other programs that plugins bring: what such a plugin implements, and how one is found."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.api import CheckpointError, UnsupportedError, get_registry
+
+if TYPE_CHECKING:
+    from drivetrain_convert.foreign import ForeignCheckpoint
+    from drivetrain_convert.writing import SavedModel
+
+
+class CheckpointFormat(ABC):
+    """Reads another program's checkpoints, perhaps writes them. The hook ``drivetrain_checkpoint_formats`` names it.
+
+    One process works alone, on the CPU, with one tensor in memory at a time; the other program need not be installed.
+    Nothing that is read may be executed: pickles are read by :func:`drivetrain_convert.load_pickle`.
+
+    Attributes:
+        options: what :meth:`write` can be told, each with one sentence.
+    """
+
+    options: Mapping[str, str] = {}
+
+    @abstractmethod
+    def recognises(self, path: Path) -> bool:
+        """Whether this is such a checkpoint, by the names of its files; opens none that is large."""
+
+    @abstractmethod
+    def read(self, path: Path) -> ForeignCheckpoint:
+        """What is in it; tensors are read when they are asked for. Raises :class:`CheckpointError`."""
+
+    def write(self, saved: SavedModel, target: Path, options: Mapping[str, str]) -> list[str]:
+        """Write a Drivetrain checkpoint's model as such a checkpoint.
+
+        Args:
+            saved: what to write.
+            target: a new, empty folder; renamed to its final name when this returns.
+            options: as the user wrote them; names are checked to be in :attr:`options`.
+
+        Returns:
+            Sentences about what could not be carried over.
+        """
+        raise UnsupportedError(f"{type(self).__name__} reads checkpoints and writes none")
+
+
+def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
+    """The format of this name.
+
+    Args:
+        name: as the plugin calls it.
+        also: names that are known without a plugin, for the message.
+
+    Raises:
+        CheckpointError: no installed plugin brings it.
+    """
+    targets = get_registry().checkpoint_formats()
+    if name not in targets:
+        known = [*also, *sorted(targets)]
+        can_install = name in (metadata.metadata("drivetrain").get_all("Provides-Extra") or ())
+        raise CheckpointError(
+            f"no installed plugin brings the checkpoint format {name!r}.{did_you_mean(name, known)}",
+            cure=f'Type: pip install "drivetrain[{name}]".'
+            if can_install
+            else f"Known here: {', '.join(known) or 'none'}.",
+        )
+    module, _, attribute = targets[name].partition(":")
+    kind: Any = getattr(import_module(module), attribute)
+    if not issubclass(kind, CheckpointFormat):
+        raise CheckpointError(f"{targets[name]} is no CheckpointFormat", cure="Tell the plugin's author.")
+    made: CheckpointFormat = kind()
+    return made
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with a space before it, empty when nothing is near."""
+    near = get_close_matches(word, list(candidates), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
