@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from drivetrain.loop.ema import EMA
     from drivetrain.loop.local_sgd import LocalSGD
     from drivetrain.loop.optimizer import PreparedOptimizer as AcceleratedOptimizer
+    from drivetrain.loop.optimizer import PreparedScheduler as AcceleratedScheduler
     from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
     from drivetrain.loop.precision import convert_outputs_to_fp32, convert_to_fp32
-    from drivetrain.loop.scheduler import PreparedScheduler as AcceleratedScheduler
     from drivetrain.loop.train_step import TrainStepOutput
     from drivetrain.progress import tqdm
     from drivetrain.tracking import GeneralTracker, register_tracker_class
@@ -73,7 +73,7 @@ __version__ = "0.1.0"
 _HOME = {
     "EMA": "loop.ema",
     "AcceleratedOptimizer": "loop.optimizer:PreparedOptimizer",
-    "AcceleratedScheduler": "loop.scheduler:PreparedScheduler",
+    "AcceleratedScheduler": "loop.optimizer:PreparedScheduler",
     "Accelerator": "accelerator",
     "AcceleratorState": "compat.state",
     "AutocastKwargs": "kwargs",
@@ -154,7 +154,7 @@ def _further(name: str) -> Any:
         return absent.refuse(name)
     if not name[:1].isupper():  # A submodule, or what Python itself asks for.
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return import_module("drivetrain.compat.names").brought(name)
+    return import_module("drivetrain.compat.names").from_plugins(name)
 
 
 def __dir__() -> list[str]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import checkpoint, run_setup
-from drivetrain.backend import BackendInfo
 from drivetrain.backends.portable import tied_names
 from drivetrain.checkpoint.run import RemovableHandle, RunCheckpoints
 from drivetrain.compat import state
-from drivetrain.compat.state import extract_model_from_parallel
+from drivetrain.compat.state import GradientState, extract_model_from_parallel
 from drivetrain.data import metrics, prepare
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.loader import LoadingContext, even_batches_as
@@ -29,276 +28,346 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
 from drivetrain.launch.environment import read_process_info
 from drivetrain.loop import batch_norm
-from drivetrain.loop.accumulation import Items
-from drivetrain.loop.gradient_state import GradientState
+from drivetrain.loop.accumulation import Items, TrainingLoop
 from drivetrain.loop.interruption import Interruption
-from drivetrain.loop.model import record_of
-from drivetrain.loop.optimizer import PreparedOptimizer
+from drivetrain.loop.model import prepared_model
+from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.loop.prepare import Preparer
 from drivetrain.loop.profile import profile
-from drivetrain.loop.scheduler import PreparedScheduler
 from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
-from drivetrain.loop.training import Trainer
 from drivetrain.registry import get_registry
-from drivetrain.run_setup import Choice, choose_backend, section_at_hand
+from drivetrain.run_setup import choose_backend, section_at_hand
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
-    from drivetrain.distributed.watchdog import Watchdog
     from drivetrain.kwargs import (
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         KwargsHandler,
         ProjectConfiguration,
     )
-    from drivetrain.tracking import GeneralTracker, Trackers
-
-# ---- What an accelerator can tell about its run: properties only, under the names that Accelerate's scripts ask for
-
-class RunFacts(ProcessControl):
-    """Read-only facts about one run, and the few settings that may change while it runs."""
-
-    _info: BackendInfo
-    _trainer: Trainer
-    _debug: bool
-    _loader_config: DataLoaderConfiguration
-    _project: ProjectConfiguration
-    _dataloaders: list[Any]
-    _choice: Choice
-    gradient_state: GradientState
-
-    @property
-    def state(self) -> RunFacts:
-        """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""
-        engine = name.removesuffix("_plugin")
-        if engine == name or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return section_at_hand(self._choice, engine)
-
-    def __repr__(self) -> str:
-        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
-        group = self._topology.communication_backend
-        return (
-            f"{type(self).__name__}({self.distributed_type}, {place}, {self.device}, communication backend: {group}, "
-            f"mixed precision: {self.mixed_precision})"
-        )
-
-    @property
-    def initialized(self) -> bool:
-        """Always ``True``: the state is complete when the accelerator is made."""
-        return True
-
-    @property
-    def debug(self) -> bool:
-        """Whether collectives compare shapes first."""
-        return self._debug
-
-    @property
-    def distributed_type(self) -> str:
-        """Canonical name of the backend; compares equal to ``DistributedType.<any name it goes by>``."""
-        return self._info.name
-
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
-        return str(self._job.settings.precision.name)
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether forwards compute in another dtype than the parameters'."""
-        return self._job.settings.precision.compute is not None
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler, when there is one."""
-        return self._job.scaler
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several processes train together."""
-        return self.use_distributed
-
-    # ---- accumulation ----------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far, skipped ones included; part of the checkpoint."""
-        return self._trainer.step
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch completes a window, so that ``optimizer.step()`` acts."""
-        return self._trainer.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._trainer.sync_gradients = value
-        for record in self._trainer.records:
-            record.ready = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window."""
-        return self._trainer.steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self._trainer.set_steps(value)
-        self._meet_batches()
-
-    def _meet_batches(self) -> None:
-        """Tell the backend how the script batches its data; see :meth:`drivetrain.api.Backend.meet_batches`."""
-        totals = [loader.total_batch_size for loader in self._dataloaders]
-        sizes = [total // self._topology.dp_size for total in totals if total is not None]
-        self._job.meet_batches(sizes, self._trainer.steps)
-
-    # ---- mesh ------------------------------------------------------------------------------------------------------
-
-    def _along(self, axis: str) -> int:
-        return self._topology.mesh.coordinates(self._topology.rank)[axis]
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This process's data-parallel coordinate: ranks that share it see the same samples."""
-        return self._topology.dp_rank
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Position along ``dp_shard``."""
-        return self._along("dp_shard")
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Position along ``tp``."""
-        return self._along("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Position along ``pp``."""
-        return self._along("pp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Position along ``cp``."""
-        return self._along("cp")
-
-    # ---- engines -------------------------------------------------------------------------------------------------
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the backend goes by this name."""
-        return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
-
-    @property
-    def parallelism_config(self) -> None:
-        """``None``: the mesh is a section of the configuration, and then ``backend.topology.mesh``."""
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """``None``; see :attr:`parallelism_config`."""
-
-    @property
-    def fp8_backend(self) -> None:
-        """``None``: no backend computes in fp8."""
-
-    # ---- loaders ---------------------------------------------------------------------------------------------------
-
-    @property
-    def split_batches(self) -> bool:
-        """The script's batch size is the global one."""
-        return self._loader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """The main process reads all batches and hands them out."""
-        return self._loader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Samples repeat at the end of an epoch so that every rank gets the same number of batches."""
-        return self._loader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._loader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """As configured; the order is a function of seed and epoch either way."""
-        return self._loader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Batches are copied to the device without waiting."""
-        return self._loader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """As configured; prepared loaders carry their position either way."""
-        return self._loader_config.use_stateful_dataloader
-
-    # ---- project ---------------------------------------------------------------------------------------------------
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Folders, naming and limit of checkpoints."""
-        return self._project
-
-    @property
-    def project_dir(self) -> Any:
-        """Folder for checkpoints."""
-        return self._project.project_dir
-
-    @property
-    def logging_dir(self) -> Any:
-        """Folder for experiment trackers."""
-        return self._project.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next automatically named checkpoint."""
-        return self._project.iteration
-
-
-# ---- What an accelerator does beside the training step: communication, checkpoints, trackers, profiling, the end
+    from drivetrain.tracking import GeneralTracker
 
 logger = logging.getLogger(__name__)
 
 
+class Accelerator(ProcessControl):
+    """One training loop on any backend. Collective over all ranks: it forms the process group.
 
-class RunServices(RunFacts):
-    """Services of one run. Methods marked collective must be called by every rank."""
+    Every argument has Accelerate's name, meaning and default; what the script passes wins over the configuration that
+    the launcher hands over. State lives on the object: several may coexist.
 
-    _preparer: Preparer
-    _checkpoints: RunCheckpoints
-    _trackers: Trackers
-    _watchdog: Watchdog | None
-    _interruption: Interruption | None
-    _handlers: run_setup.Handlers
-    _dataloaders: list[Any]
-    _loading: LoadingContext | None
-    _active: ActiveLoaders
-    device_placement: bool
-    rng_types: list[str]
-    _flag: bool
-    _closed: bool
+    Args:
+        device_placement: move models and batches to :attr:`device`.
+        split_batches: as in ``DataLoaderConfiguration``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; ``None`` takes the configuration's.
+        gradient_accumulation_steps: micro-batches in a window; 1 takes the configuration's.
+        cpu: stay on the CPU.
+        dataloader_config: how loaders share out samples.
+        rng_types: generators brought in step with the main process at each epoch: of ``"torch"``, ``"generator"``, ...
+        log_with: experiment trackers, names or instances, or ``"all"``.
+        project_dir: folder for checkpoints and logs.
+        project_config: the same and more; wins over ``project_dir``.
+        gradient_accumulation_plugin: in place of ``gradient_accumulation_steps``.
+        step_scheduler_with_optimizer: schedulers move once per applied update; ``False``: at every call.
+        kwargs_handlers: ``DistributedDataParallelKwargs``, ``GradScalerKwargs``, ...; one of each class.
+        dynamo_backend: compile every model with this ``torch.compile`` backend.
+        config: a configuration or its file; ``None`` takes the launcher's, else defaults.
+        distributed_type: name of the backend; ``None`` takes the configuration's, else the best for the world.
+        engine_arguments: ``<backend>_plugin``: that backend's section, as its model or a mapping; chooses it, too.
+            ``parallelism_config``: sizes of the mesh, a ``ParallelismConfig``.
+        step_scheduler_per_process: move schedulers once per process at each update, Accelerate's way.
+        desync_watchdog: compare each collective call over the ranks before it is made, and raise where they are apart.
+        save_on_interrupt: told to end (Ctrl-C, SIGTERM), save the run after the step and stop; as the next checkpoint
+            with automatic naming, else as ``project_dir/interrupted``. The exit code is 75 after SIGTERM.
+        sync_batch_norm: batch norms take their statistics over the batches of all data-parallel processes.
+        count_items: weigh a mean loss by what it is a mean over (labels that count), as one big batch would. Reads that
+            from the loss, and sums it over the ranks once a window.
 
-    def _context(self) -> LoadingContext:
-        if self._loading is None:
-            self._loading = LoadingContext(
-                backend=self.backend,
-                config=self._loader_config,
-                base_seed=run_setup.data_seed(self._loader_config, self.backend),
-                put_on_device=self.device_placement,
-                active=self._active,
-                rng_types=tuple(self.rng_types),
-                interruption=self._interruption,
+    Raises:
+        UsageError: arguments that contradict each other.
+        BackendError: the backend is missing, broken or cannot run here.
+        ConfigError: mistakes in the configuration.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: list[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        config: ResolvedConfig | str | Path | None = None,
+        distributed_type: str | None = None,
+        step_scheduler_per_process: bool | None = None,
+        desync_watchdog: bool | None = None,
+        save_on_interrupt: bool | None = None,
+        sync_batch_norm: bool | None = None,
+        count_items: bool | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
+        world_size = read_process_info().world_size
+        self._choice = choice = choose_backend(resolved, distributed_type, world_size, engine_arguments)
+        self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
+        self._loader_config = run_setup.loader_configuration(resolved, dataloader_config, split_batches)
+        self._project = run_setup.project_configuration(resolved, project_config, project_dir)
+        accumulation = run_setup.accumulation(
+            resolved, choice, gradient_accumulation_steps, gradient_accumulation_plugin
+        )
+        saves_first = run_setup.saves_on_interrupt(resolved, save_on_interrupt, self._project)
+        self.device_placement = device_placement
+        self.rng_types = rng_types if rng_types is not None else ["generator"]
+        self._info = choice.info
+        self.backend = run_setup.start_backend(
+            choice,
+            resolved,
+            handlers,
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            place_on_device=device_placement,
+            sync_batch_norm=sync_batch_norm,
+        )
+        super().__init__(self.backend)
+        set_current_backend(self.backend, self._info.name)
+        run_setup.name_this_process(self.backend)
+        self._closed = False
+        self._debug = resolved.config.debug
+        self._active = ActiveLoaders()
+        self._dataloaders: list[Any] = []
+        self._loading: LoadingContext | None = None
+        self._flag = False
+        registry = get_registry()
+        self._loop = TrainingLoop(
+            self.backend,
+            accumulation.num_steps,
+            self._active.state,
+            sync_with_dataloader=accumulation.sync_with_dataloader,
+            sync_each_batch=accumulation.sync_each_batch,
+            count_items=resolved.config.count_items if count_items is None else count_items,
+            on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
+        )
+        per_process = resolved.config.scheduler.step_per_process
+        if step_scheduler_per_process is not None:
+            per_process = step_scheduler_per_process
+        self._preparer = Preparer(
+            self.backend,
+            self._loop,
+            step_with_optimizer=step_scheduler_with_optimizer,
+            moves_per_step=self.backend.topology.dp_size if per_process else 1,
+            compile_options={"backend": dynamo_backend.lower()} if dynamo_backend else None,
+        )
+        self._checkpoints = RunCheckpoints(
+            self.backend, self._loop, self._preparer, self._dataloaders, self._project
+        )
+        self.gradient_state = GradientState(self._loop, self._active)
+        self._trackers = run_setup.trackers(resolved, log_with, self._project, self.backend)
+        watchdog.use_launcher_log()
+        watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
+        self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
+        self._interruption = None
+        if saves_first:
+            self._interruption = Interruption(
+                self._topology, self._active, self._save_interrupted, self.end_training)
+        state.remember(self)
+        run_setup.at_exit(self._close)
+        if registry.listens("failed"):
+            run_setup.on_failure(self._failed)
+
+    # ---- prepare ------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready, in the order given; one argument returns one object.
+
+        Collective over all ranks. Objects of other kinds come back as they are.
+
+        Args:
+            args: what to prepare. An optimizer is best prepared together with its model.
+            device_placement: for each argument, whether it is moved to the device; for loaders only.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
+
+        def load(each: Any) -> Any:
+            return self._prepare_loader(each, placement.get(id(each))) if prepare.is_loader(each) else each
+
+        # Loaders first, since an engine may have to know their batch size when it prepares the model.
+        loaded = [load(each) for each in args]
+        self._meet_batches()
+        prepared = self._preparer.prepare(loaded)
+        registry = get_registry()
+        if registry.listens("prepared"):
+            registry.notify("prepared", accelerator=self, objects=tuple(prepared))
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model alone; ``evaluation_mode`` leaves the gradient machinery out. Collective over all ranks."""
+        if device_placement is not None and device_placement != self.device_placement:
+            raise UnsupportedError(
+                "placement is decided for all models at once",
+                cure="Pass device_placement to Accelerator(...).",
             )
-        return self._loading
+        return self._preparer.model(model, training=not evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer whose model is prepared already, or will be. State follows its parameters' device."""
+        return self._preparer.optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepare a scheduler after its optimizer."""
+        return self._preparer.scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks at the first one."""
+        prepared = self._prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        self._meet_batches()
+        return prepared
+
+    def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = prepare.prepare_data_loader(
+            data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn
+        )
+        if not any(prepared is each for each in self._dataloaders):
+            self._dataloaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The same loader, its next iteration starting at batch ``num_batches`` of the epoch (an absolute number)."""
+        return prepare.skip_first_batches(dataloader, num_batches)
+
+    def init_empty_weights(self) -> AbstractContextManager[Any]:
+        """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""
+        context: AbstractContextManager[Any] = self.backend.init_context()
+        return context
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
+        """Add this micro-batch's gradients. Collective over data-parallel ranks where gradients are reduced.
+
+        After the last backward of a window each gradient is that of
+        *(sum over data-parallel ranks and micro-batches of the loss) / denominator*.
+
+        Args:
+            loss: 0-d: a mean, or with ``num_items`` a sum.
+            num_items: how many items (tokens that count, samples) ``loss`` is a sum over on this rank. The denominator
+                is then their number over all ranks and micro-batches, so that ragged batches weigh as one big batch
+                would. Without it the mean of each batch weighs by the samples that the loader says it has, or, with
+                ``count_items``, by the items that the loss is a mean over.
+            kwargs: for ``loss.backward``, when no model was prepared.
+
+        Raises:
+            UsageError: with ``count_items``, a loss that does not say what it is a mean over.
+        """
+        self._loop.backward(loss, num_items, **kwargs)
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """One micro-batch: gradients are reduced, and optimizers step, only where a window ends.
+
+        A window ends after ``gradient_accumulation_steps`` micro-batches or with the last one of the loader's last
+        batch; a short window is averaged over the micro-batches that it has.
+
+        Args:
+            models: whose window this is, each set of models having its own; none means all prepared ones.
+        """
+        return self._loop.accumulate([self._preparer.find(model) for model in models])
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Backwards in here stay on this rank until a later one outside. For windows of your own making."""
+        return self._preparer.find(model).no_sync()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip gradients to a global norm, where a window ends. Collective where parameters are sharded.
+
+        Returns:
+            The norm before clipping over all mesh axes: a plain 0-d tensor, the same on every rank. A non-finite one
+            makes the step skip. Inside an open window nothing is clipped, and it is the norm of the window before (0
+            in the first), since gradients that still miss micro-batches have none that ranks agree on.
+        """
+        return self._loop.clip_grad_norm(parameters, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp gradient elements to ``[-clip_value, clip_value]``, where a window ends."""
+        self._loop.clip_grad_value(parameters, float(clip_value))
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take the loss scale out of gradients before the step does (fp16); clipping does it by itself."""
+        chosen = self._preparer.optimizers if optimizer is None else [optimizer]
+        for each in chosen:
+            if not isinstance(each, PreparedOptimizer):
+                raise UsageError("this optimizer was not prepared", cure="Pass what prepare returned.")
+            each.unscale()
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The last step that was due, of any optimizer, left the parameters untouched."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
+
+    def train_step(
+        self,
+        model: Any,
+        batches: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        num_items: Callable[[Any], Items] | None = None,
+        inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] = model_inputs,
+        max_norm: float | None = None,
+    ) -> TrainStepOutput:
+        """One whole optimizer step as a function: forward, backward, clip, step, zero. Collective over all ranks.
+
+        The explicit form of the loop, the same on every backend; a pipelined one needs it where its deferred output
+        cannot record what a script does. Schedulers are the script's to move.
+
+        Args:
+            model: a prepared model whose optimizer is prepared too.
+            batches: one batch, or a list of them: the micro-batches of one window.
+            loss_fn: ``loss_fn(model_output, batch)``: a 0-d mean, or with ``num_items`` a sum.
+            num_items: ``num_items(batch)``: what the loss of a batch is a sum over.
+            inputs: ``inputs(batch)`` -> positional and keyword arguments of the model. By default a mapping is given as
+                keywords, of a tuple or list the first element, anything else as it is.
+            max_norm: clip to this global norm.
+        """
+        prepared = self._preparer.find(model)
+        optimizers = [optimizer for optimizer in self._preparer.optimizers if prepared in optimizer.models]
+        return train_step(
+            self._loop, prepared, optimizers, batches, loss_fn, num_items=num_items, inputs=inputs, max_norm=max_norm
+        )
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Compute in here as a model's forward does; for a loss that is worth it."""
+        handler = autocast_handler or self._handlers.of_type(AutocastKwargs)
+        context: AbstractContextManager[Any] = self.backend.autocast(handler.enabled)
+        return context
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Ranks may run out of batches at different times in here.
+
+        Args:
+            joinables: the prepared models that train in here.
+            even_batches: override the loaders' setting meanwhile.
+        """
+        trainables = [self._preparer.find(each).trainable for each in joinables if isinstance(each, nn.Module)]
+        batch_norm.refuse_uneven(trainable.module for trainable in trainables)
+        even = even_batches_as(self._dataloaders, even_batches)
+        with watchdog.unwatched(), even, self._loop.uneven(), self.backend.join(trainables):
+            yield
 
     # ---- communication --------------------------------------------------------------------------------------------
 
@@ -346,23 +415,6 @@ class RunServices(RunFacts):
         self._flag = False if seen else self._flag
         return seen
 
-    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
-    @property
-    def _models(self) -> list[Any]:
-        return list(self._preparer.models)
-
-    @property
-    def _optimizers(self) -> list[Any]:
-        return list(self._preparer.optimizers)
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return list(self._preparer.schedulers)
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return list(self._checkpoints.custom)
-
     # ---- weights and state ------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -381,18 +433,18 @@ class RunServices(RunFacts):
         Returns:
             On every rank if the backend replicates parameters, else on the main process (CPU) and empty elsewhere.
         """
-        record = record_of(model)
-        if record is None:
+        prepared = prepared_model(model)
+        if prepared is None:
             state: dict[str, Any] = model.state_dict()
             return state
         if self.backend.capabilities.replicated:
             log_call("get_state_dict")
-            return dict(record.trainable.full_state_dict())
+            return dict(prepared.trainable.full_state_dict())
         check_collective("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
-        tied = tied_names(record.trainable.module)
+        tied = tied_names(prepared.trainable.module)
         whole: dict[str, Any] = {}
-        for name, tensor in record.trainable.full_state_dict():
+        for name, tensor in prepared.trainable.full_state_dict():
             if self.is_main_process:
                 whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
         return whole
@@ -416,9 +468,9 @@ class RunServices(RunFacts):
         alone; it waits for the others for a while. Raises :class:`CheckpointError` when the folder cannot be written.
         """
         self.backend.sync()
-        record = record_of(model)
-        module = model if record is None else record.trainable.module
-        named = model.state_dict().items() if record is None else record.trainable.full_state_dict()
+        prepared = prepared_model(model)
+        module = model if prepared is None else prepared.trainable.module
+        named = model.state_dict().items() if prepared is None else prepared.trainable.full_state_dict()
         checkpoint.export_model(
             iter(named),
             save_directory,
@@ -564,7 +616,7 @@ class RunServices(RunFacts):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared so that it can be collected; returns one ``None`` for each object."""
-        self._trainer.release()
+        self._loop.release()
         self._preparer.clear()
         self._dataloaders.clear()
         self._checkpoints.averages.clear()
@@ -586,7 +638,7 @@ class RunServices(RunFacts):
             self.wait_for_checkpoint()
         finally:
             self._trackers.finish()
-            self._trainer.release()
+            self._loop.release()
             self.backend.barrier()
             self._close()
 
@@ -600,7 +652,7 @@ class RunServices(RunFacts):
             self._interruption.close()
         self._checkpoints.close()
         self._tell("closed")
-        self._trainer.release()
+        self._loop.release()
         forget_backend(self.backend)
         self.backend.stop()
 
@@ -617,6 +669,222 @@ class RunServices(RunFacts):
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)
 
+    # ---- what a run can tell: under the names that Accelerate's scripts ask for -------------------------------------
+
+    @property
+    def state(self) -> Accelerator:
+        """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""
+        engine = name.removesuffix("_plugin")
+        if engine == name or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return section_at_hand(self._choice, engine)
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        group = self._topology.communication_backend
+        return (
+            f"{type(self).__name__}({self.distributed_type}, {place}, {self.device}, communication backend: {group}, "
+            f"mixed precision: {self.mixed_precision})"
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """Always ``True``: the state is complete when the accelerator is made."""
+        return True
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives compare shapes first."""
+        return self._debug
+
+    @property
+    def distributed_type(self) -> str:
+        """Canonical name of the backend; compares equal to ``DistributedType.<any name it goes by>``."""
+        return self._info.name
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return str(self._job.settings.precision.name)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards compute in another dtype than the parameters'."""
+        return self._job.settings.precision.compute is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, when there is one."""
+        return self._job.scaler
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train together."""
+        return self.use_distributed
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, skipped ones included; part of the checkpoint."""
+        return self._loop.step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes a window, so that ``optimizer.step()`` acts."""
+        return self._loop.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._loop.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a full window."""
+        return self._loop.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._loop.set_steps(value)
+        self._meet_batches()
+
+    def _meet_batches(self) -> None:
+        """Tell the backend how the script batches its data; see :meth:`drivetrain.api.Backend.meet_batches`."""
+        totals = [loader.total_batch_size for loader in self._dataloaders]
+        sizes = [total // self._topology.dp_size for total in totals if total is not None]
+        self._job.meet_batches(sizes, self._loop.steps)
+
+    def _along(self, axis: str) -> int:
+        return self._topology.mesh.coordinates(self._topology.rank)[axis]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's data-parallel coordinate: ranks that share it see the same samples."""
+        return self._topology.dp_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Position along ``dp_shard``."""
+        return self._along("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Position along ``tp``."""
+        return self._along("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Position along ``pp``."""
+        return self._along("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Position along ``cp``."""
+        return self._along("cp")
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the backend goes by this name."""
+        return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
+
+    @property
+    def parallelism_config(self) -> None:
+        """``None``: the mesh is a section of the configuration, and then ``backend.topology.mesh``."""
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """``None``; see :attr:`parallelism_config`."""
+
+    @property
+    def fp8_backend(self) -> None:
+        """``None``: no backend computes in fp8."""
+
+    @property
+    def split_batches(self) -> bool:
+        """The script's batch size is the global one."""
+        return self._loader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """The main process reads all batches and hands them out."""
+        return self._loader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Samples repeat at the end of an epoch so that every rank gets the same number of batches."""
+        return self._loader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._loader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As configured; the order is a function of seed and epoch either way."""
+        return self._loader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Batches are copied to the device without waiting."""
+        return self._loader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As configured; prepared loaders carry their position either way."""
+        return self._loader_config.use_stateful_dataloader
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Folders, naming and limit of checkpoints."""
+        return self._project
+
+    @property
+    def project_dir(self) -> Any:
+        """Folder for checkpoints."""
+        return self._project.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder for experiment trackers."""
+        return self._project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._project.iteration
+
+    def _context(self) -> LoadingContext:
+        if self._loading is None:
+            self._loading = LoadingContext(
+                backend=self.backend,
+                config=self._loader_config,
+                base_seed=run_setup.data_seed(self._loader_config, self.backend),
+                put_on_device=self.device_placement,
+                active=self._active,
+                rng_types=tuple(self.rng_types),
+                interruption=self._interruption,
+            )
+        return self._loading
+
+    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
+    @property
+    def _models(self) -> list[Any]:
+        return self._preparer.models
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return list(self._preparer.optimizers)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._preparer.schedulers)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return list(self._checkpoints.custom)
+
 
 def _refuse(call: str, given: dict[str, Any]) -> None:
     """Arguments that Accelerate hands to the save or load function of one engine."""
@@ -625,335 +893,3 @@ def _refuse(call: str, given: dict[str, Any]) -> None:
             f"{call} does not know {', '.join(sorted(given))}: every backend writes and reads one format",
             cure="Leave it out.",
         )
-
-
-# ---- The ``Accelerator``: prepares models, optimizers and loaders, and trains, gathers and saves on the chosen backe
-
-class Accelerator(RunServices):
-    """One training loop on any backend. Collective over all ranks: it forms the process group.
-
-    Every argument has Accelerate's name, meaning and default; what the script passes wins over the configuration that
-    the launcher hands over. State lives on the object: several may coexist.
-
-    Args:
-        device_placement: move models and batches to :attr:`device`.
-        split_batches: as in ``DataLoaderConfiguration``.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; ``None`` takes the configuration's.
-        gradient_accumulation_steps: micro-batches in a window; 1 takes the configuration's.
-        cpu: stay on the CPU.
-        dataloader_config: how loaders share out samples.
-        rng_types: generators brought in step with the main process at each epoch: of ``"torch"``, ``"generator"``, ...
-        log_with: experiment trackers, names or instances, or ``"all"``.
-        project_dir: folder for checkpoints and logs.
-        project_config: the same and more; wins over ``project_dir``.
-        gradient_accumulation_plugin: in place of ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: schedulers move once per applied update; ``False``: at every call.
-        kwargs_handlers: ``DistributedDataParallelKwargs``, ``GradScalerKwargs``, ...; one of each class.
-        dynamo_backend: compile every model with this ``torch.compile`` backend.
-        config: a configuration or its file; ``None`` takes the launcher's, else defaults.
-        distributed_type: name of the backend; ``None`` takes the configuration's, else the best for the world.
-        engine_arguments: ``<backend>_plugin``: that backend's section, as its model or a mapping; chooses it, too.
-            ``parallelism_config``: sizes of the mesh, a ``ParallelismConfig``.
-        step_scheduler_per_process: move schedulers once per process at each update, Accelerate's way.
-        desync_watchdog: compare each collective call over the ranks before it is made, and raise where they are apart.
-        save_on_interrupt: told to end (Ctrl-C, SIGTERM), save the run after the step and stop; as the next checkpoint
-            with automatic naming, else as ``project_dir/interrupted``. The exit code is 75 after SIGTERM.
-        sync_batch_norm: batch norms take their statistics over the batches of all data-parallel processes.
-        count_items: weigh a mean loss by what it is a mean over (labels that count), as one big batch would. Reads that
-            from the loss, and sums it over the ranks once a window.
-
-    Raises:
-        UsageError: arguments that contradict each other.
-        BackendError: the backend is missing, broken or cannot run here.
-        ConfigError: mistakes in the configuration.
-    """
-
-    def __init__(
-        self,
-        device_placement: bool = True,
-        split_batches: bool | None = None,
-        mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        *,
-        rng_types: list[str] | None = None,
-        log_with: Any = None,
-        project_dir: str | Path | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        dynamo_backend: str | None = None,
-        config: ResolvedConfig | str | Path | None = None,
-        distributed_type: str | None = None,
-        step_scheduler_per_process: bool | None = None,
-        desync_watchdog: bool | None = None,
-        save_on_interrupt: bool | None = None,
-        sync_batch_norm: bool | None = None,
-        count_items: bool | None = None,
-        **engine_arguments: Any,
-    ) -> None:
-        self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
-        world_size = read_process_info().world_size
-        self._choice = choice = choose_backend(resolved, distributed_type, world_size, engine_arguments)
-        self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
-        self._loader_config = run_setup.loader_configuration(resolved, dataloader_config, split_batches)
-        self._project = run_setup.project_configuration(resolved, project_config, project_dir)
-        accumulation = run_setup.accumulation(
-            resolved, choice, gradient_accumulation_steps, gradient_accumulation_plugin
-        )
-        saves_first = run_setup.saves_on_interrupt(resolved, save_on_interrupt, self._project)
-        self.device_placement = device_placement
-        self.rng_types = rng_types if rng_types is not None else ["generator"]
-        self._info = choice.info
-        self.backend = run_setup.start_backend(
-            choice,
-            resolved,
-            handlers,
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            place_on_device=device_placement,
-            sync_batch_norm=sync_batch_norm,
-        )
-        set_current_backend(self.backend, self._info.name)
-        run_setup.name_this_process(self.backend)
-        self._closed = False
-        self._last_norm: Tensor | None = None
-        self._debug = resolved.config.debug
-        self._active = ActiveLoaders()
-        self._dataloaders: list[Any] = []
-        self._loading: LoadingContext | None = None
-        self._flag = False
-        registry = get_registry()
-        self._trainer = Trainer(
-            self.backend,
-            accumulation.num_steps,
-            self._active.state,
-            sync_with_dataloader=accumulation.sync_with_dataloader,
-            sync_each_batch=accumulation.sync_each_batch,
-            count_items=resolved.config.count_items if count_items is None else count_items,
-            on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
-        )
-        per_process = resolved.config.scheduler.step_per_process
-        if step_scheduler_per_process is not None:
-            per_process = step_scheduler_per_process
-        self._preparer = Preparer(
-            self.backend,
-            self._trainer,
-            step_with_optimizer=step_scheduler_with_optimizer,
-            moves_per_step=self.backend.topology.dp_size if per_process else 1,
-            compile_options={"backend": dynamo_backend.lower()} if dynamo_backend else None,
-        )
-        self._checkpoints = RunCheckpoints(
-            self.backend, self._trainer, self._preparer, self._dataloaders, self._project
-        )
-        self.gradient_state = GradientState(self._trainer, self._active)
-        self._trackers = run_setup.trackers(resolved, log_with, self._project, self.backend)
-        watchdog.use_launcher_log()
-        watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
-        self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
-        self._interruption = None
-        if saves_first:
-            topology = self.backend.topology
-            self._interruption = Interruption(topology, self._active, self._save_interrupted, self.end_training)
-        state.remember(self)
-        run_setup.at_exit(self._close)
-        if registry.listens("failed"):
-            run_setup.on_failure(self._failed)
-
-    # ---- prepare ------------------------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready, in the order given; one argument returns one object.
-
-        Collective over all ranks. Objects of other kinds come back as they are.
-
-        Args:
-            args: what to prepare. An optimizer is best prepared together with its model.
-            device_placement: for each argument, whether it is moved to the device; for loaders only.
-        """
-        if device_placement is not None and len(device_placement) != len(args):
-            raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
-        placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
-
-        def load(each: Any) -> Any:
-            return self._prepare_loader(each, placement.get(id(each))) if prepare.is_loader(each) else each
-
-        # Loaders first, since an engine may have to know their batch size when it prepares the model.
-        loaded = [load(each) for each in args]
-        self._meet_batches()
-        prepared = self._preparer.prepare(loaded)
-        registry = get_registry()
-        if registry.listens("prepared"):
-            registry.notify("prepared", accelerator=self, objects=tuple(prepared))
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Prepare a model alone; ``evaluation_mode`` leaves the gradient machinery out. Collective over all ranks."""
-        if device_placement is not None and device_placement != self.device_placement:
-            raise UnsupportedError(
-                "placement is decided for all models at once",
-                cure="Pass device_placement to Accelerator(...).",
-            )
-        return self._preparer.model(model, training=not evaluation_mode)
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer whose model is prepared already, or will be. State follows its parameters' device."""
-        return self._preparer.optimizer(optimizer)
-
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepare a scheduler after its optimizer."""
-        return self._preparer.scheduler(scheduler)
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks at the first one."""
-        prepared = self._prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        self._meet_batches()
-        return prepared
-
-    def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
-        place = self.device_placement if device_placement is None else device_placement
-        prepared = prepare.prepare_data_loader(
-            data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn
-        )
-        if not any(prepared is each for each in self._dataloaders):
-            self._dataloaders.append(prepared)
-        return prepared
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The same loader, its next iteration starting at batch ``num_batches`` of the epoch (an absolute number)."""
-        return prepare.skip_first_batches(dataloader, num_batches)
-
-    def init_empty_weights(self) -> AbstractContextManager[Any]:
-        """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""
-        context: AbstractContextManager[Any] = self.backend.init_context()
-        return context
-
-    # ---- the step -----------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
-        """Add this micro-batch's gradients. Collective over data-parallel ranks where gradients are reduced.
-
-        After the last backward of a window each gradient is that of
-        *(sum over data-parallel ranks and micro-batches of the loss) / denominator*.
-
-        Args:
-            loss: 0-d: a mean, or with ``num_items`` a sum.
-            num_items: how many items (tokens that count, samples) ``loss`` is a sum over on this rank. The denominator
-                is then their number over all ranks and micro-batches, so that ragged batches weigh as one big batch
-                would. Without it the mean of each batch weighs by the samples that the loader says it has, or, with
-                ``count_items``, by the items that the loss is a mean over.
-            kwargs: for ``loss.backward``, when no model was prepared.
-
-        Raises:
-            UsageError: with ``count_items``, a loss that does not say what it is a mean over.
-        """
-        self._trainer.backward(loss, num_items, **kwargs)
-
-    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
-        """One micro-batch: gradients are reduced, and optimizers step, only where a window ends.
-
-        A window ends after ``gradient_accumulation_steps`` micro-batches or with the last one of the loader's last
-        batch; a short window is averaged over the micro-batches that it has.
-
-        Args:
-            models: whose window this is, each set of models having its own; none means all prepared ones.
-        """
-        return self._trainer.accumulate([self._preparer.record_of(model) for model in models])
-
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Backwards in here stay on this rank until a later one outside. For windows of your own making."""
-        return self._preparer.record_of(model).no_sync()
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip gradients to a global norm, where a window ends. Collective where parameters are sharded.
-
-        Returns:
-            The norm before clipping over all mesh axes: a plain 0-d tensor, the same on every rank. A non-finite one
-            makes the step skip. Inside an open window nothing is clipped, and it is the norm of the window before (0
-            in the first), since gradients that still miss micro-batches have none that ranks agree on.
-        """
-        if self.sync_gradients:
-            norm = self._trainer.clip_grad_norm(_tensors(parameters), float(max_norm), float(norm_type))
-            self._last_norm = norm
-        elif self._last_norm is None:
-            self._last_norm = torch.zeros((), device=self.device)
-        return self._last_norm
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp gradient elements to ``[-clip_value, clip_value]``, where a window ends."""
-        if self.sync_gradients:
-            self._trainer.clip_grad_value(_tensors(parameters), float(clip_value))
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Take the loss scale out of gradients before the step does (fp16); clipping does it by itself."""
-        chosen = self._preparer.optimizers if optimizer is None else [optimizer]
-        for each in chosen:
-            if not isinstance(each, PreparedOptimizer):
-                raise UsageError("this optimizer was not prepared", cure="Pass what prepare returned.")
-            each.unscale()
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """The last step that was due, of any optimizer, left the parameters untouched."""
-        return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
-
-    def train_step(
-        self,
-        model: Any,
-        batches: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-        *,
-        num_items: Callable[[Any], Items] | None = None,
-        inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] = model_inputs,
-        max_norm: float | None = None,
-    ) -> TrainStepOutput:
-        """One whole optimizer step as a function: forward, backward, clip, step, zero. Collective over all ranks.
-
-        The explicit form of the loop, the same on every backend; a pipelined one needs it where its deferred output
-        cannot record what a script does. Schedulers are the script's to move.
-
-        Args:
-            model: a prepared model whose optimizer is prepared too.
-            batches: one batch, or a list of them: the micro-batches of one window.
-            loss_fn: ``loss_fn(model_output, batch)``: a 0-d mean, or with ``num_items`` a sum.
-            num_items: ``num_items(batch)``: what the loss of a batch is a sum over.
-            inputs: ``inputs(batch)`` -> positional and keyword arguments of the model. By default a mapping is given as
-                keywords, of a tuple or list the first element, anything else as it is.
-            max_norm: clip to this global norm.
-        """
-        record = self._preparer.record_of(model)
-        optimizers = self._preparer.optimizers_of(record)
-        return train_step(
-            self._trainer, record, optimizers, batches, loss_fn, num_items=num_items, inputs=inputs, max_norm=max_norm
-        )
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Compute in here as a model's forward does; for a loss that is worth it."""
-        handler = autocast_handler or self._handlers.of_type(AutocastKwargs)
-        context: AbstractContextManager[Any] = self.backend.autocast(handler.enabled)
-        return context
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Ranks may run out of batches at different times in here.
-
-        Args:
-            joinables: the prepared models that train in here.
-            even_batches: override the loaders' setting meanwhile.
-        """
-        trainables = [self._preparer.record_of(each).trainable for each in joinables if isinstance(each, nn.Module)]
-        batch_norm.refuse_uneven(trainable.module for trainable in trainables)
-        even = even_batches_as(self._dataloaders, even_batches)
-        with watchdog.unwatched(), even, self._trainer.uneven(), self.backend.join(trainables):
-            yield
-
-
-def _tensors(parameters: Any) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-

@@ -95,7 +95,7 @@ def everything(parts):
         "owner": id(cursor.owner),
         "custom": custom.state_dict(),
         "random": [torch.get_rng_state(), str(random.getstate())],
-        "step": accelerator._trainer.step,
+        "step": accelerator._loop.step,
     }
     return copy.deepcopy(state)
 

@@ -64,7 +64,7 @@ def test_a_converted_layer_is_the_same_object_with_everything_it_had():
     layers, kinds = dict(model.named_modules()), {name: type(one) for name, one in model.named_modules()}
     modes = {name: one.training for name, one in model.named_modules()}
     keys = list(model.state_dict())
-    batch_norm.settle(model, backend(switched_on=True), training=True)
+    batch_norm.convert_or_warn(model, backend(switched_on=True), training=True)
     after = dict((*model.named_parameters(), *model.named_buffers()))
     assert all(after[name] is one for name, one in before.items())
     assert list(model.state_dict()) == keys
@@ -96,7 +96,7 @@ def test_a_converted_layer_is_the_same_object_with_everything_it_had():
 def test_a_layer_that_computes_otherwise_is_refused_and_nothing_is_converted(layer, words):
     model = nn.Sequential(layer, nn.BatchNorm1d(3))
     with pytest.raises(UnsupportedError, match=words):
-        batch_norm.settle(model, backend(switched_on=True), training=True)
+        batch_norm.convert_or_warn(model, backend(switched_on=True), training=True)
     assert type(model[1]) is nn.BatchNorm1d
 
 
@@ -109,17 +109,17 @@ def test_a_pipeline_is_refused():
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.InstanceNorm1d, nn.Linear])
 def test_models_without_batch_statistics_are_not_spoken_of(kind, caplog):
     model = nn.Sequential(kind(3, 3) if kind is nn.Linear else kind(3))
-    batch_norm.settle(model, backend(), training=True)
+    batch_norm.convert_or_warn(model, backend(), training=True)
     assert not caplog.records
 
 
 def test_local_statistics_are_said_aloud(caplog):
     model = nn.Sequential(nn.Linear(3, 3), *[nn.BatchNorm1d(3) for _ in range(6)])
-    batch_norm.settle(model, backend(), training=False)
-    batch_norm.settle(nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False), backend(), training=True)
+    batch_norm.convert_or_warn(model, backend(), training=False)
+    batch_norm.convert_or_warn(nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False), backend(), training=True)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        batch_norm.settle(model, backend(), training=True)
+        batch_norm.convert_or_warn(model, backend(), training=True)
     (record,) = caplog.records
     assert "6 batch norm layer(s) (1, 2, 3, 4 and 2 more)" in record.getMessage()
     assert "`sync_batch_norm: true`" in record.getMessage()
@@ -128,9 +128,9 @@ def test_local_statistics_are_said_aloud(caplog):
 def test_torchs_own_layers_are_refused_where_they_do_not_run():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(UsageError, match=r"SyncBatchNorm \(0 of Sequential\) does not run on cpu"):
-        batch_norm.settle(model, backend(), training=True)
-    batch_norm.settle(model, backend(device="cuda"), training=True)
-    batch_norm.settle(model, backend(switched_on=True), training=True)
+        batch_norm.convert_or_warn(model, backend(), training=True)
+    batch_norm.convert_or_warn(model, backend(device="cuda"), training=True)
+    batch_norm.convert_or_warn(model, backend(switched_on=True), training=True)
     assert isinstance(model[0], batch_norm.Synchronised)
     assert not isinstance(model[0], nn.SyncBatchNorm)
 

@@ -177,6 +177,7 @@ def test_what_a_loss_is_a_mean_over_is_read_from_its_graph():
     assert count_items(F.mse_loss(logits, torch.zeros_like(logits))) == 140
     assert count_items(flat.pow(2).mean()) == 140
     assert count_items(F.cross_entropy(flat.bfloat16().repeat(99, 1), labels.flatten().repeat(99))) == 17 * 99
+    assert count_items(torch.stack([by_labels, by_labels]).sum()) == 17
     two = F.cross_entropy(logits[:, :2].flatten(0, 1), labels[:, :2].flatten())
     assert count_items(two + F.cross_entropy(logits[:, 1:3, :].flatten(0, 1)[:8], labels[:, :2].flatten())) == 8
 
@@ -189,6 +190,7 @@ def test_what_a_loss_is_a_mean_over_is_read_from_its_graph():
         (lambda x, y: 1 / F.cross_entropy(x, y), "ReciprocalBackward0"),
         (lambda x, y: F.cross_entropy(x, y) + x.pow(2).mean(), "adds means over 17.0, 140.0 items"),
         (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), "cannot tell what this loss is a mean over"),
+        (lambda x, y: x.pow(2).mean(0)[:1].squeeze(), "cannot tell what this loss is a mean over"),
     ],
 )
 def test_a_loss_that_is_no_mean_is_not_counted(loss, said):

@@ -281,7 +281,7 @@ def refusals() -> dict[str, str]:
     accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
     net = Net()
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    inner, trainable = accelerator.unwrap_model(model), accelerator._trainer.records[0].trainable
+    inner, trainable = accelerator.unwrap_model(model), accelerator._loop.models[0].trainable
     x = torch.randn(4, WIDTH)
     accelerator.backward(model(x).square().mean())
     weight = inner.head.weight

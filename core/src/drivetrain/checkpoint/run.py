@@ -22,10 +22,10 @@ from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import MainProcessOnlyCall, check_collective, log_call
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import ProjectConfiguration
+from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.ema import EMA
 from drivetrain.loop.model import plain_state_dict
 from drivetrain.loop.prepare import Preparer
-from drivetrain.loop.training import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunCheckpoints:
     def __init__(
         self,
         backend: Backend,
-        trainer: Trainer,
+        trainer: TrainingLoop,
         preparer: Preparer,
         loaders: Sequence[Any],
         project: ProjectConfiguration,
@@ -227,7 +227,7 @@ class RunCheckpoints:
         objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
         device = self._backend.topology.device
         return TrainingState(
-            trainables=[*(record.trainable for record in self._trainer.records), *self.averages],
+            trainables=[*(model.trainable for model in self._trainer.models), *self.averages],
             averages=len(self.averages),
             objects=objects,
             counters={"step": self._trainer.step},

@@ -1,4 +1,4 @@
-"""Names that installed plugins bring for scripts, so that ``from drivetrain.utils import X`` finds them. No torch."""
+"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from drivetrain.errors import AbsentNameError, BackendConflictError, BackendError, listed
 from drivetrain.registry import get_registry, import_object, known_extras, pip_line
 
-# ---- ``DistributedType``: the names that scripts compare ``accelerator.distributed_type`` with
+logger = logging.getLogger(__name__)
+
 
 class _Names(type):
     """Makes every upper-case attribute of a class a backend's canonical name."""
@@ -23,13 +24,8 @@ class DistributedType(metaclass=_Names):
     """Names of backends as attributes: ``accelerator.distributed_type == DistributedType.MULTI_GPU``."""
 
 
-# ---- Names that installed plugins bring for scripts, so that ``from drivetrain.utils import X`` finds them. No torch
-
-logger = logging.getLogger(__name__)
-
-
-def brought(name: str) -> Any:
-    """What the plugin that brings this name means by it.
+def from_plugins(name: str) -> Any:
+    """The object that an installed plugin gives this name.
 
     Raises:
         AttributeError: nobody installed brings it.

@@ -1,4 +1,4 @@
-"""For code that has no accelerator at hand: the state of the newest one, under the names of Accelerate's singletons.
+"""Accelerate's singletons: the state of the newest accelerator, for code that has none at hand.
 
 State lives on the accelerator, and several may coexist; what is here only finds the one that was made last.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from drivetrain.backend import Backend, ProcessGroupSettings, RunSettings
+from drivetrain.backend import ProcessGroupSettings, RunSettings
 from drivetrain.backends.torch_engine import original_module
 from drivetrain.config import worker_config
 from drivetrain.distributed.current import (
@@ -29,13 +29,13 @@ from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
-from drivetrain.loop.model import record_of
+from drivetrain.loop.model import prepared_model
 from drivetrain.registry import get_registry
 
 if TYPE_CHECKING:
-    from drivetrain.accelerator import RunFacts
-
-# ---- ``PartialState``: the processes of a job without anything that trains
+    from drivetrain.accelerator import Accelerator
+    from drivetrain.data.active import ActiveLoaders
+    from drivetrain.loop.accumulation import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PartialState(ProcessControl):
                     f"the process group exists already; {', '.join(sorted(init_pg_kwargs))} can no longer be chosen",
                     cure="Give these to the first PartialState or Accelerator of the process.",
                 )
-            self._shared, self._name = started
+            job, self._name = started
         else:
             asked = config.process_group
             settings = RunSettings(
@@ -92,14 +92,11 @@ class PartialState(ProcessControl):
             world = World(settings)
             world.start()
             _kept.append(world)
-            self._shared, self._name = world, ""
+            job, self._name = world, ""
             set_current_backend(world)
             set_rank(world.topology.rank, world.topology.world_size, world.barrier)
-        self.backend = self._shared.topology.communication_backend
-
-    @property
-    def _job(self) -> Backend:
-        return self._shared
+        super().__init__(job)
+        self.backend = self._topology.communication_backend
 
     @property
     def distributed_type(self) -> str:
@@ -126,10 +123,10 @@ class PartialState(ProcessControl):
 
         An ``Accelerator`` that uses the group keeps it until its ``end_training``.
         """
-        if isinstance(self._shared, World):
-            forget_backend(self._shared)
-            _kept[:] = [world for world in _kept if world is not self._shared]
-            self._shared.stop()
+        if isinstance(self._job, World):
+            forget_backend(self._job)
+            _kept[:] = [world for world in _kept if world is not self._job]
+            self._job.stop()
         else:
             logger.warning("the process group is in use by an Accelerator; its end_training() gives it back.")
 
@@ -159,18 +156,18 @@ def _group_settings(given: dict[str, Any]) -> ProcessGroupSettings:
     return ProcessGroupSettings(given.get("backend"), given.get("init_method"), seconds)
 
 
-# ---- For code that has no accelerator at hand: the state of the newest one, under the names of Accelerate's singleto
+# ---- the newest accelerator -----------------------------------------------------------------------------------------
 
-_made: list[weakref.ref[RunFacts]] = []
+_made: list[weakref.ref[Accelerator]] = []
 
 
-def remember(run: RunFacts) -> None:
+def remember(run: Accelerator) -> None:
     """Note a new accelerator; it is held weakly."""
     _made[:] = [each for each in _made if each() is not None]
     _made.append(weakref.ref(run))
 
 
-def _newest() -> RunFacts | None:
+def _newest() -> Accelerator | None:
     for each in reversed(_made):
         run = each()
         if run is not None:
@@ -206,11 +203,58 @@ class AcceleratorState:
 
 @final
 class GradientState:
-    """``GradientState()`` is the newest accelerator's ``gradient_state``. Raises as :class:`AcceleratorState` does."""
+    """Where the loop stands in its window and its loader: ``accelerator.gradient_state``, computed when asked.
 
-    def __new__(cls) -> Any:
-        """Find it."""
-        return AcceleratorState().gradient_state
+    ``GradientState()`` is the newest accelerator's; it raises as :class:`AcceleratorState` does.
+
+    Args:
+        loop: knows the windows.
+        active: knows the loaders being iterated.
+    """
+
+    _loop: TrainingLoop
+    _active: ActiveLoaders
+
+    def __new__(cls, loop: TrainingLoop | None = None, active: ActiveLoaders | None = None) -> GradientState:
+        """Find it, or make it for one accelerator."""
+        if loop is None or active is None:
+            found: GradientState = AcceleratorState().gradient_state
+            return found
+        self = super().__new__(cls)
+        self._loop, self._active = loop, active
+        return self
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes a window."""
+        return self._loop.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches in a full window."""
+        return self._loop.steps
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self._active.current is not None
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader being iterated, or ``None``."""
+        current = self._active.current
+        return None if current is None else current.loader
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether that loader's current batch is its last."""
+        return self._active.is_last_batch()
+
+    @property
+    def remainder(self) -> int:
+        """Rows that count in the current global batch when it is short, else -1."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
 
 
 def wait_for_everyone() -> None:
@@ -227,7 +271,7 @@ def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep
         keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
     """
     del keep_fp32_wrapper
-    record = record_of(model)
-    model = model if record is None else record.source
+    prepared = prepared_model(model)
+    model = model if prepared is None else prepared.source
     return model if keep_torch_compile else original_module(model)
 

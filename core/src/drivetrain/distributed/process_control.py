@@ -1,4 +1,4 @@
-"""Who am I among the processes, and who does what when: the part that PartialState and Accelerator have in common."""
+"""Process control: ranks, waiting for other processes, and running or splitting work by rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from drivetrain.backend import Backend
 from drivetrain.distributed.trees import honor_type
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
-from drivetrain.topology import Topology
 
-# ---- One process's share of a list, a tuple, a dict of these, a tensor, an array or a dataset
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def share(length: int, index: int, count: int, padded: bool = False) -> list[int]:
     """Which of ``length`` items process ``index`` of ``count`` gets: a run of them, the first processes one more.
@@ -104,30 +105,15 @@ def _take(inputs: Any, indices: list[int]) -> Any:
     return tuple(items) if isinstance(inputs, tuple) else items
 
 
-# ---- Who am I among the processes, and who does what when: the part that PartialState and Accelerator have in common
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 class ProcessControl:
-    """Properties and methods about processes, on top of a started backend.
+    """Ranks of one process and what it does by them: what ``PartialState`` and ``Accelerator`` have in common.
 
-    Attributes:
-        backend: the started :class:`~drivetrain.api.Backend`. A subclass for which this word means something else
-            overrides :attr:`_job`.
+    Args:
+        job: the started backend.
     """
 
-    backend: Any
-
-    @property
-    def _job(self) -> Backend:
-        job: Backend = self.backend
-        return job
-
-    @property
-    def _topology(self) -> Topology:
-        return self._job.topology
+    def __init__(self, job: Backend) -> None:
+        self._job, self._topology = job, job.topology
 
     # ---- who am I -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""The accumulation window: which micro-batches make one optimizer step, and what their loss is divided by.
+"""Gradient accumulation: which micro-batches make one optimizer step, and what their losses are divided by.
+
+A :class:`Window` alone knows whether gradients of the current micro-batch are synchronised: prepared models,
+optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoop` holds the windows of one accelerator.
 
 Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
 not known before the last batch, its number of items not before the last micro-batch); after the closing backward
@@ -12,18 +15,27 @@ window are of one size, each of these weights is 1.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor
 
-from drivetrain.errors import UsageError
+from drivetrain.distributed.watchdog import check_collective, log_call
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
 
 if TYPE_CHECKING:
-    from drivetrain.backend import Trainable
+    from drivetrain.backend import Backend, Trainable
     from drivetrain.data.active import LoopState
     from drivetrain.data.plan import Rows
+    from drivetrain.loop.model import PreparedModel
+    from drivetrain.loop.optimizer import PreparedOptimizer
+
+logger = logging.getLogger(__name__)
 
 Items = int | float | Tensor
 
@@ -35,14 +47,27 @@ class Window:
         length: micro-batches in a full window.
         dp_size: number of data-parallel coordinates.
         dp_rank: this process's coordinate.
+        models: the prepared models that share it.
+        sync_each_batch: gradients are reduced at every micro-batch.
     """
 
-    def __init__(self, length: int, dp_size: int, dp_rank: int = 0) -> None:
-        self.length, self.dp_size, self.dp_rank = length, dp_size, dp_rank
+    def __init__(
+        self,
+        length: int,
+        dp_size: int,
+        dp_rank: int = 0,
+        models: Sequence[PreparedModel] = (),
+        *,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.length, self.dp_size, self.dp_rank, self.models = length, dp_size, dp_rank, models
+        self._sync_each_batch = sync_each_batch
         self.position = 0
         """Micro-batches begun in this window."""
         self.closing = True
-        """The current micro-batch is the window's last."""
+        """The current micro-batch is the window's last, so that optimizers step after it."""
+        self.open = False
+        """The script is inside a micro-batch of this window."""
         self.backwards = 0
         """Backward calls in this window."""
         self.backwards_here = 0
@@ -56,22 +81,37 @@ class Window:
         """The current global batch in units of the window's first one."""
         self._covered = 0.0
         """Global batches so far, in that unit."""
-        self._rows: Rows | None = None
+        self.rows: Rows | None = None
+        """Of the current batch, where its rows are what a loss is a mean over."""
         self._first: Rows | None = None
-        self._items: Items | None = None
+        self.items: Items | None = None
+        """What the losses of this window are sums over, so far; ``None`` for means."""
         self._by_items: bool | None = None
         self._previous_items: Tensor | None = None
         self._batch: int | None = None
         self._steps_in_batch = self._steps_in_previous_batch = 0
 
-    def begin(self, loop: LoopState) -> bool:
-        """Start a micro-batch; decides and returns :attr:`closing`.
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of a backward are reduced over the ranks now, unless the script holds them back."""
+        return self.closing or self._sync_each_batch or not self.open
+
+    @property
+    def may_drop_gradients(self) -> bool:
+        """Whether ``zero_grad`` now clears what is finished, rather than what this window has gathered."""
+        if not self.open:
+            return self.closing
+        return self.backwards == 0 or (self.closing and self.backwards_here > 0)
+
+    def begin(self, loop: LoopState, length: int) -> None:
+        """Start a micro-batch; decides :attr:`closing`.
 
         A script may take several micro-steps on one batch, so "the last batch" alone does not close a window: its last
         micro-step does, which is known from how many the previous batch had.
 
         Args:
             loop: the batch that the innermost loop is at.
+            length: of the window, if it begins here.
 
         Raises:
             UsageError: the window may have to close here, and nobody knows; or this is another part of a batch that
@@ -79,13 +119,14 @@ class Window:
         """
         if self.closing:
             self.reset()
+            self.length = length
         batch, is_last_batch, rows, unknown, self.conflict, beyond = loop
         if batch != self._batch:
             self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
         self._steps_in_batch += 1
         self.position += 1
         self.backwards_here = 0
-        if rows is not self._rows or (self.position == 1 and rows is not self._first):
+        if rows is not self.rows or (self.position == 1 and rows is not self._first):
             self._weigh(rows)
         self._covered += self._share
         if unknown and self.position < self.length:
@@ -107,11 +148,10 @@ class Window:
         if self.closing and beyond is not None and self._first is not None and self.position < self.length:
             # Other ranks' windows go on with a batch that this rank has no part of.
             self._covered += beyond.total / self._first.total
-        return self.closing
 
     def _weigh(self, rows: Rows | None) -> None:
         """Set the weights of a batch that is not like the one before."""
-        self._rows = rows
+        self.rows = rows
         if self.position == 1:
             self._first = rows
         first = self._first
@@ -123,15 +163,15 @@ class Window:
 
     def weigh_alone(self, loop: LoopState) -> None:
         """Set the weight of a loss outside of ``accumulate``, whose batch stands for itself."""
-        rows, self.conflict = loop.rows, loop.conflict
+        self.rows, self.conflict = loop.rows, loop.conflict
+        rows = self.rows
         even = rows is None or rows.even
         self.weight = 1.0 if even or rows is None else rows.real[self.dp_rank] * self.dp_size / rows.total
 
     def reset(self) -> None:
         """Forget the finished window."""
         self.position = self.backwards = self.backwards_here = 0
-        self.closing = False
-        self._items = self._by_items = None
+        self.items = self._by_items = None
         self._covered = 0.0
 
     def scale(self, items: Items | None, total: Callable[[Items], Tensor]) -> float | Tensor:
@@ -172,7 +212,7 @@ class Window:
                 cure="Pass num_items with every loss of a window (0 for a loss that counts no items), or with none.",
             )
         if items is not None:
-            self._items = items if self._items is None else self._items + items
+            self.items = items if self.items is None else self.items + items
             return (1.0 if self.weight else 0.0) / self.denominator
         return self.weight / self.denominator
 
@@ -182,11 +222,11 @@ class Window:
         Args:
             total: as in :meth:`scale`; called once per closing backward of a window with items.
         """
-        if self._items is None and (self.position == 0 or self._covered == self.length):
+        if self.items is None and (self.position == 0 or self._covered == self.length):
             # The length was right, or the script counts the micro-batches itself.
             return 1.0
-        if self._items is not None:
-            items = total(self._items).clamp(min=1.0)
+        if self.items is not None:
+            items = total(self.items).clamp(min=1.0)
             self._previous_items = items
             factor: float | Tensor = self.denominator / items
             self.denominator = items
@@ -196,15 +236,331 @@ class Window:
         self.denominator = truth
         return factor
 
-    @property
-    def counts_items(self) -> bool:
-        """The losses of this window are sums over items."""
-        return self._items is not None
+
+@final
+class MicroBatch:
+    """Context of one micro-batch. A class of its own since a generator costs twice as much on each step."""
+
+    __slots__ = ("_loop", "_outer", "_was_open", "_window")
+
+    def __init__(self, loop: TrainingLoop, window: Window) -> None:
+        self._loop, self._window = loop, window
+
+    def __enter__(self) -> None:
+        loop, window = self._loop, self._window
+        window.begin(loop.loop_state(), loop.steps)
+        self._outer, loop.window = loop.window, window
+        self._was_open, window.open = window.open, True
+        for model in window.models:
+            model.window = window
+            model.synchronise()
+
+    def __exit__(self, *exc: object) -> None:
+        window = self._window
+        # `closing` keeps its value for a step that follows the block; communication must not stay off.
+        window.open = self._was_open
+        for model in window.models:
+            model.synchronise()
+        if self._outer.open:
+            self._loop.window = self._outer
+
+
+@final
+class TrainingLoop:
+    """The accumulation windows, the backwards, the clipping and the count of steps of one :class:`Accelerator`.
+
+    Each set of models named in ``accumulate`` has a window of its own, so that a generator and a discriminator do not
+    count each other's micro-batches.
+
+    Args:
+        backend: the started backend.
+        steps: micro-batches in a full window.
+        loop_state: the batch that the script's innermost loop is at.
+        sync_with_dataloader: close the window at the loader's last batch.
+        sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
+        count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
+        on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        steps: int,
+        loop_state: Callable[[], LoopState],
+        *,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+        count_items: bool = False,
+        on_step: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        self.backend, self.steps = backend, steps
+        self.models: list[PreparedModel] = []
+        """In the order of ``prepare``."""
+        self.step = 0
+        """Optimizer steps so far, skipped ones too."""
+        self.loop_state = loop_state if sync_with_dataloader else lambda: _endless(loop_state())
+        self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
+        self._looked_at: set[int] = set()
+        """Models whose loss was looked at for being a mean over labels."""
+        self._judged: set[tuple[int, type, type | None]] = set()
+        """Kinds of losses that were looked at for being a sum over the batch."""
+        self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
+        # An engine that computes a loss in parts has no graph of it here; count_items refuses a sum itself.
+        self._judges = self._dp_size > 1 and not count_items and not backend.capabilities.pipelined
+        self._windows: dict[tuple[int, ...], Window] = {}
+        self.manual = self.window = Window(steps, self._dp_size, self._dp_rank)
+        """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
+        self.set_steps(steps)
+        self._last_norm: Tensor | None = None
+        self._warned_length = False
+
+    # ---- windows ----------------------------------------------------------------------------------------------
+
+    def accumulate(self, models: Sequence[PreparedModel]) -> MicroBatch:
+        """One micro-batch of these models' window. See :meth:`drivetrain.Accelerator.accumulate`."""
+        models = models or self.models
+        key = tuple([model.index for model in models])
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = Window(
+                self.steps, self._dp_size, self._dp_rank, tuple(models), sync_each_batch=self._sync_each_batch
+            )
+        return MicroBatch(self, window)
 
     @property
-    def may_drop_gradients(self) -> bool:
-        """Whether ``zero_grad`` now clears what is finished, rather than what this window has gathered."""
-        return self.backwards == 0 or (self.closing and self.backwards_here > 0)
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch completes a window, so that ``optimizer.step()`` acts."""
+        return self.window.closing
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.window.closing = value
+        for model in self.models:
+            model.window.closing = value
+            model.synchronise()
+
+    @property
+    def unfinished(self) -> int:
+        """Micro-batches whose gradients wait in an open window for the others; 0 between two windows."""
+        return max((window.position for window in self._windows.values() if not window.closing), default=0)
+
+    def abandon_windows(self) -> None:
+        """Drop what open windows have gathered: other parameters were loaded, and the next micro-batch begins anew."""
+        for window in self._windows.values():
+            window.closing = True
+        self.manual.reset()
+        for model in self.models:
+            for optimizer in model.trainable.optimizers:
+                model.trainable.zero_grad(optimizer)
+
+    def set_steps(self, steps: int) -> None:
+        """Change the length of windows that begin from now on."""
+        if steps < 1:
+            raise UsageError(f"gradient_accumulation_steps must be at least 1, not {steps}")
+        self.steps = self.manual.length = steps
+
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
+        """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
+        if not self.models:
+            log_call("backward")
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            return
+        if kwargs:
+            raise UnsupportedError(
+                f"backward() does not take {', '.join(sorted(kwargs))} with a prepared model",
+                cure="Call torch.autograd.grad yourself for a gradient that is not a training step.",
+            )
+        models, closes = (self.window.models, self.window.closing) if self.window.open else self._outside()
+        window = self.window
+        # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
+        (check_collective if closes else log_call)("backward")
+        primary = models[0]
+        for model in models:
+            if model.active:
+                primary = model
+                break
+        if num_items is None and self._judges and window.rows is not None:
+            self._refuse_sum(loss, window.rows, primary)
+        if num_items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
+            num_items = self._items_of(loss)
+            scale = window.scale(num_items, self._total) * num_items
+        else:
+            scale = window.scale(num_items, self._total)
+        if primary.index not in self._looked_at:
+            self._look_at(loss, primary, window.rows, by_items=num_items is not None)
+        primary.trainable.backward(loss, scale)
+        if closes:
+            factor = window.correction(self._total)
+            if isinstance(factor, Tensor) or factor != 1.0:
+                for model in models:
+                    model.trainable.scale_gradients(factor)
+            self.gradients_reduced()
+        for model in self.models:
+            model.active = False
+
+    def _outside(self) -> tuple[Sequence[PreparedModel], bool]:
+        """Models of a loss outside of ``accumulate``, and whether its gradients are reduced; sets the window."""
+        # Those that ran forward, else all.
+        models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
+        self.window = self.manual
+        self.manual.weigh_alone(self.loop_state())
+        closes = True
+        for model in models:
+            model.window = self.manual
+            closes = closes and not model.held
+        return models, closes
+
+    def gradients_reduced(self) -> None:
+        """A point that every rank reaches, and where buffers are made to agree. Collective over data-parallel ranks."""
+        # Of every model: one may have run forward for another's loss.
+        for model in self.models:
+            if model.buffers is not None and not model.held and not model.steps_alone:
+                model.buffers.window_closed()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Ranks may run out of batches at different times in here. Collective over all ranks at the end."""
+        with ExitStack() as stack:
+            for model in self.models:
+                if model.buffers is not None:
+                    stack.enter_context(model.buffers.apart())
+            yield
+
+    def _items_of(self, loss: Tensor) -> Items:
+        if self.backend.capabilities.pipelined:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} computes a loss in parts, after backward() was called: count_items "
+                "cannot see what it is a mean over",
+                cure="Compute a sum outside of the model: accelerator.backward(loss_sum, num_items=n).",
+            )
+        return count_items(loss)
+
+    def _look_at(self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, by_items: bool) -> None:
+        """Say once, for each model, what a mean over labels means where there are several of them."""
+        self._looked_at.add(model.index)
+        if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
+            return
+        if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
+            logger.warning(
+                "backward() was given a mean over labels (as a model called with `labels` returns it). Over %d "
+                "data-parallel rank(s) and windows of %d micro-batch(es), each batch's mean weighs by its samples, so "
+                "that a label weighs more in a batch that has fewer of them. Where their numbers differ, count_items: "
+                "true in the configuration, Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the "
+                "gradients of one big batch.",
+                self._dp_size,
+                self.steps,
+            )
+
+    def _refuse_sum(self, loss: Tensor, rows: Rows, model: PreparedModel) -> None:
+        """Look once at each kind of loss for being a sum over the batch, of which an average over ranks is a part."""
+        node = loss.grad_fn
+        edges = node.next_functions if node is not None else ()
+        kind = model.index, type(node), type(edges[0][0]) if edges else None
+        number, ranks = rows.real[self._dp_rank], self._dp_size
+        if kind in self._judged or not rows.counted or rows.real != rows.loaded or number < 2:
+            return
+        self._judged.add(kind)
+        if sums_over_batch(loss, number, ranks):
+            self._judged.discard(kind)
+            whole = "accelerator.num_processes" if self.backend.topology.world_size == ranks else str(ranks)
+            raise UsageError(
+                f"the loss is a sum over this rank's {number} rows, and backward() averages over {ranks} ranks, so "
+                f"that gradients would be 1/{ranks} of those of one process",
+                cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
+                "accelerator.backward(loss, num_items=n) divides by the n of all ranks; or, for the sum over all ranks "
+                f"itself, accelerator.backward(loss * {whole}).",
+            )
+
+    def _total(self, items: Items) -> Tensor:
+        """Sum of an item count over the data-parallel ranks, 0-d on the device. Collective over them."""
+        count = torch.as_tensor(items, device=self.backend.topology.device).detach().reshape(())
+        return self.backend.reduce(count, "sum")
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def stepped(self, optimizer: PreparedOptimizer) -> None:
+        """Count a step of this optimizer. A lazy device is given what was recorded."""
+        self.step += 1
+        self.backend.sync()
+        manual = self.manual
+        if manual.backwards and not self.window.open:
+            # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
+            if manual.backwards != self.steps > 1 and manual.items is None and not self._warned_length:
+                self._warn_of_length(manual.backwards)
+            manual.reset()
+        if self._on_step is not None:
+            self._on_step(self.step, optimizer.step_was_skipped)
+
+    def _warn_of_length(self, found: int) -> None:
+        self._warned_length = True
+        logger.warning(
+            "An optimizer stepped after %d backward call(s) outside of `with accelerator.accumulate(model):`, "
+            "while each loss was divided by gradient_accumulation_steps=%d. Use accumulate, or set it to 1.",
+            found,
+            self.steps,
+        )
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clip where a window ends. See :meth:`drivetrain.Accelerator.clip_grad_norm_`."""
+        if not self.window.closing:
+            return torch.zeros((), device=self.backend.topology.device) if self._last_norm is None else self._last_norm
+        capabilities = self.backend.capabilities
+        (log_call if capabilities.replicated else check_collective)("clip_grad_norm_")
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = self.models if len(self.models) == 1 else self._owners(parameters)
+        if norm_type != 2.0 and not capabilities.other_norms:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} clips by the 2-norm only, not by norm_type={norm_type}",
+                cure="Leave norm_type at 2.",
+            )
+        if len(owners) > 1 and not capabilities.optimizer_spans_models:
+            raise UnsupportedError(
+                "these parameters belong to several models, which this backend clips one by one",
+                cure="Call clip_grad_norm_ once for each model.",
+            )
+        self._last_norm = owners[0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._last_norm
+
+    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
+        """Clamp gradient elements where a window ends."""
+        if not self.window.closing:
+            return
+        if not self.backend.capabilities.clip_by_value:
+            raise UnsupportedError(
+                f"{type(self.backend).__name__} cannot clip by value",
+                cure="Use clip_grad_norm_.",
+            )
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
+
+    def _owners(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
+        """Models that hold these parameters, in order of ``prepare``."""
+        if len(self.models) == 1:
+            return self.models
+        wanted = {id(parameter) for parameter in parameters}
+        found = [
+            model
+            for model in self.models
+            if any(id(parameter) in wanted for parameter in model.trainable.module.parameters())
+        ]
+        if not found:
+            raise UsageError(
+                "these parameters belong to no prepared model",
+                cure="Pass parameters of a model that went through accelerator.prepare.",
+            )
+        return found
+
+    def release(self) -> None:
+        """Let go of the engines; the modules stay usable."""
+        for model in self.models:
+            model.trainable.release()
+
+
+def _endless(loop: LoopState) -> LoopState:
+    """A loop whose end closes no window."""
+    return loop._replace(is_last=False, unknown="")
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Batch norms over the batches of all data-parallel ranks; a warning where they follow each rank's own batch."""
+"""Batch normalization with statistics over all data-parallel ranks, and a warning where they are each rank's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _SWITCH = "`sync_batch_norm: true` in the configuration, or Accelerator(sync_batch_norm=True),"
 
 
-def settle(model: nn.Module, backend: Backend, *, training: bool) -> None:
+def convert_or_warn(model: nn.Module, backend: Backend, *, training: bool) -> None:
     """Convert a model's batch norms where the run asks for it; else say once what they follow. Not collective.
 
     Called before the backend prepares the model.

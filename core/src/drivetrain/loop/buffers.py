@@ -1,4 +1,4 @@
-"""Buffers of a model on several ranks: they change there by themselves, and the main process's count.
+"""Keeps the buffers of a model the same on all data-parallel ranks: those of the first rank count.
 
 A batch norm's running statistics follow the batches of its own rank. An evaluation has to use the same ones on every
 rank, and a checkpoint those of one rank. When that is seen to depends on the engine: where every forward is collective

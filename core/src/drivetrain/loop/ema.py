@@ -64,7 +64,7 @@ class EMA:
         self.num_updates = 0
         """Updates so far; the first one takes the weights as they are."""
         self._accelerator = accelerator
-        self._trainable: Trainable = accelerator._preparer.record_of(model).trainable  # noqa: SLF001 (of the same core)
+        self._trainable: Trainable = accelerator._preparer.find(model).trainable  # noqa: SLF001 (of the same core)
         self._values: dict[str, Tensor] = {}
         self._in_model = False
         self._buffers: set[str] = set()

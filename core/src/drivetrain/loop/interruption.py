@@ -1,4 +1,4 @@
-"""A run that is told to end (Ctrl-C, SIGTERM) saves itself first: what hears the signal, and which step is the last."""
+"""Saves a run that is told to end (Ctrl-C, SIGTERM) after a step on which all ranks agree, and stops it."""
 
 from __future__ import annotations
 

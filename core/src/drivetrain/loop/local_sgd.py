@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone for some steps and then average their parameters.
+"""Local SGD: each rank trains alone for some steps, then parameters are averaged over the ranks.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain.backend import Backend
 from drivetrain.distributed import nested
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.loop.model import Record, record_of
+from drivetrain.loop.model import PreparedModel, prepared_model
 
 
 @final
@@ -52,7 +52,7 @@ class LocalSGD:
                 f"{type(self._backend).__name__} {why}, so ranks cannot train alone",
                 cure="Use a backend such as the default one for several processes, or LocalSGD(..., enabled=False).",
             )
-        if self.enabled and record_of(model) is None:
+        if self.enabled and prepared_model(model) is None:
             raise UsageError(
                 f"this {type(model).__name__} was not prepared", cure="Pass what accelerator.prepare(model) returned."
             )
@@ -60,11 +60,11 @@ class LocalSGD:
     def __enter__(self) -> Self:
         self.num_steps = 0
         if self.enabled:
-            record = self._record()
-            record.steps_alone = True
-            record.trainable.synchronise_gradients(False)
+            prepared = self._prepared()
+            prepared.steps_alone = True
+            prepared.trainable.synchronise_gradients(False)
             # Accumulation windows and train_step switch the reduction on where a window ends; in here it stays off.
-            record.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
+            prepared.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
         return self
 
     def step(self) -> None:
@@ -82,18 +82,18 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
-            record = self._record()
-            record.steps_alone = False
-            del record.trainable.synchronise_gradients
-            record.trainable.synchronise_gradients(True)
+            prepared = self._prepared()
+            prepared.steps_alone = False
+            del prepared.trainable.synchronise_gradients
+            prepared.trainable.synchronise_gradients(prepared.reduces)
         # After an error the other ranks may be anywhere else.
         if self.enabled and kind is None and self.num_steps % self.local_sgd_steps:
             self._average()
 
-    def _record(self) -> Record:
-        record = record_of(self.model)
-        assert record is not None, "checked when this was made"
-        return record
+    def _prepared(self) -> PreparedModel:
+        prepared = prepared_model(self.model)
+        assert prepared is not None, "checked when this was made"
+        return prepared
 
     def _average(self) -> None:
         parameters: list[Tensor] = [one for one in self.model.parameters() if one.requires_grad]

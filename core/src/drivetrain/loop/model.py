@@ -21,28 +21,28 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
-from drivetrain.errors import UnsupportedError
+from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
 
-# ---- What the core remembers about one prepared model between two calls of the user
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Record:
-    """A trainable and its place in the loop.
+class PreparedModel:
+    """What the loop knows about one prepared model.
 
     Args:
         trainable: the engine's side.
         source: the object that the user gave to ``prepare``, ``torch.compile`` wrapper and all.
         index: its number in the order of ``prepare``, which is its number in a checkpoint.
-        ready: the last micro-batch completed a window, so that an optimizer may step.
+        window: of its last micro-batch.
         held: inside ``no_sync``.
+        reduces: what the engine was told last about reducing gradients.
         steps_alone: inside ``LocalSGD``: optimizers step on gradients of this rank.
         active: it has run a forward with gradients since the last backward.
-        window: the window of this model alone.
         plain_class: the class of ``source`` before it was prepared.
         inside: identifiers of the threads in which the engine's forward runs.
-        buffers: keeps them the same on all ranks; ``None`` where the engine does.
+        buffers: keeps them the same on all ranks; ``None`` where the engine does, or where there are none.
+        idle_buffers: what ``buffers`` becomes when the script registers one.
         replicated: the backend's capability of that name.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
     """
@@ -50,21 +50,35 @@ class Record:
     trainable: Trainable
     source: nn.Module
     index: int
-    ready: bool = True
+    window: Window
     held: bool = False
+    reduces: bool = True
     steps_alone: bool = False
     active: bool = False
-    window: Window | None = None
     plain_class: type[nn.Module] = nn.Module
     inside: set[int] = field(default_factory=set)
     buffers: Buffers | None = None
+    idle_buffers: Buffers | None = None
     replicated: bool = True
     inner: nn.Module | None = None
 
-    @property
-    def run(self) -> Callable[..., Any]:
-        """What a call of the prepared model runs."""
-        return self.trainable.forward
+    def synchronise(self) -> None:
+        """Tell the engine whether it reduces the gradients of what follows, where that has changed."""
+        reduces = self.window.reduces and not self.held
+        if reduces is not self.reduces:
+            self.reduces = reduces
+            self.trainable.synchronise_gradients(reduces)
+
+    def check_reduced(self) -> None:
+        """Raise where a step would use gradients that differ from rank to rank, unless the script keeps them so."""
+        if not (self.held or self.steps_alone) and self.trainable.has_unreduced_gradients():
+            raise UsageError(
+                f"an optimizer of {self.plain_class.__name__} would step with gradients of this rank alone: they came "
+                "from loss.backward(), from a backward inside no_sync, or from a micro-batch of a window that is still "
+                "open",
+                cure="Call accelerator.backward(loss), and step where a window ends: prepare the optimizer with its "
+                "model.",
+            )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -83,27 +97,25 @@ class Record:
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards in here stay on this rank until a later backward outside of it."""
         before, self.held = self.held, True
-        self.trainable.synchronise_gradients(False)
+        self.synchronise()
         try:
             yield
         finally:
             self.held = before
-            self.trainable.synchronise_gradients(not before)
+            self.synchronise()
 
 
-# ---- The prepared model: the user's own object, whose call runs the engine's forward
-
-_RECORD = "_drivetrain"
-"""Name of the instance attribute that holds the record; not a parameter, buffer or submodule."""
+_ATTRIBUTE = "_drivetrain"
+"""Name of the instance attribute that holds the :class:`PreparedModel`; not a parameter, buffer or submodule."""
 
 
-class PreparedModel(nn.Module):
-    """First base of the class of every prepared model, before the user's own class.
+class PreparedModule(nn.Module):
+    """First base of the class of every prepared module, before the user's own class.
 
     It overrides only what must reach the engine: the call, ``forward``, ``zero_grad``, ``state_dict`` and copies.
     """
 
-    _drivetrain: Record
+    _drivetrain: PreparedModel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the engine's forward under the run's precision policy. Collective where the engine's is.
@@ -111,25 +123,25 @@ class PreparedModel(nn.Module):
         Where the engine's own forward calls the module, this is the call of the user's class, so that its hooks run
         once. A method of the model that calls ``self(...)`` runs the engine's forward.
         """
-        record = self.__dict__[_RECORD]
+        prepared = self.__dict__[_ATTRIBUTE]
         thread = get_ident()
-        if thread in record.inside:
+        if thread in prepared.inside:
             return super().__call__(*args, **kwargs)
-        if not record.replicated:
+        if not prepared.replicated:
             _refuse_transforms(self)
         if torch.is_grad_enabled():
-            record.active = True
-        if record.buffers is not None:
-            record.buffers.before_forward()
-        record.inside.add(thread)
+            prepared.active = True
+        if prepared.buffers is not None:
+            prepared.buffers.before_forward()
+        prepared.inside.add(thread)
         try:
-            return record.run(*args, **kwargs)
+            return prepared.trainable.forward(*args, **kwargs)
         finally:
-            record.inside.discard(thread)
+            prepared.inside.discard(thread)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""
-        trainable = self.__dict__[_RECORD].trainable
+        trainable = self.__dict__[_ATTRIBUTE].trainable
         # First: while an engine has gradients elsewhere it may refuse that .grad is touched.
         for optimizer in trainable.optimizers:
             trainable.zero_grad(optimizer, set_to_none)
@@ -141,20 +153,20 @@ class PreparedModel(nn.Module):
         Raises:
             UsageError: this rank holds parts of the model, of which its engine makes no whole state here.
         """
-        record = self.__dict__[_RECORD]
-        record.trainable.before_state_dict(replicated=record.replicated)
+        prepared = self.__dict__[_ATTRIBUTE]
+        prepared.trainable.before_state_dict(replicated=prepared.replicated)
         return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # What .to(), .double() and .half() call.
-        record = self.__dict__[_RECORD]
-        record.trainable.before_conversion()
+        prepared = self.__dict__[_ATTRIBUTE]
+        prepared.trainable.before_conversion()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _replicate_for_data_parallel(self) -> Any:
         """A replica of ``nn.DataParallel``, which is called by the engine alone, is of the user's class."""
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica.__class__ = self.__dict__[_RECORD].plain_class
+        replica.__class__ = self.__dict__[_ATTRIBUTE].plain_class
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -163,13 +175,13 @@ class PreparedModel(nn.Module):
         Raises:
             UnsupportedError: the engine does not hold the whole model on this rank.
         """
-        record = self.__dict__[_RECORD]
-        record.trainable.before_copy()
-        made = record.plain_class.__dict__.get("__deepcopy__") or getattr(super(), "__deepcopy__", None)
+        prepared = self.__dict__[_ATTRIBUTE]
+        prepared.trainable.before_copy()
+        made = prepared.plain_class.__dict__.get("__deepcopy__") or getattr(super(), "__deepcopy__", None)
         if made is not None:
             with unprepared(self):
                 return cast("nn.Module", deepcopy(self, memo))
-        copied = record.plain_class.__new__(record.plain_class)
+        copied = prepared.plain_class.__new__(prepared.plain_class)
         memo[id(self)] = copied
         state = deepcopy(_plain_state(self), memo)
         if hasattr(copied, "__setstate__"):
@@ -180,9 +192,9 @@ class PreparedModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the user's class, without the engine. Raises as a copy does."""
-        record = self.__dict__[_RECORD]
-        record.trainable.before_copy()
-        plain = record.plain_class
+        prepared = self.__dict__[_ATTRIBUTE]
+        prepared.trainable.before_copy()
+        plain = prepared.plain_class
         if plain.__reduce__ is not object.__reduce__ or plain.__reduce_ex__ is not object.__reduce_ex__:
             with unprepared(self):
                 return self.__reduce_ex__(protocol)
@@ -204,7 +216,7 @@ def _refuse_transforms(model: nn.Module) -> None:
 
 def _plain_state(model: nn.Module) -> dict[str, Any]:
     state = model.__getstate__()  # type: ignore[no-untyped-call]
-    return {name: value for name, value in state.items() if name != _RECORD}
+    return {name: value for name, value in state.items() if name != _ATTRIBUTE}
 
 
 def _forward(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +225,7 @@ def _forward(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # While torch.compile traces, it is the user's code alone that counts.
-        if torch.compiler.is_compiling() or get_ident() in self.__dict__[_RECORD].inside:
+        if torch.compiler.is_compiling() or get_ident() in self.__dict__[_ATTRIBUTE].inside:
             return plain(self, *args, **kwargs)
         return self(*args, **kwargs)
 
@@ -229,15 +241,15 @@ def _new_of(plain: type[nn.Module]) -> Callable[..., nn.Module]:
     return __new__
 
 
-def _inner_module(self: PreparedModel) -> Any:
+def _inner_module(self: PreparedModule) -> Any:
     """The model without this attribute; behind ``torch.compile`` the module in it; a submodule of this name if any."""
     own = self.__dict__["_modules"].get("module")
     if own is not None:
         return own
-    record: Record = self.__dict__[_RECORD]
-    if record.trainable.module is not self:
-        return record.trainable.module
-    inner = record.inner
+    prepared: PreparedModel = self.__dict__[_ATTRIBUTE]
+    if prepared.trainable.module is not self:
+        return prepared.trainable.module
+    inner = prepared.inner
     assert inner is not None, "made with the prepared model"
     # A script may have replaced it since.
     object.__setattr__(inner, "__dict__", self.__dict__)
@@ -267,23 +279,23 @@ def _has_slots(kind: type) -> bool:
     return any(set(vars(one).get("__slots__", ())) - {"__dict__", "__weakref__"} for one in kind.__mro__)
 
 
-def _no_sync(self: PreparedModel) -> AbstractContextManager[None]:
+def _no_sync(self: PreparedModule) -> AbstractContextManager[None]:
     """As ``accelerator.no_sync(model)``."""
-    record: Record = self.__dict__[_RECORD]
-    return record.no_sync()
+    prepared: PreparedModel = self.__dict__[_ATTRIBUTE]
+    return prepared.no_sync()
 
 
-def make_prepared(model: nn.Module, record: Record) -> nn.Module:
+def make_prepared(model: nn.Module, prepared: PreparedModel) -> nn.Module:
     """Turn a model into a prepared one, in place.
 
     Args:
         model: the object that the user gave to ``prepare``; its engine is made already.
-        record: what the loop knows about it.
+        prepared: what the loop knows about it.
 
     Raises:
         UnsupportedError: the class of this object cannot be replaced.
     """
-    current, plain = type(model), record.plain_class
+    current, plain = type(model), prepared.plain_class
     members: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
@@ -294,17 +306,17 @@ def make_prepared(model: nn.Module, record: Record) -> nn.Module:
     # What the user's class has under these names stays the user's.
     if not hasattr(current, "no_sync") and "no_sync" not in vars(model):
         members["no_sync"] = _no_sync
-    bases = (PreparedModel, current)
+    bases = (PreparedModule, current)
     try:
         if hasattr(current, "module") or "module" in vars(model) or _has_slots(current):
             made = type(plain.__name__, bases, members)
         else:
-            record.inner = _make_inner(model, current, bases, members)
+            prepared.inner = _make_inner(model, current, bases, members)
             made = type(plain.__name__, bases, {**members, "module": property(_inner_module)})
-        model.__dict__[_RECORD] = record
+        model.__dict__[_ATTRIBUTE] = prepared
         model.__class__ = made
     except TypeError as error:
-        model.__dict__.pop(_RECORD, None)
+        model.__dict__.pop(_ATTRIBUTE, None)
         raise UnsupportedError(
             f"{plain.__name__} cannot be prepared: {error}",
             cure="Put it into a plain nn.Module and prepare that.",
@@ -312,40 +324,40 @@ def make_prepared(model: nn.Module, record: Record) -> nn.Module:
     return model
 
 
-def record_of(model: Any) -> Record | None:
-    """The record of a prepared model; ``None`` for anything else."""
-    return cast("Record", model.__dict__[_RECORD]) if isinstance(model, PreparedModel) else None
+def prepared_model(model: Any) -> PreparedModel | None:
+    """What the loop knows about a prepared module; ``None`` for anything else."""
+    return cast("PreparedModel", model.__dict__[_ATTRIBUTE]) if isinstance(model, PreparedModule) else None
 
 
 def restore(model: nn.Module) -> None:
     """Turn a prepared model into an object of the user's class again, with what its engine left on it."""
-    record = record_of(model)
-    if record is not None:
-        forget_registrations(record)
-        for one in (record.source, record.inner):
+    prepared = prepared_model(model)
+    if prepared is not None:
+        forget_registrations(prepared)
+        for one in (prepared.source, prepared.inner):
             if one is not None:
                 one.__class__ = type(one).__bases__[1]
-        del model.__dict__[_RECORD]
+        del model.__dict__[_ATTRIBUTE]
 
 
 @contextmanager
 def unprepared(model: nn.Module) -> Iterator[None]:
     """In here a prepared model is an object of the user's class."""
-    made, record = type(model), model.__dict__.pop(_RECORD)
-    model.__class__ = record.plain_class
+    made, prepared = type(model), model.__dict__.pop(_ATTRIBUTE)
+    model.__class__ = prepared.plain_class
     try:
         yield
     finally:
         model.__class__ = made
-        model.__dict__[_RECORD] = record
+        model.__dict__[_ATTRIBUTE] = prepared
 
 
 def call_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the user's module with its hooks and without its engine: for engines that run it outside of a forward."""
-    record = record_of(model)
-    if record is None:
+    prepared = prepared_model(model)
+    if prepared is None:
         return model(*args, **kwargs)
-    with record.running():
+    with prepared.running():
         return model(*args, **kwargs)
 
 
@@ -356,22 +368,21 @@ def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str,
         module: prepared or not, or a part of a model.
         keep_vars: as in ``nn.Module.state_dict``.
     """
-    # The class after PreparedModel in the order of resolution is the one that there was before prepare.
-    its: Any = super(PreparedModel, module) if isinstance(module, PreparedModel) else module
+    # The class after PreparedModule in the order of resolution is the one that there was before prepare.
+    its: Any = super(PreparedModule, module) if isinstance(module, PreparedModule) else module
     found: dict[str, Any] = its.state_dict(keep_vars=keep_vars)
     return found
 
 
 # ---- what the script registers on a prepared model -------------------------------------------------------------------
 
-
-_watched: WeakKeyDictionary[nn.Module, ReferenceType[Record]] = WeakKeyDictionary()
+_watched: WeakKeyDictionary[nn.Module, ReferenceType[PreparedModel]] = WeakKeyDictionary()
 """Every part of every prepared model."""
 
 
-def watch_registrations(record: Record) -> None:
+def watch_registrations(prepared: PreparedModel) -> None:
     """From now on its trainable hears of what the script registers on any part of this model, before it happens."""
-    _watched.update(dict.fromkeys(record.trainable.module.modules(), ref(record)))
+    _watched.update(dict.fromkeys(prepared.trainable.module.modules(), ref(prepared)))
     if not _handles:
         _handles.extend(
             (
@@ -382,9 +393,9 @@ def watch_registrations(record: Record) -> None:
         )
 
 
-def forget_registrations(record: Record) -> None:
+def forget_registrations(prepared: PreparedModel) -> None:
     """Its trainable hears of them no more."""
-    for part in [part for part, its in _watched.items() if its() in {record, None}]:
+    for part in [part for part, its in _watched.items() if its() in {prepared, None}]:
         del _watched[part]
 
 
@@ -393,23 +404,25 @@ _handles: list[Any] = []
 
 def _before_registration(parent: nn.Module, name: str, value: Any) -> None:
     its = _watched.get(parent)
-    record = None if its is None else its()
-    if record is None:
+    prepared = None if its is None else its()
+    if prepared is None:
         return
-    record.trainable.before_registration(parent, name, value)
-    if record.buffers is not None and not isinstance(value, nn.Parameter):
-        record.buffers.registered()
+    prepared.trainable.before_registration(parent, name, value)
+    if prepared.idle_buffers is not None and not isinstance(value, nn.Parameter):
+        prepared.buffers = prepared.idle_buffers
+        prepared.buffers.registered()
     if isinstance(value, nn.Module):
-        _watched.update(dict.fromkeys(value.modules(), ref(record)))
+        _watched.update(dict.fromkeys(value.modules(), ref(prepared)))
 
 
 __all__ = [
     "PreparedModel",
+    "PreparedModule",
     "call_plainly",
     "forget_registrations",
     "make_prepared",
     "plain_state_dict",
-    "record_of",
+    "prepared_model",
     "restore",
     "unprepared",
     "watch_registrations",

@@ -1,4 +1,4 @@
-"""What ``prepare(optimizer)`` returns: an optimizer that steps once per accumulation window, by its engine."""
+"""Prepared optimizers, which step once per accumulation window, and the learning-rate schedulers that follow them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import UsageError
-from drivetrain.loop.model import Record
 
 if TYPE_CHECKING:
-    from drivetrain.loop.training import Trainer
+    from drivetrain.loop.accumulation import TrainingLoop
+    from drivetrain.loop.model import PreparedModel
 
 
 @final
-class Verdict:
-    """Whether one step was skipped, on a device that runs behind the host; what waits for the answer.
+class PendingStep:
+    """A step of a device that runs behind the host, which has not yet reported whether the step was skipped.
 
     Args:
         pending: see :class:`~drivetrain.api.StepResult`.
@@ -48,55 +48,47 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         source: the user's optimizer.
-        trainer: told of each step.
+        loop: told of each step.
     """
 
-    def __init__(self, source: Optimizer, trainer: Trainer) -> None:
+    def __init__(self, source: Optimizer, loop: TrainingLoop) -> None:
         # Not super().__init__(): that would register parameter groups of its own.
         self.source = self.optimizer = source
         """The user's optimizer, and what really steps (the engine's; the same object in most)."""
-        self._records: list[Record] = []
-        self._trainer = trainer
+        self.models: list[PreparedModel] = []
+        """The models whose parameters it holds."""
+        self.pending: PendingStep | None = None
+        """The last step while it is not known whether it was applied."""
+        self._loop = loop
         self._skipped = False
-        self._applied = 0
-        self._open: Verdict | None = None
-        """The last step's, while nobody has asked for it."""
+        self.num_applied = 0
+        """Updates really applied, as far as it is known."""
 
-    def bind(self, record: Record, optimizer: Optimizer) -> None:
+    def bind(self, model: PreparedModel, optimizer: Optimizer) -> None:
         """Tell which model's parameters it holds, and what steps them."""
         self.optimizer = optimizer
-        self._records.append(record)
-
-    @property
-    def records(self) -> Sequence[Record]:
-        """The models whose parameters it holds."""
-        return self._records
-
-    @property
-    def unsettled(self) -> Verdict | None:
-        """The last step's verdict while it is not known whether that step was applied; ``None`` when it is."""
-        return self._open
+        self.models.append(model)
 
     def settle(self) -> None:
         """Learn whether the last step was applied; then what waited for it happens. Waits for a lazy device."""
-        verdict, self._open = self._open, None
-        if verdict is not None:
-            self._skipped = verdict()
-            self._applied += not self._skipped
-            for move in verdict.waiting:
+        step, self.pending = self.pending, None
+        if step is not None:
+            self._skipped = step()
+            self.num_applied += not self._skipped
+            for move in step.waiting:
                 move()
 
     @property
     def applied(self) -> int:
         """Number of updates really applied, for schedulers."""
-        if self._open is not None:
+        if self.pending is not None:
             self.settle()
-        return self._applied
+        return self.num_applied
 
     @property
     def param_groups(self) -> Any:
         """The engine optimizer's own list."""
-        if self._open is not None:
+        if self.pending is not None:
             self.settle()
         return self.optimizer.param_groups
 
@@ -107,7 +99,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The engine optimizer's own mapping."""
-        if self._open is not None:
+        if self.pending is not None:
             self.settle()
         return self.optimizer.state
 
@@ -135,57 +127,53 @@ class PreparedOptimizer(Optimizer):
     @property
     def is_ready(self) -> bool:
         """Whether a :meth:`step` now ends a window."""
-        # A loop, since a generator costs more than the rest of a step that waits.
-        for record in self._records:  # noqa: SIM110
-            if not record.ready:
-                return False
-        return True
+        return all(model.window.closing for model in self.models)
 
     @property
     def step_was_skipped(self) -> bool:
         """The last step that was due left the parameters untouched, because gradients were not finite."""
-        if self._open is not None:
+        if self.pending is not None:
             self.settle()
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply one update where a window ends, else wait. Collective where the engine's step is."""
-        if not self._records:
+        if not self.models:
             raise UsageError(
                 "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
                 cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
             )
-        for record in self._records:  # `is_ready`, without the cost of asking it at each step
-            if not record.ready:
+        for model in self.models:  # `is_ready`, without the cost of asking it at each step
+            if not model.window.closing:
                 return
         log_call("step")
-        if self._open is not None:
+        if self.pending is not None:
             self.settle()
-        for record in self._records:
-            _check_reduced(record)
+        for model in self.models:
+            model.check_reduced()
         _STEPPING.append(self)
         try:
-            result = self._records[0].trainable.optimizer_step(self.optimizer, closure)
+            result = self.models[0].trainable.optimizer_step(self.optimizer, closure)
         finally:
             _STEPPING.pop()
         if result.pending is None:
             self._skipped = result.skipped
-            self._applied += not result.skipped
+            self.num_applied += not result.skipped
         else:
-            self._open = Verdict(result.pending)
-        self._trainer.stepped(self._records, self)
+            self.pending = PendingStep(result.pending)
+        self._loop.stepped(self)
 
     def unscale(self) -> None:
         """Take the loss scale out of the gradients now, where a window ends."""
-        if self._records and self.is_ready:
-            self._records[0].trainable.unscale_gradients(self.optimizer)
+        if self.models and self.is_ready:
+            self.models[0].trainable.unscale_gradients(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, unless they belong to a window that is still open."""
-        if not self._records:
+        if not self.models:
             self.optimizer.zero_grad(set_to_none)
-        elif self._trainer.may_drop_gradients(self._records):
-            self._records[0].trainable.zero_grad(self.optimizer, set_to_none)
+        elif self.models[0].window.may_drop_gradients:
+            self.models[0].trainable.zero_grad(self.optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Passed on."""
@@ -215,21 +203,100 @@ class PreparedOptimizer(Optimizer):
             switch()
 
 
+@final
+class PreparedScheduler:
+    """A prepared learning-rate scheduler.
+
+    :meth:`step` moves it if at least one update was applied since it last moved: so it waits inside an accumulation
+    window and over a skipped step, whether it is called every batch or every epoch.
+
+    Args:
+        scheduler: the user's.
+        optimizers: the prepared optimizers whose learning rate it sets; empty when none of them was prepared.
+        step_with_optimizer: ``False`` moves it at every call.
+        moves_per_step: 1; the number of data-parallel processes to repeat Accelerate's way.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        *,
+        step_with_optimizer: bool = True,
+        moves_per_step: int = 1,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._follow = step_with_optimizer and bool(self.optimizers)
+        self._moves = moves_per_step
+        self._seen = self._applied()
+
+    def _applied(self) -> int:
+        """Updates applied so far; waits for a lazy device, and what waited for it happens."""
+        return sum(optimizer.applied for optimizer in self.optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move, if an update was applied since the last move. Arguments (a metric, an epoch) are passed on."""
+        if not self._follow:
+            self.scheduler.step(*args, **kwargs)
+            return
+        applied = 0
+        for optimizer in self.optimizers:
+            if optimizer.pending is not None:
+                # Nobody looks at the learning rate yet, so nobody has to wait for the device.
+                optimizer.pending.waiting.append(lambda: self.step(*args, **kwargs))
+                return
+            applied += optimizer.num_applied
+        if applied == self._seen:
+            return
+        self._seen = applied
+        self.scheduler.step(*args, **kwargs)
+        for _ in range(1, self._moves):
+            # A schedule of fixed length raises when it is moved beyond its end, which several moves a step can do.
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler.last_epoch < total - 1:
+                self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rates of the last move, one per parameter group."""
+        self._applied()
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's scheduler's own."""
+        self._applied()
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Passed on; the next applied update moves it."""
+        self._applied()
+        self.scheduler.load_state_dict(state_dict)
+        self._seen = self._applied()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"scheduler", "optimizers"}:
+            raise AttributeError(name)
+        self._applied()
+        return getattr(self.scheduler, name)
+
+
 # ---- steps that the script takes by itself --------------------------------------------------------------------------
 
 _STEPPING: list[PreparedOptimizer] = []
 """Prepared optimizers whose engine steps at this moment."""
 
-_trainers: WeakSet[Trainer] = WeakSet()
+_loops: WeakSet[TrainingLoop] = WeakSet()
 
 
-def watch_unprepared_steps(trainer: Trainer) -> None:
-    """Check every step of an optimizer that is not a prepared one, if it holds parameters of this trainer's models.
+def watch_unprepared_steps(loop: TrainingLoop) -> None:
+    """Check every step of an optimizer that is not a prepared one, if it holds parameters of this loop's models.
 
     torch calls the check for all optimizers of the process, before their step.
     """
     _register_check()
-    _trainers.add(trainer)
+    _loops.add(loop)
 
 
 @cache
@@ -243,19 +310,8 @@ def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if _STEPPING:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for trainer in list(_trainers):
-        for record in trainer.records:
-            if record.trainable.shares(parameters):
-                record.trainable.before_unprepared_step(optimizer)
-                _check_reduced(record)
-
-
-def _check_reduced(record: Record) -> None:
-    """Refuse a step with gradients that differ from rank to rank, unless the script keeps them so."""
-    if not (record.held or record.steps_alone) and record.trainable.has_unreduced_gradients():
-        name = record.plain_class.__name__
-        raise UsageError(
-            f"an optimizer of {name} would step with gradients of this rank alone: they came from loss.backward(), "
-            "from a backward inside no_sync, or from a micro-batch of a window that is still open",
-            cure="Call accelerator.backward(loss), and step where a window ends: prepare the optimizer with its model.",
-        )
+    for loop in list(_loops):
+        for model in loop.models:
+            if model.trainable.shares(parameters):
+                model.trainable.before_unprepared_step(optimizer)
+                model.check_reduced()

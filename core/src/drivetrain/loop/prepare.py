@@ -1,4 +1,4 @@
-"""``prepare``: which object is what, which optimizer belongs to which model, and what comes back."""
+"""Prepares models, optimizers and schedulers, and finds which optimizer belongs to which model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
+from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.buffers import Buffers
-from drivetrain.loop.model import PreparedModel, Record, make_prepared, record_of, restore, watch_registrations
-from drivetrain.loop.optimizer import PreparedOptimizer, watch_unprepared_steps
+from drivetrain.loop.model import (
+    PreparedModel,
+    PreparedModule,
+    make_prepared,
+    prepared_model,
+    restore,
+    watch_registrations,
+)
+from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watch_unprepared_steps
 from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine
-from drivetrain.loop.scheduler import PreparedScheduler
-from drivetrain.loop.training import Trainer
 
 
 @final
@@ -28,7 +34,7 @@ class Preparer:
 
     Args:
         backend: the started backend.
-        trainer: gets a record for each model.
+        loop: is told of each model.
         step_with_optimizer: schedulers follow their optimizer's updates.
         moves_per_step: see :class:`PreparedScheduler`.
         compile_options: arguments of ``nn.Module.compile`` for every model, or ``None``.
@@ -37,18 +43,22 @@ class Preparer:
     def __init__(
         self,
         backend: Backend,
-        trainer: Trainer,
+        loop: TrainingLoop,
         *,
         step_with_optimizer: bool = True,
         moves_per_step: int = 1,
         compile_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._backend, self._trainer = backend, trainer
+        self._backend, self._loop = backend, loop
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
-        self.models: list[nn.Module] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        watch_unprepared_steps(trainer)
+        watch_unprepared_steps(loop)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The prepared modules."""
+        return [model.source for model in self._loop.models]
 
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
@@ -60,44 +70,50 @@ class Preparer:
         results = [self.model(each) if is_model(each) else each for each in results]
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
-    def model(self, model: nn.Module, *, training: bool = True) -> nn.Module:
+    def model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
         """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
-        record = record_of(model)
-        if record is not None:
-            if record in self._trainer.records:
-                return record.source
+        model = prepared_model(module)
+        if model is not None:
+            if model in self._loop.models:
+                return model.source
             # Another accelerator prepared it, which trains it no more.
-            restore(model)
+            restore(module)
         capabilities = self._backend.capabilities
-        if self.models and not capabilities.multiple_models:
+        if self._loop.models and not capabilities.multiple_models:
             raise UnsupportedError(
                 f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
                 cure="Make one nn.Module of both.",
             )
         check_collective("prepare")
-        mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
+        mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
         for optimizer in mine:
-            if optimizer.records and not capabilities.optimizer_spans_models:
+            if optimizer.models and not capabilities.optimizer_spans_models:
                 raise UnsupportedError(
                     f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
                     cure="Make one optimizer for each model.",
                 )
-        batch_norm.settle(model, self._backend, training=training)
+        batch_norm.convert_or_warn(module, self._backend, training=training)
         if self._compile is not None:
-            model.compile(**self._compile)
-        plain_class = type(model)
-        trainable = self._backend.prepare(model, [optimizer.optimizer for optimizer in mine], training=training)
-        index = len(self._trainer.records)
-        record = Record(trainable, model, index, plain_class=plain_class, replicated=capabilities.replicated)
+            module.compile(**self._compile)
+        plain_class = type(module)
+        trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
+        model = PreparedModel(
+            trainable,
+            module,
+            len(self._loop.models),
+            self._loop.manual,
+            plain_class=plain_class,
+            replicated=capabilities.replicated,
+        )
         if training and not trainable.settles_buffers:
-            record.buffers = Buffers(trainable.module, self._backend.topology)
-        prepared = make_prepared(model, record)
-        self._trainer.records.append(record)
-        watch_registrations(record)
+            model.idle_buffers = Buffers(trainable.module, self._backend.topology)
+            model.buffers = model.idle_buffers if model.idle_buffers.matter else None
+        make_prepared(module, model)
+        self._loop.models.append(model)
+        watch_registrations(model)
         for optimizer, engine_optimizer in zip(mine, trainable.optimizers, strict=True):
-            optimizer.bind(record, engine_optimizer)
-        self.models.append(prepared)
-        return prepared
+            optimizer.bind(model, engine_optimizer)
+        return module
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
@@ -105,12 +121,12 @@ class Preparer:
             return optimizer
         if not self._backend.capabilities.owns_optimizer:
             refuse_without_engine(optimizer, type(self._backend).__name__)
-        prepared = PreparedOptimizer(optimizer, self._trainer)
+        prepared = PreparedOptimizer(optimizer, self._loop)
         self.optimizers.append(prepared)
-        for record in self._trainer.records:
-            if record.trainable.shares(_held(optimizer)):
-                record.trainable.add_optimizer(optimizer)
-                prepared.bind(record, record.trainable.optimizers[-1])
+        for model in self._loop.models:
+            if model.trainable.shares(_held(optimizer)):
+                model.trainable.add_optimizer(optimizer)
+                prepared.bind(model, model.trainable.optimizers[-1])
         return prepared
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -128,35 +144,35 @@ class Preparer:
         self.schedulers.append(prepared)
         return prepared
 
-    def record_of(self, model: Any) -> Record:
-        """The record of a prepared model, given the prepared or the user's own object."""
-        record = record_of(model)
-        if record is not None and record in self._trainer.records:
-            return record
-        for record in self._trainer.records:
+    def find(self, module: Any) -> PreparedModel:
+        """The prepared model, given the prepared or the user's own object.
+
+        Raises:
+            UsageError: it was not prepared by this accelerator.
+        """
+        found = prepared_model(module)
+        if found is not None and found in self._loop.models:
+            return found
+        for model in self._loop.models:
             # What torch.compile was put around, or puts around it now.
-            if model is record.trainable.module or getattr(model, "_orig_mod", None) is record.source:
-                return record
+            if module is model.trainable.module or getattr(module, "_orig_mod", None) is model.source:
+                return model
         raise UsageError(
-            f"{type(model).__name__} was not prepared by this accelerator",
+            f"{type(module).__name__} was not prepared by this accelerator",
             cure="Pass what accelerator.prepare(model) returned.",
         )
 
-    def optimizers_of(self, record: Record) -> list[PreparedOptimizer]:
-        """The prepared optimizers that hold parameters of this model."""
-        return [optimizer for optimizer in self.optimizers if record in optimizer.records]
-
     def clear(self) -> None:
         """Forget everything; models are objects of their own classes again."""
-        for model in self.models:
-            restore(model)
-        for kept in (self.models, self.optimizers, self.schedulers, self._trainer.records):
+        for model in self._loop.models:
+            restore(model.source)
+        for kept in (self.optimizers, self.schedulers, self._loop.models):
             kept.clear()
 
 
 def is_model(value: Any) -> bool:
     """A module not prepared yet; one without parameters and buffers (a loss function) has nothing to prepare."""
-    if not isinstance(value, nn.Module) or isinstance(value, PreparedModel):
+    if not isinstance(value, nn.Module) or isinstance(value, PreparedModule):
         return False
     return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
 

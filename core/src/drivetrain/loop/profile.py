@@ -1,4 +1,4 @@
-"""``torch.profiler`` for a job: one chrome trace per rank."""
+"""Profiles a block with ``torch.profiler`` and writes one Chrome trace per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``train_step``: one whole optimizer step as a function, the explicit form of the loop on every backend."""
+"""``train_step``: one whole optimizer step as a function, the explicit form of the training loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from drivetrain.data.source import num_rows
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
-from drivetrain.loop.accumulation import Items
-from drivetrain.loop.model import Record
-from drivetrain.loop.optimizer import PreparedOptimizer, Verdict
-from drivetrain.loop.training import Trainer
+from drivetrain.loop.accumulation import Items, TrainingLoop
+from drivetrain.loop.model import PreparedModel
+from drivetrain.loop.optimizer import PendingStep, PreparedOptimizer
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -27,17 +26,17 @@ class TrainStepOutput:
     Args:
         loss: (sum over all data-parallel ranks and micro-batches of the loss) / denominator, 0-d, detached.
         grad_norm: norm before clipping, 0-d, when ``max_norm`` was given.
-        verdicts: of each optimizer's step: whether it was skipped, or what knows it once the device is done.
+        steps: of each optimizer: whether its step was skipped, or what knows it once the device is done.
     """
 
     loss: Tensor
     grad_norm: Tensor | None
-    verdicts: tuple[bool | Verdict, ...] = ()
+    steps: tuple[bool | PendingStep, ...] = ()
 
     @property
     def skipped(self) -> bool:
         """The update was not applied. Waits for a lazy device."""
-        return any(each if isinstance(each, bool) else each() for each in self.verdicts)
+        return any(each if isinstance(each, bool) else each() for each in self.steps)
 
 
 def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,8 +52,8 @@ def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def train_step(
-    trainer: Trainer,
-    record: Record,
+    loop: TrainingLoop,
+    model: PreparedModel,
     optimizers: Sequence[PreparedOptimizer],
     batches: Any,
     loss_fn: LossFunction,
@@ -70,8 +69,8 @@ def train_step(
     check_collective("train_step")
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
-    topology, backend = trainer.backend.topology, trainer.backend
-    weight = _weight(trainer, window, by_items=num_items is not None)
+    topology, backend = loop.backend.topology, loop.backend
+    weight = _weight(loop, window, by_items=num_items is not None)
     if num_items is None:
         denominator = torch.tensor(float(topology.dp_size * len(window)), device=topology.device)
     else:
@@ -82,47 +81,47 @@ def train_step(
             "train_step needs the model's optimizer", cure="Prepare the model together with its optimizer."
         )
     for optimizer in optimizers:
-        record.trainable.zero_grad(optimizer.optimizer)
-    record.ready = True
-    with record.running():
-        local = record.trainable.forward_backward(
+        model.trainable.zero_grad(optimizer.optimizer)
+    model.window = loop.manual
+    with model.running():
+        local = model.trainable.forward_backward(
             [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
         )
-    trainer.window_closed()
+    loop.gradients_reduced()
     loss = backend.reduce(local * weight, "sum") / denominator
     norm = None
     if max_norm is not None:
-        parameters = [parameter for parameter in record.trainable.module.parameters() if parameter.requires_grad]
-        norm = record.trainable.clip_grad_norm(parameters, max_norm)
+        parameters = [parameter for parameter in model.trainable.module.parameters() if parameter.requires_grad]
+        norm = model.trainable.clip_grad_norm(parameters, max_norm)
     for optimizer in optimizers:
         optimizer.step()
-    verdicts = tuple(optimizer.unsettled or optimizer.step_was_skipped for optimizer in optimizers)
+    steps = tuple(optimizer.pending or optimizer.step_was_skipped for optimizer in optimizers)
     for optimizer in optimizers:
-        record.trainable.zero_grad(optimizer.optimizer)
-    record.active = False
-    return TrainStepOutput(loss, norm, verdicts)
+        model.trainable.zero_grad(optimizer.optimizer)
+    model.active = False
+    return TrainStepOutput(loss, norm, steps)
 
 
-def _weight(trainer: Trainer, window: Sequence[Any], *, by_items: bool) -> float:
+def _weight(loop: TrainingLoop, window: Sequence[Any], *, by_items: bool) -> float:
     """What this rank's losses are multiplied by where the ranks do not share the loop's current batch evenly.
 
     Raises:
         UsageError: the batches of a list need several weights, or the loss is to be weighed by items that nobody
             counts.
     """
-    if trainer.count_items and not by_items:
+    if loop.count_items and not by_items:
         raise UsageError(
             "train_step divides by the number of items before it computes the loss, so that count_items cannot read it "
             "from the loss",
             cure="Pass num_items, and a loss_fn that returns a sum.",
         )
-    loop = trainer.loop_state()
-    if loop.conflict and not by_items:
+    state = loop.loop_state()
+    if state.conflict and not by_items:
         raise UsageError(
-            f"{loop.conflict}, so that no weight makes one loss of them the loss of one big batch",
+            f"{state.conflict}, so that no weight makes one loss of them the loss of one big batch",
             cure="Give the DataLoaders drop_last=True, or pass num_items.",
         )
-    rows, topology = loop.rows, trainer.backend.topology
+    rows, topology = state.rows, loop.backend.topology
     uneven = rows is not None and not rows.even
     if len(window) > 1 and not by_items and (uneven or len({num_rows(batch) for batch in window}) > 1):
         raise UsageError(

@@ -46,7 +46,7 @@ def step(accelerator, model, optimizer, scheduler):
     optimizer.zero_grad()
 
 
-def test_a_verdict_is_asked_for_before_the_next_step_and_not_earlier(run):
+def test_a_pending_step_is_asked_about_before_the_next_one_and_not_earlier(run):
     model, optimizer = run[1:3]
     device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False, True, False])
     step(*run)
@@ -90,7 +90,7 @@ def test_the_next_step_uses_the_moved_rate(run):
     torch.testing.assert_close(model.weight.detach(), middle - 0.5 * gradient)
 
 
-def test_train_step_tells_each_steps_own_verdict(run):
+def test_train_step_tells_whether_each_step_was_skipped(run):
     accelerator, model, _, _ = run
     device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [True, False])
     batch = (torch.ones(4, 3), torch.zeros(4, 2))
@@ -99,7 +99,7 @@ def test_train_step_tells_each_steps_own_verdict(run):
     assert [output.skipped for output in outputs] == [True, False]
 
 
-def test_a_save_waits_for_the_verdict(run, tmp_path):
+def test_a_save_waits_for_a_pending_step(run, tmp_path):
     accelerator, model, _, scheduler = run
     device = model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False])
     step(*run)
