@@ -1,4 +1,4 @@
-"""Which prepared loaders are being iterated, what their batches hold, and which of them end the loop. No torch."""
+"""Keeps track of the prepared loaders that are being iterated: their current batches, and where the loop ends."""
 
 from __future__ import annotations
 
@@ -35,26 +35,6 @@ class BatchInfo:
     serial: int
     nominal_rows: int = 0
     beyond: Rows | None = None
-
-    @property
-    def local_rows(self) -> int | None:
-        """Rows that this rank loaded, repeated ones included."""
-        return None if self.rows is None else self.rows.loaded[self.dp_rank]
-
-    @property
-    def rows_per_rank(self) -> tuple[int, ...] | None:
-        """Rows that count, by coordinate."""
-        return None if self.rows is None else self.rows.real
-
-    @property
-    def global_rows_real(self) -> int | None:
-        """Rows that count, over all ranks."""
-        return None if self.rows is None else self.rows.total
-
-    @property
-    def padded(self) -> bool:
-        """Some rank's batch holds repeated rows."""
-        return self.rows is not None and self.rows.padded
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -131,27 +111,13 @@ class ActiveLoaders:
         """The current batch, ``None`` outside of every loop."""
         return self._entries[-1][1] if self._entries else None
 
-    @property
-    def loaders(self) -> list[Any]:
-        """Loaders being iterated, the current one last."""
-        return [info.loader for _, info in self._entries]
-
-    @property
-    def last_batch(self) -> bool:
-        """The current batch is its loader's last on this rank; ``False`` outside of every loop."""
-        return bool(self._entries) and self._entries[-1][1].is_last
-
     def batch_index(self) -> int | None:
         """Number of the current batch within its epoch, from 0; ``None`` outside of every loop."""
         return self._entries[-1][1].index if self._entries else None
 
     def is_last_batch(self) -> bool:
-        """As :attr:`last_batch`."""
-        return self.last_batch
-
-    def batch_serial(self) -> int:
-        """A number that differs from batch to batch; 0 outside of every loop."""
-        return self._entries[-1][1].serial if self._entries else 0
+        """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""
+        return bool(self._entries) and self._entries[-1][1].is_last
 
     def state(self) -> LoopState:
         """Where the loop stands; asked once for each micro-batch."""
@@ -190,8 +156,6 @@ class ActiveLoaders:
     def leave(self, token: Pass) -> None:
         """The iteration has ended, however."""
         self._entries = [entry for entry in self._entries if entry[0] is not token]
-
-    # ---- several loaders --------------------------------------------------------------------------------------------
 
     def in_one_loop(self) -> list[BatchInfo]:
         """The current batches of the loaders that are read in one loop, the current one last. Changes nothing."""

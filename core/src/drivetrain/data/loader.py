@@ -1,4 +1,4 @@
-"""The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position."""
+"""The data loader that ``prepare`` returns: it yields this rank's batches and saves and restores its position."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, BatchInfo, Pass
-from drivetrain.data.dispatch import DispatchSource
-from drivetrain.data.plan import Rows
-from drivetrain.data.position import Position, from_state, to_state
-from drivetrain.data.source import ForeignSource, Item, Source, Start
+from drivetrain.data.plan import Position, Rows, from_state, to_state
+from drivetrain.data.source import DispatchSource, ForeignSource, Item, Source, Start, clone
 from drivetrain.distributed import trees
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
@@ -26,7 +25,6 @@ from drivetrain.logging import get_logger
 if TYPE_CHECKING:
     from drivetrain.loop.interruption import Interruption
 
-# ---- What a loader needs to know of the run, and how data says that it is sharded already
 
 Data = TypeVar("Data")
 
@@ -95,7 +93,6 @@ def is_sharded(data: Any) -> bool:
     return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
 
 
-# ---- The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position
 
 logger = get_logger(__name__)
 
@@ -174,8 +171,6 @@ class PreparedDataLoader(DataLoader[Any]):
         if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
-
-    # ---- iteration --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         token = self._context.active.begin()
@@ -346,8 +341,6 @@ class PreparedDataLoader(DataLoader[Any]):
     def even_batches(self, value: bool) -> None:
         self._cursor.even_batches = value
 
-    # ---- size -------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         """Batches that this rank sees in a full epoch; of a view from ``skip_first_batches``, in its next pass."""
         length = self._source.identity().length
@@ -386,8 +379,6 @@ class PreparedDataLoader(DataLoader[Any]):
     def multiprocessing_context(self) -> Any:
         """The user's; ``DataLoader`` has a property of this name that looks at the object itself."""
         return self.base_dataloader.multiprocessing_context
-
-    # ---- position ---------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -430,9 +421,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return lambda: vars(cursor).update(was)
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
-        """A view whose first pass begins at this batch of the current epoch. See ``skip_first_batches``."""
-        if num_batches < 0:
-            raise UsageError(f"cannot skip {num_batches} batches")
+        """A view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
         return PreparedDataLoader(
             self.base_dataloader,
             self._source,
@@ -478,3 +467,77 @@ def even_batches_as(loaders: Iterable[Any], even_batches: bool | None) -> Iterat
         for loader, setting in before:
             loader.even_batches = setting
 
+
+@final
+class SkippedLoader:
+    """A plain loader without its first batches, in the first pass only; its other attributes are the loader's own."""
+
+    def __init__(self, loader: Any, num_batches: int) -> None:
+        self.base_dataloader, self._pending = loader, num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self._pending, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, skip = self.base_dataloader, self._pending
+        self._pending = 0
+        if not skip:
+            yield from loader
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            # Only indices are passed over, no sample is fetched. A second pass needs no persistent workers of this one.
+            indices = islice(iter(getattr(loader, name)), skip, None)
+            yield from clone(loader, {name: indices, "persistent_workers": False})
+        else:
+            yield from islice(loader, skip, None)
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """A view of a loader whose next pass begins at batch ``num_batches`` of the current epoch.
+
+    The number counts from the beginning of the epoch: after ``load_state`` has restored the position behind that batch,
+    nothing is skipped twice. Passes after the first show full epochs, and so does the loader itself. A prepared loader
+    and its views share one position, so a checkpoint saved while the view is iterated is right.
+
+    Args:
+        loader: a prepared loader, or any other iterable.
+        num_batches: batches of this rank.
+
+    Raises:
+        UsageError: a negative number.
+    """
+    if num_batches < 0:
+        raise UsageError(f"cannot skip {num_batches} batches")
+    if isinstance(loader, PreparedDataLoader):
+        return loader.skipping(num_batches)
+    return SkippedLoader(loader, num_batches)
+
+
+class _Kind(type):
+    """A class that has instances without having made them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, PreparedDataLoader) and instance.is_dispatched == cls._dispatched
+
+    def __call__(cls, *_: Any, **__: Any) -> Never:
+        raise UsageError(
+            f"a {cls.__name__} is not made by hand",
+            cure="Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader).",
+        )
+
+    _dispatched = False
+
+
+class DataLoaderShard(metaclass=_Kind):
+    """A prepared loader of which every rank reads its own share. For ``isinstance``."""
+
+
+class DataLoaderDispatcher(metaclass=_Kind):
+    """A prepared loader that the main process reads for all (``dispatch_batches``). For ``isinstance``."""
+
+    _dispatched = True

@@ -1,14 +1,21 @@
-"""Where a prepared loader's batches come from: one small interface, and the source for map-style datasets."""
+"""Reads the batches of a prepared loader: from map-style and iterable datasets, foreign loaders, or the main process.
+
+:class:`MapSource` and :class:`IterableSource` read torch's ``DataLoader``, :class:`ForeignSource` an object that keeps
+a state of its own, and :class:`DispatchSource` hands out what the main process has read through one of these.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
+import signal
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -17,15 +24,20 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 
+from drivetrain.backend import Backend
 from drivetrain.data.plan import (
     Cut,
+    Identity,
     IndexedOrder,
     Order,
+    Position,
     Rows,
     StreamedOrder,
     derive_seed,
@@ -35,11 +47,10 @@ from drivetrain.data.plan import (
     random_order,
     round_rows,
 )
-from drivetrain.data.position import Identity, Position
 from drivetrain.distributed import trees
-from drivetrain.errors import UsageError
+from drivetrain.errors import DrivetrainError, UsageError
+from drivetrain.launch.stopping import SIGNALS
 
-# ---- Random state of its own for code that decides the order of samples, so that every rank decides the same
 
 @final
 class PrivateRandom:
@@ -137,7 +148,6 @@ def _is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-# ---- What a map-style ``DataLoader`` reads, in which order: its samplers, translated to a function of seed and epoch
 
 OpenOrder = Callable[[int, int, int], Order]
 """``open(seed, epoch, keep)``: an epoch's order; ``keep`` is how many of its first units may be asked for again."""
@@ -259,7 +269,6 @@ def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[
     return open_order, lambda: len(dataset)
 
 
-# ---- Where a prepared loader's batches come from: one small interface, and the source for map-style datasets
 
 class Item(NamedTuple):
     """One batch of a source.
@@ -443,7 +452,6 @@ def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any]
     return ((units or None, rows) for units, rows in plan)
 
 
-# ---- Loaders that are not torch's but carry their own state: every rank runs one and keeps each of its batches in tu
 
 @final
 class ForeignSource:
@@ -494,3 +502,267 @@ class ForeignSource:
             else:
                 yield Item(None, rows, absent=True)
 
+
+@final
+class OutlivingInit:
+    """A ``worker_init_fn`` after which the process heeds a second signal only.
+
+    Schedulers send SIGTERM to all processes of a job, and a terminal Ctrl-C, these among them. Whoever really means to
+    end them asks twice: torch when it gives up on one, then Python when it ends.
+
+    Args:
+        function: the user's own.
+    """
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        for number in SIGNALS:  # here, since torch sets handlers when the process has begun
+            signal.signal(number, _heed_the_next)
+        if self._function is not None:
+            self._function(worker)
+
+
+def outliving(loader: DataLoader[object]) -> DataLoader[object]:
+    """The same loader, with processes that go on; itself where it has none."""
+    if not loader.num_workers:
+        return loader
+    return clone(loader, {"worker_init_fn": OutlivingInit(loader.worker_init_fn)})
+
+
+def _heed_the_next(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+
+_NO_BATCH = -1
+
+
+@final
+class StreamShard(IterableDataset[Any]):
+    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch)``.
+
+    ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
+    yields whole batches.
+
+    It cuts and collates by itself, since only where the stream is read is it known which samples are repeated. With
+    workers each reads a stream of its own, as torch has it, the same on every rank.
+
+    A whole global batch is held in memory: which rank gets what of the last one depends on where the stream ends.
+
+    Args:
+        dataset: the user's.
+        cut: how units are shared out.
+        dp_rank: whose batches; ``None`` keeps all ranks' (for dispatch).
+        collate: the user's.
+        num_streams: number of workers, at least 1.
+        seed_workers: seed a worker's random state; not where the user's ``worker_init_fn`` does.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: Cut,
+        dp_rank: int | None,
+        collate: Callable[[Any], Any],
+        num_streams: int,
+        *,
+        seed_workers: bool,
+    ) -> None:
+        self.dataset, self.cut, self.dp_rank = dataset, cut, dp_rank
+        self._collate, self._seed_workers = collate, seed_workers
+        # Persistent workers hold a copy of this object from the first epoch on; they see later ones by this memory.
+        self._control = torch.zeros(4 + num_streams, dtype=torch.int64)
+
+    def share(self) -> None:
+        """Make :meth:`arm` reach the workers."""
+        self._control.share_memory_()  # type: ignore[no-untyped-call]
+
+    def arm(self, seed: int, epoch: int, turn: int, skip: tuple[int, ...], *, even_batches: bool) -> None:
+        """Set where the next iteration begins: units to skip in each stream, and the stream that is next."""
+        self._control.copy_(torch.tensor([seed, epoch, turn, even_batches, *skip]))
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
+        info = get_worker_info()
+        stream = 0 if info is None else info.id
+        seed, epoch, turn, even, *skips = self._control.tolist()
+        skip = skips[stream]
+        if stream < turn:
+            # Torch begins with worker 0; it is given something to pass over until the stream that was next comes.
+            yield stream, _NO_BATCH, [], None
+        own = derive_seed("stream", seed, epoch, stream)
+        guard: AbstractContextManager[None] | None = None
+        if info is None:
+            guard = PrivateRandom(own)
+        elif self._seed_workers:
+            seed_everything(own)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+        reseed(self.dataset, own)
+        cut = replace(self.cut, even_batches=bool(even))
+        order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
+        if cut.batch_size:
+            for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
+                yield stream, rows.units, [], self._collate(mine) if mine else None
+            return
+        for batches, real in plan_rounds(order, cut, skip):
+            sizes = [num_rows(batch) for batch in batches]
+            if self.dp_rank is None:
+                yield stream, real, sizes, [self._collate(batch) for batch in batches]
+            else:
+                yield stream, real, sizes, self._collate(batches[self.dp_rank]) if self.dp_rank < len(batches) else None
+
+
+def _deferred(dataset: Any) -> Iterator[Any]:
+    # The user's __iter__ may draw its shuffle at once; here it runs with the first read, inside the guard.
+    yield from dataset
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+@final
+class _WorkerInit:
+    """Shows the user's ``worker_init_fn`` and dataset the ``get_worker_info().dataset`` that torch would show them."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        # WorkerInfo refuses assignment to protect users from themselves; this restores what they expect in it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._function is not None:
+            self._function(worker)
+
+
+@final
+class IterableSource:
+    """Batches of an ``IterableDataset``.
+
+    Args:
+        loader: the user's.
+        cut: how units are shared out; ``batch_size`` 0 where the dataset yields whole batches.
+        dp_rank: whose batches; ``None`` reads for all ranks.
+        shares: see :class:`~drivetrain.data.position.Identity`.
+        outlives: its processes go on when the run is told to end.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, outlives: bool = False
+    ) -> None:
+        self.cut, self._shares, self._dp_rank = cut, shares, dp_rank
+        self.round_units = cut.units
+        self.num_streams = max(loader.num_workers, 1)
+        self._dataset = loader.dataset
+        init: Any = loader.worker_init_fn
+        collate: Any = loader.collate_fn
+        self._shard = StreamShard(loader.dataset, cut, dp_rank, collate, self.num_streams, seed_workers=init is None)
+        replaced: dict[str, Any] = {"dataset": self._shard, "batch_size": None, "batch_sampler": None}
+        replaced |= {"drop_last": False, "collate_fn": _as_is, "_IterableDataset_len_called": None}
+        if loader.num_workers:
+            self._shard.share()
+            replaced["worker_init_fn"] = _WorkerInit(OutlivingInit(init) if outlives else init)
+        self._loader = clone(loader, replaced)
+
+    def identity(self) -> Identity:
+        dataset: Any = self._dataset
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        unit = "samples" if self.cut.batch_size else "batches"
+        return Identity(unit, self.num_streams, length, self._shares)
+
+    def open(self, start: Start) -> Generator[Item, None, None]:
+        position, discard = start.position, start.discard
+        cut = replace(self.cut, even_batches=start.even_batches)
+        skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
+        self._shard.arm(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
+        for stream, real, sizes, batch in self._loader:
+            if real == _NO_BATCH:
+                continue
+            rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
+            absent = self._dp_rank is not None and not rows.loaded[self._dp_rank]
+            yield Item(batch, rows, stream, hidden=discard > 0, absent=absent)
+            discard -= 1
+
+
+SliceFunction = Callable[..., Any]
+"""``slice_fn(batch, tensor_slice, process_index=, num_processes=)`` returns one rank's part of a global batch."""
+
+
+@final
+class DispatchSource:
+    """Batches that global rank 0 reads; collective over all ranks, one broadcast for each.
+
+    Ranks that do not read never touch the dataset. An exception of the reader is raised on every rank.
+
+    Args:
+        inner: reads for all ranks; used on the main process.
+        backend: the way to the other ranks.
+        slice_fn: how a global batch is cut; ``None``: :func:`slice_rows`.
+    """
+
+    def __init__(self, inner: Source, backend: Backend, slice_fn: SliceFunction | None) -> None:
+        self._inner, self._backend, self._slice = inner, backend, slice_fn
+
+        self.cut, self.round_units, self.num_streams = inner.cut, inner.round_units, inner.num_streams
+
+    def identity(self) -> Identity:
+        return self._inner.identity()
+
+    def open(self, start: Start) -> Generator[Item, None, None]:
+        topology, backend = self._backend.topology, self._backend
+        reader = self._read(start) if topology.rank == 0 else None
+        last = False
+        # Every rank receives the same messages between the same batches, a rank without rows in the last one too.
+        while not last:
+            item, last = backend.broadcast_object(None if reader is None else next(reader))
+            if isinstance(item, str):
+                raise DrivetrainError(
+                    f"the main process could not read the next batch ({item})",
+                    whose="rank 0",
+                    cure="Its own traceback says where.",
+                )
+            if item is not None and item.rows.loaded[topology.dp_rank]:
+                yield item._replace(batch=self._part(item, topology.dp_rank, topology.dp_size))
+            elif item is not None:
+                yield item._replace(batch=None, absent=True)
+
+    def _read(self, start: Start) -> Iterator[tuple[Item | None, bool]]:
+        """``(item, nothing follows)`` until the end."""
+        items = self._inner.open(start)
+        try:
+            following = next(items, None)
+            if following is None:
+                yield None, True
+            while following is not None:
+                item, following = following, next(items, None)
+                yield item, following is None
+        except Exception as error:
+            # The others wait for a batch; they learn why there is none before this rank goes down.
+            self._backend.broadcast_object((f"{type(error).__name__}: {error}", True))
+            raise
+
+    def _part(self, item: Item, dp_rank: int, dp_size: int) -> Any:
+        if item.rows.whole:
+            return item.batch[dp_rank] if item.rows.loaded[dp_rank] else None
+        begin = sum(item.rows.loaded[:dp_rank])
+        part = slice(begin, begin + item.rows.loaded[dp_rank])
+        if self._slice is None:
+            return slice_rows(item.batch, part, item.rows)
+        return self._slice(item.batch, part, process_index=dp_rank, num_processes=dp_size)
+
+
+def slice_rows(batch: Any, part: slice, rows: Rows) -> Any:
+    """Cut every tensor, and every list of plain values that has an element for each row, along its rows."""
+    total = sum(rows.loaded)
+    if isinstance(batch, Tensor):
+        return batch[part].clone() if batch.dim() and batch.shape[0] == total else batch
+    inner = trees.children(batch)
+    if inner is None:
+        return batch
+    if len(inner) == total and isinstance(batch, list) and not any(isinstance(each, Tensor) for each in batch):
+        return batch[part]
+    return trees.honor_type(batch, [slice_rows(child, part, rows) for _, child in inner])

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-# ---- The backend of those who only want to talk to the other processes: ``PartialState`` and functions on their own
 
 @final
 class World(Backend):
@@ -69,7 +68,6 @@ class World(Backend):
             self._handle = None
 
 
-# ---- Which backend a function without an accelerator at hand (``drivetrain.gather(tensor)``) runs on
 
 @dataclass(frozen=True, slots=True)
 class Started:

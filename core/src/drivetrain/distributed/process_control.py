@@ -19,7 +19,6 @@ from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
 from drivetrain.topology import Topology
 
-# ---- One process's share of a list, a tuple, a dict of these, a tensor, an array or a dataset
 
 def share(length: int, index: int, count: int, padded: bool = False) -> list[int]:
     """Which of ``length`` items process ``index`` of ``count`` gets: a run of them, the first processes one more.
@@ -104,7 +103,6 @@ def _take(inputs: Any, indices: list[int]) -> Any:
     return tuple(items) if isinstance(inputs, tuple) else items
 
 
-# ---- Who am I among the processes, and who does what when: the part that PartialState and Accelerator have in common
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,8 +126,6 @@ class ProcessControl:
     @property
     def _topology(self) -> Topology:
         return self._job.topology
-
-    # ---- who am I -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -171,8 +167,6 @@ class ProcessControl:
         """Whether there is more than one process."""
         return self.num_processes > 1
 
-    # ---- waiting ------------------------------------------------------------------------------------------------
-
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective over all ranks."""
         check_collective("wait_for_everyone")
@@ -200,8 +194,6 @@ class ProcessControl:
             # Also when the block raised: the others wait for this process and must not wait for ever.
             if mine:
                 self.wait_for_everyone()
-
-    # ---- who does what ------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""
