@@ -173,15 +173,15 @@ class PreparedDataLoader(DataLoader[Any]):
         return getattr(self.base_dataloader, name)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        token = self._context.active.begin()
-        batches = self._batches(token)
-        token.iterator = ref(batches)
+        this_pass = Pass(self._context.active.next_serial())
+        batches = self._batches(this_pass)
+        this_pass.iterator = ref(batches)
         return batches
 
-    def _batches(self, token: Pass) -> Generator[Any, None, None]:
+    def _batches(self, this_pass: Pass) -> Generator[Any, None, None]:
         active, cursor = self._context.active, self._cursor
         resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
-        start, skipped = self._begin(token)
+        start, skipped = self._begin(this_pass)
         self.end_of_dataloader = False
         if start.position.finished:
             # As exact resume wants it, and a surprise to a script that counts epochs by steps.
@@ -191,11 +191,11 @@ class PreparedDataLoader(DataLoader[Any]):
                 type(self.base_dataloader).__name__,
                 start.position.epoch,
             )
-            self._finish(token)
+            self._finish(this_pass)
             return
         self._synchronise_randomness()
         move, full = self._move(), self._nominal_rows()
-        nominal, dp_rank = full, self._share_rank
+        nominal = full
         index = start.position.consumed // self._source.round_units if skipped is None else skipped
         items = self._source.open(start)
         interruption = self._context.interruption
@@ -209,7 +209,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 item, shown = following, following_shown
                 following, following_shown, beyond = self._read(items, move, full)
                 is_last = following is None
-                if cursor.owner is token:
+                if cursor.owner is this_pass:
                     self._advance(item, is_last)
                 if item.hidden:
                     continue
@@ -218,8 +218,8 @@ class PreparedDataLoader(DataLoader[Any]):
                     self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
                 nominal = _larger(nominal, rows)
-                info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal, beyond)
-                active.show(token, info)
+                info = BatchInfo(self, rows, index, is_last, active.next_serial(), nominal, beyond)
+                active.show(this_pass, info)
                 index += 1
                 if shown is not None:
                     yield shown()
@@ -227,9 +227,9 @@ class PreparedDataLoader(DataLoader[Any]):
                     yield item.batch if move is None else move(item.batch)
             if interruption is not None and interruption.stepped_in is self:
                 interruption.step_ends()
-            self._finish(token)
+            self._finish(this_pass)
         finally:
-            active.leave(token)
+            active.leave(this_pass)
             items.close()
 
     def _read(
@@ -259,7 +259,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 return size // self._context.dp_size if self._source.round_units == 1 else size
         return 0
 
-    def _begin(self, token: object) -> tuple[Start, int | None]:
+    def _begin(self, this_pass: object) -> tuple[Start, int | None]:
         """Settle where a new pass begins; ``(start, skip)``."""
         cursor, source, skip = self._cursor, self._source, self._skip
         self._skip = None
@@ -285,7 +285,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if source.num_streams > 1:
                 consumed, discard = 0, skip
             cursor.position = Position(cursor.position.epoch, consumed)
-        cursor.fresh, cursor.restored, cursor.owner = False, False, token
+        cursor.fresh, cursor.restored, cursor.owner = False, False, this_pass
         return Start(cursor.seed, replace(cursor.position), self.even_batches, discard, mark), skip
 
     def _advance(self, item: Item, is_last: bool) -> None:
@@ -300,8 +300,8 @@ class PreparedDataLoader(DataLoader[Any]):
             position.streams, position.turn = tuple(counts), (item.stream + 1) % source.num_streams
         cursor.mark = item.mark
 
-    def _finish(self, token: object) -> None:
-        if self._cursor.owner is token:
+    def _finish(self, this_pass: object) -> None:
+        if self._cursor.owner is this_pass:
             self._cursor.position = self._cursor.position.next_epoch()
             self._cursor.fresh, self._cursor.mark = True, None
 

@@ -162,7 +162,6 @@ class Reading:
         drop_last: leave out an incomplete batch.
         open: the order of an epoch.
         length: units in an epoch, ``None`` when they are not known beforehand.
-        rows: rows in one unit where the unit is a batch, ``None`` where the unit does not say.
         generator: the user's generator that decided the order, if there is one.
     """
 
@@ -170,7 +169,6 @@ class Reading:
     drop_last: bool
     open: OpenOrder
     length: Callable[[], int | None]
-    rows: Callable[[Any], int | None]
     generator: torch.Generator | None
 
 
@@ -188,7 +186,7 @@ def read_map_loader(loader: DataLoader[Any]) -> Reading:
     else:
         sampler, size, drop_last = batch_sampler if batch_sampler is not None else loader.sampler, 0, False
         opener, length = _read_sampler(sampler)
-    return Reading(size, drop_last, opener, length, _unit_rows, _generator_of(loader, sampler))
+    return Reading(size, drop_last, opener, length, _generator_of(loader, sampler))
 
 
 def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
@@ -196,8 +194,8 @@ def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | No
     return mine[0] if mine else loader.generator
 
 
-def _unit_rows(unit: Any) -> int | None:
-    # The indices of a batch; one index may stand for a batch that the dataset makes.
+def _num_indices(unit: Any) -> int | None:
+    """Rows of a batch by its indices; ``None`` for one index, which stands for a batch that the dataset makes."""
     is_batch = getattr(unit, "ndim", 0) == 1 or (isinstance(unit, Sequence) and not isinstance(unit, (str, bytes)))
     return len(unit) if is_batch else None
 
@@ -441,7 +439,7 @@ class MapSource:
             yield from _or_none(plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches))
         else:
             for batches, real in plan_rounds(order, cut, begin):
-                rows = round_rows([self._reading.rows(batch) for batch in batches], real, cut.dp_size)
+                rows = round_rows([_num_indices(batch) for batch in batches], real, cut.dp_size)
                 if self._dp_rank is None:
                     yield from ((batch, rows) for batch in batches)
                 else:
