@@ -183,9 +183,7 @@ def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
     # An iteration that began within another loader's current batch is an inner loop's, unless it goes on where an
     # iteration of the same loader has ended.
     return [
-        each
-        for each in passes
-        if each is inner or inner.created < _batch(each).serial or id(loader) in each.partners
+        each for each in passes if each is inner or inner.created < _batch(each).serial or id(loader) in each.partners
     ]
 
 

@@ -93,7 +93,6 @@ def is_sharded(data: Any) -> bool:
     return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
 
 
-
 logger = get_logger(__name__)
 
 

@@ -137,7 +137,6 @@ class StreamedOrder:
         return part
 
 
-
 @dataclass(frozen=True)
 class Rows:
     """What one global batch holds, by data-parallel coordinate.

@@ -144,4 +144,3 @@ def _seed(context: LoadingContext, generator: torch.Generator | None, number: in
     if context.config.data_seed is not None:
         return derive_seed("data", context.config.data_seed)
     return derive_seed("loader", context.base_seed, number)
-

@@ -148,7 +148,6 @@ def _is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-
 OpenOrder = Callable[[int, int, int], Order]
 """``open(seed, epoch, keep)``: an epoch's order; ``keep`` is how many of its first units may be asked for again."""
 
@@ -267,7 +266,6 @@ def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[
     return open_order, lambda: len(dataset)
 
 
-
 class Item(NamedTuple):
     """One batch of a source.
 
@@ -331,20 +329,12 @@ class Source(Protocol):
 
 def num_rows(batch: Any) -> int | None:
     """Rows of a batch that somebody else made: the size along dim 0 that its tensors agree on, else its length."""
-    found = {leaf.shape[0] if leaf.dim() else 0 for leaf in _tensors(batch)}
+    found = {leaf.shape[0] if leaf.dim() else 0 for _, leaf in trees.leaves(batch) if isinstance(leaf, Tensor)}
     if len(found) == 1:
         return found.pop() or None
     if not found and isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         return len(batch) or None
     return None
-
-
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    else:
-        for _, child in trees.children(node) or ():
-            yield from _tensors(child)
 
 
 def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[Any]:
@@ -450,7 +440,6 @@ def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any]
     return ((units or None, rows) for units, rows in plan)
 
 
-
 @final
 class ForeignSource:
     """Batches of an object with ``__iter__``, ``state_dict`` and ``load_state_dict``.
@@ -532,7 +521,6 @@ def outliving(loader: DataLoader[object]) -> DataLoader[object]:
 def _heed_the_next(number: int, frame: FrameType | None) -> None:
     del frame
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
 
 
 _NO_BATCH = -1

@@ -67,7 +67,6 @@ class World(Backend):
             self._handle = None
 
 
-
 _started: list[tuple[ref[Backend], str]] = []
 """Backends that run, held weakly so that forgetting an accelerator frees its own, with their names."""
 
@@ -124,4 +123,3 @@ def current_backend() -> Backend:
     world = World(RunSettings(place=place))
     world.attach()
     return world
-

@@ -1,4 +1,4 @@
-"""Who am I among the processes, and who does what when: the part that PartialState and Accelerator have in common."""
+"""Properties and methods about processes that PartialState and Accelerator share, and splitting inputs among them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from drivetrain.distributed.trees import honor_type
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
 from drivetrain.topology import Topology
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def share(length: int, index: int, count: int, padded: bool = False) -> list[int]:
@@ -101,11 +104,6 @@ def _take(inputs: Any, indices: list[int]) -> Any:
         return inputs[run]
     items = [inputs[index] for index in indices]
     return tuple(items) if isinstance(inputs, tuple) else items
-
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class ProcessControl:
@@ -302,4 +300,3 @@ def _only_where(here: Callable[[], bool], function: Callable[P, R] | None) -> An
         return run
 
     return decorate if function is None else decorate(function)
-

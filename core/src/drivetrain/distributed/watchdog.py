@@ -142,6 +142,7 @@ _POLL_SECONDS = 0.0001, 0.01
 _WITNESS_SECONDS = 2.0
 """How long ranks that are here wait for each other's words, once they know that something is wrong."""
 
+
 @final
 class Watchdog:
     """Compares this process's calls with those of the other ranks. Made in the same order on every rank.
@@ -312,9 +313,7 @@ def stop_watching(watchdog: Watchdog | None) -> None:
         watchdog.leave()
 
 
-def check_collective(
-    call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing"
-) -> None:
+def check_collective(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
     """Log a collective call of the script, and compare it over all ranks where a watchdog is on; its first line.
 
     Args:
