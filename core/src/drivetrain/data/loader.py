@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, BatchInfo, Pass
 from drivetrain.data.plan import Position, Rows, from_state, to_state
-from drivetrain.data.source import DispatchSource, ForeignSource, Item, Source, Start, clone
+from drivetrain.data.source import DispatchSource, Item, Source, Start, StatefulSource, clone
 from drivetrain.distributed import trees
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
@@ -106,7 +106,7 @@ class Cursor:
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
-        mark: a foreign loader's own state at ``position``.
+        mark: a stateful loader's own state at ``position``.
         owner: the pass that may move the position; a newer pass takes it over.
         even_batches: as in ``DataLoaderConfiguration``.
     """
@@ -342,7 +342,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Batches that this rank sees in a full epoch; of a view from ``skip_first_batches``, in its next pass."""
-        length = self._source.identity().length
+        length = self._source.length()
         if length is None:
             raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
         cut = self._source.cut
@@ -360,7 +360,7 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Samples in an epoch over all ranks. Raises ``TypeError`` where the data does not say."""
-        length = self._source.identity().length
+        length = self._source.length()
         return length if length is not None and self._source.cut.batch_size else len(self.base_dataloader.dataset)
 
     @property
@@ -398,7 +398,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """
         cursor = self._cursor
         state = to_state(cursor.position, cursor.seed, self._source.identity())
-        if isinstance(self._source, ForeignSource):
+        if isinstance(self._source, StatefulSource):
             state["loader"] = cursor.mark if self._shares_out else self._context.backend.gather_object(cursor.mark)
         return state
 

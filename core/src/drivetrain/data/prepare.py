@@ -12,13 +12,13 @@ from drivetrain.data.metrics import set_loaders
 from drivetrain.data.plan import Cut, derive_seed, split_total
 from drivetrain.data.source import (
     DispatchSource,
-    ForeignSource,
     IterableSource,
     MapSource,
     SliceFunction,
     Source,
+    StatefulSource,
     generators,
-    outliving,
+    ignore_first_signal,
     read_map_loader,
 )
 from drivetrain.distributed.trees import attribute
@@ -101,7 +101,7 @@ def _source(
     config = context.config
     if not isinstance(loader, DataLoader):
         _refuse_split(config.split_batches and dp_size > 1, type(loader).__name__)
-        return ForeignSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares), None
+        return StatefulSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares), None
     if not loader.in_order and loader.num_workers:
         raise UsageError(
             "in_order=False lets workers return batches in any order, so nobody knows which samples were shown",
@@ -114,12 +114,12 @@ def _source(
             size = split_total(size, dp_size)
         cut = Cut(size, dp_size, config.even_batches, loader.drop_last)
         held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
-        outlives = context.interruption is not None
-        source = IterableSource(loader, cut, dp_rank, shares=shares, outlives=outlives)
+        ignores_signals = context.interruption is not None
+        source = IterableSource(loader, cut, dp_rank, shares=shares, ignores_signals=ignores_signals)
         return source, held[0] if held else loader.generator
     reading = read_map_loader(loader)
     if context.interruption is not None:
-        loader = outliving(loader)
+        loader = ignore_first_signal(loader)
     size, split = reading.batch_size, False
     if config.split_batches and dp_size > 1:
         split = not size

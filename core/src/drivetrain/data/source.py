@@ -1,7 +1,7 @@
-"""Reads the batches of a prepared loader: from map-style and iterable datasets, foreign loaders, or the main process.
+"""Reads the batches of a prepared loader: from map-style and iterable datasets, stateful loaders, or the main process.
 
-:class:`MapSource` and :class:`IterableSource` read torch's ``DataLoader``, :class:`ForeignSource` an object that keeps
-a state of its own, and :class:`DispatchSource` hands out what the main process has read through one of these.
+:class:`MapSource` and :class:`IterableSource` read torch's ``DataLoader``, :class:`StatefulSource` an object that has
+its own state, and :class:`DispatchSource` hands out what the main process has read through one of these.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import random
 import signal
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -217,9 +218,6 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
     if _is_plain(sampler, DistributedSampler):
         return _distributed(sampler)
 
-    def length() -> int | None:
-        return len(sampler) if hasattr(sampler, "__len__") else None
-
     def open_order(seed: int, epoch: int, keep: int) -> Order:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
@@ -228,11 +226,11 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
         guard = PrivateRandom(own)
         with guard:
             units = iter(sampler)
-            if length() is not None:
+            if _length(sampler) is not None:
                 return IndexedOrder(list(units))
         return StreamedOrder(units, keep, guard)
 
-    return open_order, length
+    return open_order, lambda: _length(sampler)
 
 
 def _random(sampler: RandomSampler) -> OpenOrder:
@@ -305,26 +303,40 @@ class Start:
     mark: tuple[int, Any] | None = None
 
 
-class Source(Protocol):
-    """What :class:`~drivetrain.data.loader.PreparedDataLoader` iterates."""
+class Source(ABC):
+    """Reads the batches of a prepared loader.
 
-    @property
-    def cut(self) -> Cut:
-        """How units are shared out."""
+    Args:
+        cut: how units are shared out; ``batch_size`` 0 where the unit is a whole batch.
+        dp_rank: whose batches; ``None`` reads for all ranks.
+        shares: see :class:`~drivetrain.data.plan.Identity`.
 
-    @property
-    def round_units(self) -> int:
-        """Units of a full global batch."""
+    Attributes:
+        round_units: units of a full global batch.
+        num_streams: streams that workers read each for itself; 1 where there are none.
+    """
 
-    @property
-    def num_streams(self) -> int:
-        """Streams that workers read each for itself; 1 where there are none."""
+    num_streams = 1
+
+    def __init__(self, cut: Cut, dp_rank: int | None, shares: int) -> None:
+        self.cut, self._dp_rank, self._shares = cut, dp_rank, shares
+        self.round_units = cut.units
 
     def identity(self) -> Identity:
         """What its positions mean."""
+        return Identity("samples" if self.cut.batch_size else "batches", self.num_streams, self.length(), self._shares)
 
+    @abstractmethod
+    def length(self) -> int | None:
+        """Units in an epoch, ``None`` when they are not known beforehand."""
+
+    @abstractmethod
     def open(self, start: Start) -> Generator[Item, None, None]:
         """The rest of an epoch."""
+
+
+def _length(data: Any) -> int | None:
+    return len(data) if hasattr(data, "__len__") else None
 
 
 def num_rows(batch: Any) -> int | None:
@@ -350,57 +362,53 @@ def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[An
 
 @final
 class PlannedSampler:
-    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and notes what they were.
+    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and keeps their rows.
 
-    A global batch without units for this rank is noted, and the ``DataLoader`` does not hear of it.
+    The rows of a global batch without units for this rank are kept, and the ``DataLoader`` does not hear of it.
     """
 
     def __init__(self) -> None:
         self._plan: Iterator[tuple[Any, Rows]] = iter(())
-        self._notes: deque[Rows] = deque()
+        self._planned: deque[Rows] = deque()
 
-    def arm(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
-        """Set what the next iteration yields; the notes come in the same order."""
-        self._plan, self._notes = plan, deque()
-        return self._notes
+    def set_plan(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
+        """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read."""
+        self._plan, self._planned = plan, deque()
+        return self._planned
 
     def __iter__(self) -> Iterator[Any]:
-        plan, note = self._plan, self._notes.append
+        plan, keep = self._plan, self._planned.append
         for units, rows in plan:
-            note(rows)
+            keep(rows)
             if units is not None:
                 yield units
 
 
 @final
-class MapSource:
+class MapSource(Source):
     """Batches of a map-style dataset: workers fetch them directly, following the plan.
 
     Args:
         loader: the user's.
         reading: its order.
-        cut: how units are shared out; ``batch_size`` 0 means whole batches.
-        dp_rank: whose batches; ``None`` reads for all ranks.
+        cut, dp_rank, shares: see :class:`Source`.
         split: each whole batch is a global one, cut among the ranks.
-        shares: see :class:`~drivetrain.data.position.Identity`.
     """
-
-    num_streams = 1
 
     def __init__(
         self, loader: DataLoader[Any], reading: Reading, cut: Cut, dp_rank: int | None, *, split: bool, shares: int
     ) -> None:
-        self.cut, self._dp_rank = cut, dp_rank
-        self._reading, self._split, self._shares = reading, split, shares
-        self.round_units = 1 if split else cut.units
+        super().__init__(cut, dp_rank, shares)
+        self._reading, self._split = reading, split
+        if split:
+            self.round_units = 1
         self._in_rounds = not cut.batch_size and not split
         self._sampler = PlannedSampler()
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         self._loader = clone(loader, {name: self._sampler})
 
-    def identity(self) -> Identity:
-        unit = "samples" if self.cut.batch_size else "batches"
-        return Identity(unit, length=self._reading.length(), shares=self._shares)
+    def length(self) -> int | None:
+        return self._reading.length()
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         dataset: Any = self._loader.dataset
@@ -408,18 +416,18 @@ class MapSource:
             dataset.set_epoch(start.position.epoch)
         cut = replace(self.cut, even_batches=start.even_batches)
         order = self._reading.open(start.seed, start.position.epoch, cut.dp_size)
-        notes = self._sampler.arm(self._plan(order, cut, start.position.consumed))
+        planned = self._sampler.set_plan(self._plan(order, cut, start.position.consumed))
         batches = iter(self._loader)
         for first in batches:
-            batch, rows = first, notes.popleft()
+            batch, rows = first, planned.popleft()
             if self._in_rounds and self._dp_rank is None:
-                # The other ranks' batches of this round follow; their notes say the same.
+                # The other ranks' batches of this round follow; their rows are the same.
                 others = sum(size > 0 for size in rows.loaded) - 1
                 batch = [first, *(next(batches) for _ in range(others))]
                 for _ in range(others):
-                    notes.popleft()
+                    planned.popleft()
             yield Item(batch, rows)
-        for rows in notes:
+        for rows in planned:
             yield Item(None, rows, absent=True)
 
     def _plan(self, order: Order, cut: Cut, begin: int) -> Iterator[tuple[Any, Rows]]:
@@ -441,7 +449,7 @@ def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any]
 
 
 @final
-class ForeignSource:
+class StatefulSource(Source):
     """Batches of an object with ``__iter__``, ``state_dict`` and ``load_state_dict``.
 
     Its state is taken after every global batch, before the next is read, and saved with the position. A loader that is
@@ -449,20 +457,15 @@ class ForeignSource:
 
     Args:
         loader: the user's.
-        cut: how batches are shared out; ``batch_size`` is 0.
-        dp_rank: whose batches; ``None`` reads for all ranks.
-        shares: see :class:`~drivetrain.data.position.Identity`.
+        cut, dp_rank, shares: see :class:`Source`.
     """
 
-    num_streams = 1
-
     def __init__(self, loader: Any, cut: Cut, dp_rank: int | None, *, shares: int) -> None:
-        self.cut, self._loader, self._dp_rank, self._shares = cut, loader, dp_rank, shares
-        self.round_units = cut.units
+        super().__init__(cut, dp_rank, shares)
+        self._loader = loader
 
-    def identity(self) -> Identity:
-        length = len(self._loader) if hasattr(self._loader, "__len__") else None
-        return Identity("batches", length=length, shares=self._shares)
+    def length(self) -> int | None:
+        return _length(self._loader)
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         loader, wanted, read = self._loader, start.position.consumed, 0
@@ -491,7 +494,7 @@ class ForeignSource:
 
 
 @final
-class OutlivingInit:
+class _IgnoreFirstSignal:
     """A ``worker_init_fn`` after which the process heeds a second signal only.
 
     Schedulers send SIGTERM to all processes of a job, and a terminal Ctrl-C, these among them. Whoever really means to
@@ -506,19 +509,19 @@ class OutlivingInit:
 
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:  # here, since torch sets handlers when the process has begun
-            signal.signal(number, _heed_the_next)
+            signal.signal(number, _heed_next_signal)
         if self._function is not None:
             self._function(worker)
 
 
-def outliving(loader: DataLoader[object]) -> DataLoader[object]:
+def ignore_first_signal(loader: DataLoader[object]) -> DataLoader[object]:
     """The same loader, with processes that go on; itself where it has none."""
     if not loader.num_workers:
         return loader
-    return clone(loader, {"worker_init_fn": OutlivingInit(loader.worker_init_fn)})
+    return clone(loader, {"worker_init_fn": _IgnoreFirstSignal(loader.worker_init_fn)})
 
 
-def _heed_the_next(number: int, frame: FrameType | None) -> None:
+def _heed_next_signal(number: int, frame: FrameType | None) -> None:
     del frame
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -563,10 +566,10 @@ class StreamShard(IterableDataset[Any]):
         self._control = torch.zeros(4 + num_streams, dtype=torch.int64)
 
     def share(self) -> None:
-        """Make :meth:`arm` reach the workers."""
+        """Make :meth:`begin_at` reach the workers."""
         self._control.share_memory_()  # type: ignore[no-untyped-call]
 
-    def arm(self, seed: int, epoch: int, turn: int, skip: tuple[int, ...], *, even_batches: bool) -> None:
+    def begin_at(self, seed: int, epoch: int, turn: int, skip: tuple[int, ...], *, even_batches: bool) -> None:
         """Set where the next iteration begins: units to skip in each stream, and the stream that is next."""
         self._control.copy_(torch.tensor([seed, epoch, turn, even_batches, *skip]))
 
@@ -626,22 +629,19 @@ class _WorkerInit:
 
 
 @final
-class IterableSource:
+class IterableSource(Source):
     """Batches of an ``IterableDataset``.
 
     Args:
         loader: the user's.
-        cut: how units are shared out; ``batch_size`` 0 where the dataset yields whole batches.
-        dp_rank: whose batches; ``None`` reads for all ranks.
-        shares: see :class:`~drivetrain.data.position.Identity`.
-        outlives: its processes go on when the run is told to end.
+        cut, dp_rank, shares: see :class:`Source`.
+        ignores_signals: its processes go on when the run is told to end.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, outlives: bool = False
+        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, ignores_signals: bool = False
     ) -> None:
-        self.cut, self._shares, self._dp_rank = cut, shares, dp_rank
-        self.round_units = cut.units
+        super().__init__(cut, dp_rank, shares)
         self.num_streams = max(loader.num_workers, 1)
         self._dataset = loader.dataset
         init: Any = loader.worker_init_fn
@@ -651,20 +651,17 @@ class IterableSource:
         replaced |= {"drop_last": False, "collate_fn": _as_is, "_IterableDataset_len_called": None}
         if loader.num_workers:
             self._shard.share()
-            replaced["worker_init_fn"] = _WorkerInit(OutlivingInit(init) if outlives else init)
+            replaced["worker_init_fn"] = _WorkerInit(_IgnoreFirstSignal(init) if ignores_signals else init)
         self._loader = clone(loader, replaced)
 
-    def identity(self) -> Identity:
-        dataset: Any = self._dataset
-        length = len(dataset) if hasattr(dataset, "__len__") else None
-        unit = "samples" if self.cut.batch_size else "batches"
-        return Identity(unit, self.num_streams, length, self._shares)
+    def length(self) -> int | None:
+        return _length(self._dataset)
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         position, discard = start.position, start.discard
         cut = replace(self.cut, even_batches=start.even_batches)
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
-        self._shard.arm(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
+        self._shard.begin_at(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
         for stream, real, sizes, batch in self._loader:
             if real == _NO_BATCH:
                 continue
@@ -679,7 +676,7 @@ SliceFunction = Callable[..., Any]
 
 
 @final
-class DispatchSource:
+class DispatchSource(Source):
     """Batches that global rank 0 reads; collective over all ranks, one broadcast for each.
 
     Ranks that do not read never touch the dataset. An exception of the reader is raised on every rank.
@@ -691,12 +688,12 @@ class DispatchSource:
     """
 
     def __init__(self, inner: Source, backend: Backend, slice_fn: SliceFunction | None) -> None:
+        super().__init__(inner.cut, None, shares=0)
         self._inner, self._backend, self._slice = inner, backend, slice_fn
+        self.round_units, self.num_streams = inner.round_units, inner.num_streams
 
-        self.cut, self.round_units, self.num_streams = inner.cut, inner.round_units, inner.num_streams
-
-    def identity(self) -> Identity:
-        return self._inner.identity()
+    def length(self) -> int | None:
+        return self._inner.length()
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         topology, backend = self._backend.topology, self._backend
