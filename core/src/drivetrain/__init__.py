@@ -21,10 +21,8 @@ if TYPE_CHECKING:
         wait_for_everyone,
     )
     from drivetrain.config import load_config
-    from drivetrain.data.kinds import DataLoaderDispatcher, DataLoaderShard
-    from drivetrain.data.loader import already_sharded
+    from drivetrain.data.loader import DataLoaderDispatcher, DataLoaderShard, already_sharded, skip_first_batches
     from drivetrain.data.metrics import gather
-    from drivetrain.data.prepare import skip_first_batches
     from drivetrain.distributed.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.distributed.nested import (
         broadcast,
@@ -79,8 +77,8 @@ _HOME = {
     "AutocastKwargs": "kwargs",
     "DDPCommunicationHookType": "kwargs",
     "DataLoaderConfiguration": "kwargs",
-    "DataLoaderDispatcher": "data.kinds",
-    "DataLoaderShard": "data.kinds",
+    "DataLoaderDispatcher": "data.loader",
+    "DataLoaderShard": "data.loader",
     "DistributedDataParallelKwargs": "kwargs",
     "DistributedOperationException": "errors:CollectiveMismatchError",
     "DistributedType": "compat.names",
@@ -125,7 +123,7 @@ _HOME = {
     "save": "checkpoint:save_object",
     "send_to_device": "distributed.trees",
     "set_seed": "distributed.rng",
-    "skip_first_batches": "data.prepare",
+    "skip_first_batches": "data.loader",
     "slice_tensors": "distributed.trees",
     "synchronize_rng_state": "distributed.rng",
     "synchronize_rng_states": "distributed.rng",

@@ -18,7 +18,7 @@ from drivetrain.compat import state
 from drivetrain.compat.state import GradientState, extract_model_from_parallel
 from drivetrain.data import metrics, prepare
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext, even_batches_as
+from drivetrain.data.loader import LoadingContext, even_batches_as, skip_first_batches
 from drivetrain.distributed import memory, nested, watchdog
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.current import forget_backend, set_current_backend
@@ -249,7 +249,7 @@ class Accelerator(ProcessControl):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The same loader, its next iteration starting at batch ``num_batches`` of the epoch (an absolute number)."""
-        return prepare.skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     def init_empty_weights(self) -> AbstractContextManager[Any]:
         """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""

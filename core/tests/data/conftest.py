@@ -128,8 +128,8 @@ def run():
 def real_rows(loader, batch) -> list[int]:
     info = loader._context.active.current
     assert info.loader is loader
-    real = info.rows.real[info.dp_rank]
+    real = info.rows.real[loader._share_rank]
     if info.rows.whole:
         return batch.tolist() if real else []
-    assert len(batch) == info.local_rows
+    assert len(batch) == info.rows.loaded[loader._share_rank]
     return batch[:real].tolist()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from drivetrain.data.loader import already_sharded
-from drivetrain.data.prepare import skip_first_batches
+from drivetrain.data.loader import already_sharded, skip_first_batches
 from drivetrain.errors import UsageError
 
 # Two or three workers are more than a small machine has processors; torch remarks on it.

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext
-from drivetrain.data.metrics import gather_for_metrics
-from drivetrain.data.prepare import prepare_data_loader, skip_first_batches
+from drivetrain.data.loader import LoadingContext, skip_first_batches
+from drivetrain.data.metrics import gather, gather_for_metrics
+from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.distributed.current import set_current_backend
-from drivetrain.distributed.nested import gather, pad_across_processes
+from drivetrain.distributed.nested import pad_across_processes
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.topology import Mesh, ProcessInfo, Topology

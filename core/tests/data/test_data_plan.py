@@ -239,6 +239,6 @@ def test_drawing_with_replacement():
 
 
 def test_the_data_room_is_light():
-    modules = ("plan", "position", "active")
+    modules = ("plan", "active")
     code = f"import sys, {', '.join('drivetrain.data.' + name for name in modules)}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -60,14 +60,14 @@ def test_end_of_dataloader_and_the_active_batch(ranks, numbers):
     (loader,) = ranks(lambda: DataLoader(numbers(5), batch_size=2))
     active = loader._context.active
     seen = [
-        (loader.end_of_dataloader, active.is_last_batch(), active.current.index, active.batch_serial()) for _ in loader
+        (loader.end_of_dataloader, active.is_last_batch(), active.batch_index(), active.current.serial) for _ in loader
     ]
     assert [each[:3] for each in seen] == [(False, False, 0), (False, False, 1), (True, True, 2)]
     assert len({each[3] for each in seen}) == 3
     assert loader.end_of_dataloader
     assert active.current is None
     assert not active.is_last_batch()
-    assert active.batch_serial() == 0
+    assert active.batch_index() is None
 
 
 def test_nested_loops_broken_loops_and_exceptions(ranks, context, numbers):
@@ -75,22 +75,22 @@ def test_nested_loops_broken_loops_and_exceptions(ranks, context, numbers):
     outer, inner = (prepare_data_loader(DataLoader(numbers(6), batch_size=2), shared) for _ in range(2))
     active = shared.active
     for _ in outer:
-        serial = active.batch_serial()
+        serial = active.current.serial
         for index, _ in enumerate(inner):
             assert active.current.loader is inner
             if index == 1:
                 break
         assert active.current.loader is outer
-        assert active.batch_serial() == serial
+        assert active.current.serial == serial
         with pytest.raises(KeyError):
             fail(inner)
-        assert active.loaders == [outer]
+        assert [info.loader for info in active.in_one_loop()] == [outer]
         break
     assert active.current is None
     for one, two in zip(outer, inner, strict=True):
         assert torch.equal(one, two)
         assert active.current.loader is inner
-    assert active.loaders == []
+    assert active.in_one_loop() == []
 
 
 def test_the_innermost_loader_says_whether_its_batch_is_the_last(context):

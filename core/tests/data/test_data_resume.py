@@ -11,8 +11,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from drivetrain.data.loader import PreparedDataLoader
-from drivetrain.data.prepare import skip_first_batches
+from drivetrain.data.loader import PreparedDataLoader, skip_first_batches
 from drivetrain.errors import UsageError
 
 N = 22

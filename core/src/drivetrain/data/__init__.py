@@ -1,1 +1,1 @@
-"""Which rank reads which sample, and the loaders that do it."""
+"""Plans which rank reads which sample, and the data loaders that follow the plans."""

@@ -1,10 +1,10 @@
-"""Which prepared loaders are being iterated, what their batches hold, and which of them end the loop. No torch."""
+"""Keeps track of the prepared loaders that are being iterated: their current batches, and where the loop ends."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple, final
 from weakref import ref
@@ -19,7 +19,6 @@ class BatchInfo:
     Args:
         loader: the prepared loader.
         rows: what the global batch holds; ``None`` where only the loader's owner knows (already sharded data).
-        dp_rank: this process's data-parallel coordinate.
         index: number of the batch within its epoch as this pass sees it, from 0.
         is_last: no batch follows for this rank.
         serial: changes with every batch that any loader yields.
@@ -29,7 +28,6 @@ class BatchInfo:
 
     loader: Any
     rows: Rows | None
-    dp_rank: int
     index: int
     is_last: bool
     serial: int
@@ -37,47 +35,28 @@ class BatchInfo:
     beyond: Rows | None = None
 
     @property
-    def local_rows(self) -> int | None:
-        """Rows that this rank loaded, repeated ones included."""
-        return None if self.rows is None else self.rows.loaded[self.dp_rank]
-
-    @property
-    def rows_per_rank(self) -> tuple[int, ...] | None:
-        """Rows that count, by coordinate."""
-        return None if self.rows is None else self.rows.real
-
-    @property
-    def global_rows_real(self) -> int | None:
-        """Rows that count, over all ranks."""
-        return None if self.rows is None else self.rows.total
-
-    @property
-    def padded(self) -> bool:
-        """Some rank's batch holds repeated rows."""
-        return self.rows is not None and self.rows.padded
-
-    @property
     def identity(self) -> tuple[int, int, int]:
         """Which batch this is, the same on every rank: number of the loader, epoch, index within the epoch."""
         return self.loader.number, self.loader.epoch, self.index
 
 
+@dataclass(slots=True, eq=False)
 class Pass:
-    """One iteration of a prepared loader, from ``iter(loader)`` on.
+    """One iteration of a prepared loader.
 
     Args:
         created: serial of the moment when the iteration was asked for.
+        begun: serial of its first batch; 0 before it.
+        batch: the batch that it yielded last.
+        iterator: what the script iterates.
+        partners: loaders (by ``id``) that were seen to advance in the same loop.
     """
 
-    __slots__ = ("begun", "created", "iterator", "partners")
-
-    def __init__(self, created: int) -> None:
-        self.created = created
-        self.begun = 0
-        """Serial of its first batch; 0 before it."""
-        self.iterator: ref[Generator[Any, None, None]] | None = None
-        self.partners: set[int] = set()
-        """Loaders (by ``id``) that were seen to advance in the same loop."""
+    created: int
+    begun: int = 0
+    batch: BatchInfo | None = None
+    iterator: ref[Generator[Any, None, None]] | None = None
+    partners: set[int] = field(default_factory=set)
 
 
 class LoopState(NamedTuple):
@@ -118,51 +97,42 @@ class ActiveLoaders:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Pass, BatchInfo]] = []
+        self._passes: list[Pass] = []
         self._serial = 0
         self._registered = 0
         self._seen = 0
         """The newest serial when a micro-batch began last."""
         self._together: list[Pass] = []
-        """The loaders of the loop that this micro-batch is in, in the order in which they yielded."""
+        """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
 
     @property
     def current(self) -> BatchInfo | None:
         """The current batch, ``None`` outside of every loop."""
-        return self._entries[-1][1] if self._entries else None
-
-    @property
-    def loaders(self) -> list[Any]:
-        """Loaders being iterated, the current one last."""
-        return [info.loader for _, info in self._entries]
-
-    @property
-    def last_batch(self) -> bool:
-        """The current batch is its loader's last on this rank; ``False`` outside of every loop."""
-        return bool(self._entries) and self._entries[-1][1].is_last
+        return self._passes[-1].batch if self._passes else None
 
     def batch_index(self) -> int | None:
         """Number of the current batch within its epoch, from 0; ``None`` outside of every loop."""
-        return self._entries[-1][1].index if self._entries else None
+        current = self.current
+        return None if current is None else current.index
 
     def is_last_batch(self) -> bool:
-        """As :attr:`last_batch`."""
-        return self.last_batch
-
-    def batch_serial(self) -> int:
-        """A number that differs from batch to batch; 0 outside of every loop."""
-        return self._entries[-1][1].serial if self._entries else 0
+        """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""
+        current = self.current
+        return current is not None and current.is_last
 
     def state(self) -> LoopState:
         """Where the loop stands; asked once for each micro-batch."""
-        entries = self._entries
-        if not entries:
+        if not self._passes:
             return _OUTSIDE
-        if len(entries) > 1:
+        if len(self._passes) > 1:
             return self._state_of_several()
-        info = entries[0][1]
+        info = _batch(self._passes[0])
         self._seen = info.serial
         return LoopState(info.serial, info.is_last, info.rows, beyond=info.beyond)
+
+    def in_one_loop(self) -> list[BatchInfo]:
+        """The current batches of the loaders that are read in one loop, the current one last. Changes nothing."""
+        return [_batch(each) for each in _of_innermost_loop(self._passes)]
 
     def next_serial(self) -> int:
         """A new number for a batch about to be yielded."""
@@ -174,92 +144,75 @@ class ActiveLoaders:
         self._registered += 1
         return self._registered - 1
 
-    def begin(self) -> Pass:
-        """A new iteration of some loader; it is active from its first batch on."""
-        return Pass(self.next_serial())
+    def show(self, one: Pass, info: BatchInfo) -> None:
+        """Make this the current batch, which this iteration has yielded."""
+        one.batch, one.begun = info, one.begun or info.serial
+        if not self._passes or self._passes[-1] is not one:
+            self.leave(one)
+            self._passes.append(one)
 
-    def show(self, token: Pass, info: BatchInfo) -> None:
-        """Make this the current batch; ``token`` stands for the iteration it comes from."""
-        if not self._entries or self._entries[-1][0] is not token:
-            self.leave(token)
-            self._entries.append((token, info))
-            token.begun = token.begun or info.serial
-        else:
-            self._entries[-1] = (token, info)
-
-    def leave(self, token: Pass) -> None:
+    def leave(self, one: Pass) -> None:
         """The iteration has ended, however."""
-        self._entries = [entry for entry in self._entries if entry[0] is not token]
-
-    # ---- several loaders --------------------------------------------------------------------------------------------
-
-    def in_one_loop(self) -> list[BatchInfo]:
-        """The current batches of the loaders that are read in one loop, the current one last. Changes nothing."""
-        if len(self._entries) < 2:
-            return [info for _, info in self._entries]
-        return [info for _, info in _of_innermost_loop(self._entries)]
+        self._passes = [each for each in self._passes if each is not one]
 
     def _state_of_several(self) -> LoopState:
-        moved = _of_innermost_loop([entry for entry in self._entries if entry[1].serial > self._seen])
+        moved = _of_innermost_loop([each for each in self._passes if _batch(each).serial > self._seen])
         if moved:
-            first = moved[0][0]
-            first.partners.update(id(info.loader) for _, info in moved[1:])
-            self._together, self._seen = [token for token, _ in moved], self._serial
+            moved[0].partners.update(id(_batch(each).loader) for each in moved[1:])
+            self._together, self._seen = moved, self._serial
         else:
-            moved = self._still_together()
-        serial = moved[-1][1].serial
-        infos = [info for _, info in moved]
+            moved = [each for each in self._together if each in self._passes] or self._passes[-1:]
+        infos = [_batch(each) for each in moved]
         rows, conflict = _rows_of(infos)
         if len(moved) == 1:
-            return LoopState(serial, infos[0].is_last, rows, beyond=infos[0].beyond)
+            return LoopState(infos[0].serial, infos[0].is_last, rows, beyond=infos[0].beyond)
         is_last, unknown = _ends(moved)
-        return LoopState(serial, is_last, rows, unknown, conflict, infos[0].beyond)
-
-    def _still_together(self) -> list[tuple[Pass, BatchInfo]]:
-        by_pass = dict(self._entries)
-        still = [(token, by_pass[token]) for token in self._together if token in by_pass]
-        return still or self._entries[-1:]
+        return LoopState(infos[-1].serial, is_last, rows, unknown, conflict, infos[0].beyond)
 
 
-def _of_innermost_loop(entries: Sequence[tuple[Pass, BatchInfo]]) -> list[tuple[Pass, BatchInfo]]:
-    """Of these, in the order in which they yielded, the loaders that are read in one loop with the last one."""
-    if len(entries) < 2:
-        return list(entries)
-    inner, info = entries[-1]
+def _batch(one: Pass) -> BatchInfo:
+    assert one.batch is not None, "a pass without a batch is not active"
+    return one.batch
+
+
+def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
+    """Of these, in the order in which they yielded, those that are read in one loop with the last one."""
+    if len(passes) < 2:
+        return list(passes)
+    inner, loader = passes[-1], _batch(passes[-1]).loader
     # An iteration that began within another loader's current batch is an inner loop's, unless it goes on where an
     # iteration of the same loader has ended.
     return [
-        entry
-        for entry in entries
-        if entry[0] is inner or inner.created < entry[1].serial or id(info.loader) in entry[0].partners
+        each for each in passes if each is inner or inner.created < _batch(each).serial or id(loader) in each.partners
     ]
 
 
-def _ends(moved: Sequence[tuple[Pass, BatchInfo]]) -> tuple[bool, str]:
+def _ends(moved: Sequence[Pass]) -> tuple[bool, str]:
     """Whether a loop over several loaders ends here, and why that is not known."""
-    first = moved[0][0]
+    first = moved[0]
     ending = [
-        (token, info)
-        for token, info in moved
-        if info.loader.ends_loop
-        or (info.loader.ends_loop is None and (token is first or first.created <= token.created < first.begun))
+        (each, info)
+        for each in moved
+        if (info := _batch(each)).loader.ends_loop
+        or (info.loader.ends_loop is None and (each is first or first.created <= each.created < first.begun))
     ]
     if any(info.is_last and info.loader.ends_loop for _, info in ending):
         return True, ""
     if len({info.is_last for _, info in ending}) > 1:
         # `zip` ends with the first of its iterators, and `cycle` repeats what it has read.
-        if any(info.is_last and _held_by(token, zip) for token, info in ending):
+        if any(info.is_last and _held_by(each, zip) for each, info in ending):
             return True, ""
-        ending = [entry for entry in ending if not (entry[1].is_last and _held_by(entry[0], cycle))]
+        ending = [(each, info) for each, info in ending if not (info.is_last and _held_by(each, cycle))]
     if len({info.is_last for _, info in ending}) < 2:
         return bool(ending) and ending[0][1].is_last, ""
-    read = ", ".join(f"{info.loader.what}{' (at its end)' if info.is_last else ''}" for _, info in moved)
+    infos = [_batch(each) for each in moved]
+    read = ", ".join(f"{info.loader.what}{' (at its end)' if info.is_last else ''}" for info in infos)
     return False, f"one loop reads several loaders ({read}), and one ends while another goes on"
 
 
-def _held_by(token: Pass, kind: type) -> bool:
+def _held_by(one: Pass, kind: type) -> bool:
     """Whether an object of this class holds the iterator. Slow; asked only where loaders of one loop end apart."""
-    iterator = None if token.iterator is None else token.iterator()
+    iterator = None if one.iterator is None else one.iterator()
     if iterator is None:
         return False
     holders = gc.get_referrers(iterator)

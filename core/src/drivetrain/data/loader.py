@@ -1,4 +1,4 @@
-"""The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position."""
+"""The data loader that ``prepare`` returns: it yields this rank's batches and saves and restores its position."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 from weakref import ref
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, BatchInfo, Pass
-from drivetrain.data.dispatch import DispatchSource
-from drivetrain.data.plan import Rows
-from drivetrain.data.position import Position, from_state, to_state
-from drivetrain.data.source import ForeignSource, Item, Source, Start
+from drivetrain.data.plan import Position, Rows, from_state, to_state
+from drivetrain.data.source import DispatchSource, Item, Source, Start, StatefulSource, clone
 from drivetrain.distributed import trees
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
@@ -26,7 +25,6 @@ from drivetrain.logging import get_logger
 if TYPE_CHECKING:
     from drivetrain.loop.interruption import Interruption
 
-# ---- What a loader needs to know of the run, and how data says that it is sharded already
 
 Data = TypeVar("Data")
 
@@ -95,8 +93,6 @@ def is_sharded(data: Any) -> bool:
     return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
 
 
-# ---- The loader that ``prepare`` returns: this rank's batches, their place in the global order, and the position
-
 logger = get_logger(__name__)
 
 
@@ -110,7 +106,7 @@ class Cursor:
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
-        mark: a foreign loader's own state at ``position``.
+        mark: a stateful loader's own state at ``position``.
         owner: the pass that may move the position; a newer pass takes it over.
         even_batches: as in ``DataLoaderConfiguration``.
     """
@@ -175,18 +171,16 @@ class PreparedDataLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
-    # ---- iteration --------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        token = self._context.active.begin()
-        batches = self._batches(token)
-        token.iterator = ref(batches)
+        this_pass = Pass(self._context.active.next_serial())
+        batches = self._batches(this_pass)
+        this_pass.iterator = ref(batches)
         return batches
 
-    def _batches(self, token: Pass) -> Generator[Any, None, None]:
+    def _batches(self, this_pass: Pass) -> Generator[Any, None, None]:
         active, cursor = self._context.active, self._cursor
         resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
-        start, skipped = self._begin(token)
+        start, skipped = self._begin(this_pass)
         self.end_of_dataloader = False
         if start.position.finished:
             # As exact resume wants it, and a surprise to a script that counts epochs by steps.
@@ -196,11 +190,11 @@ class PreparedDataLoader(DataLoader[Any]):
                 type(self.base_dataloader).__name__,
                 start.position.epoch,
             )
-            self._finish(token)
+            self._finish(this_pass)
             return
         self._synchronise_randomness()
         move, full = self._move(), self._nominal_rows()
-        nominal, dp_rank = full, self._share_rank
+        nominal = full
         index = start.position.consumed // self._source.round_units if skipped is None else skipped
         items = self._source.open(start)
         interruption = self._context.interruption
@@ -214,7 +208,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 item, shown = following, following_shown
                 following, following_shown, beyond = self._read(items, move, full)
                 is_last = following is None
-                if cursor.owner is token:
+                if cursor.owner is this_pass:
                     self._advance(item, is_last)
                 if item.hidden:
                     continue
@@ -223,8 +217,8 @@ class PreparedDataLoader(DataLoader[Any]):
                     self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
                 nominal = _larger(nominal, rows)
-                info = BatchInfo(self, rows, dp_rank, index, is_last, active.next_serial(), nominal, beyond)
-                active.show(token, info)
+                info = BatchInfo(self, rows, index, is_last, active.next_serial(), nominal, beyond)
+                active.show(this_pass, info)
                 index += 1
                 if shown is not None:
                     yield shown()
@@ -232,9 +226,9 @@ class PreparedDataLoader(DataLoader[Any]):
                     yield item.batch if move is None else move(item.batch)
             if interruption is not None and interruption.stepped_in is self:
                 interruption.step_ends()
-            self._finish(token)
+            self._finish(this_pass)
         finally:
-            active.leave(token)
+            active.leave(this_pass)
             items.close()
 
     def _read(
@@ -264,7 +258,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 return size // self._context.dp_size if self._source.round_units == 1 else size
         return 0
 
-    def _begin(self, token: object) -> tuple[Start, int | None]:
+    def _begin(self, this_pass: object) -> tuple[Start, int | None]:
         """Settle where a new pass begins; ``(start, skip)``."""
         cursor, source, skip = self._cursor, self._source, self._skip
         self._skip = None
@@ -290,7 +284,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if source.num_streams > 1:
                 consumed, discard = 0, skip
             cursor.position = Position(cursor.position.epoch, consumed)
-        cursor.fresh, cursor.restored, cursor.owner = False, False, token
+        cursor.fresh, cursor.restored, cursor.owner = False, False, this_pass
         return Start(cursor.seed, replace(cursor.position), self.even_batches, discard, mark), skip
 
     def _advance(self, item: Item, is_last: bool) -> None:
@@ -305,8 +299,8 @@ class PreparedDataLoader(DataLoader[Any]):
             position.streams, position.turn = tuple(counts), (item.stream + 1) % source.num_streams
         cursor.mark = item.mark
 
-    def _finish(self, token: object) -> None:
-        if self._cursor.owner is token:
+    def _finish(self, this_pass: object) -> None:
+        if self._cursor.owner is this_pass:
             self._cursor.position = self._cursor.position.next_epoch()
             self._cursor.fresh, self._cursor.mark = True, None
 
@@ -346,11 +340,9 @@ class PreparedDataLoader(DataLoader[Any]):
     def even_batches(self, value: bool) -> None:
         self._cursor.even_batches = value
 
-    # ---- size -------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         """Batches that this rank sees in a full epoch; of a view from ``skip_first_batches``, in its next pass."""
-        length = self._source.identity().length
+        length = self._source.length()
         if length is None:
             raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
         cut = self._source.cut
@@ -368,7 +360,7 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Samples in an epoch over all ranks. Raises ``TypeError`` where the data does not say."""
-        length = self._source.identity().length
+        length = self._source.length()
         return length if length is not None and self._source.cut.batch_size else len(self.base_dataloader.dataset)
 
     @property
@@ -386,8 +378,6 @@ class PreparedDataLoader(DataLoader[Any]):
     def multiprocessing_context(self) -> Any:
         """The user's; ``DataLoader`` has a property of this name that looks at the object itself."""
         return self.base_dataloader.multiprocessing_context
-
-    # ---- position ---------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -408,7 +398,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """
         cursor = self._cursor
         state = to_state(cursor.position, cursor.seed, self._source.identity())
-        if isinstance(self._source, ForeignSource):
+        if isinstance(self._source, StatefulSource):
             state["loader"] = cursor.mark if self._shares_out else self._context.backend.gather_object(cursor.mark)
         return state
 
@@ -430,9 +420,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return lambda: vars(cursor).update(was)
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
-        """A view whose first pass begins at this batch of the current epoch. See ``skip_first_batches``."""
-        if num_batches < 0:
-            raise UsageError(f"cannot skip {num_batches} batches")
+        """A view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
         return PreparedDataLoader(
             self.base_dataloader,
             self._source,
@@ -478,3 +466,77 @@ def even_batches_as(loaders: Iterable[Any], even_batches: bool | None) -> Iterat
         for loader, setting in before:
             loader.even_batches = setting
 
+
+@final
+class SkippedLoader:
+    """A plain loader without its first batches, in the first pass only; its other attributes are the loader's own."""
+
+    def __init__(self, loader: Any, num_batches: int) -> None:
+        self.base_dataloader, self._pending = loader, num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self._pending, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, skip = self.base_dataloader, self._pending
+        self._pending = 0
+        if not skip:
+            yield from loader
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            # Only indices are passed over, no sample is fetched. A second pass needs no persistent workers of this one.
+            indices = islice(iter(getattr(loader, name)), skip, None)
+            yield from clone(loader, {name: indices, "persistent_workers": False})
+        else:
+            yield from islice(loader, skip, None)
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """A view of a loader whose next pass begins at batch ``num_batches`` of the current epoch.
+
+    The number counts from the beginning of the epoch: after ``load_state`` has restored the position behind that batch,
+    nothing is skipped twice. Passes after the first show full epochs, and so does the loader itself. A prepared loader
+    and its views share one position, so a checkpoint saved while the view is iterated is right.
+
+    Args:
+        loader: a prepared loader, or any other iterable.
+        num_batches: batches of this rank.
+
+    Raises:
+        UsageError: a negative number.
+    """
+    if num_batches < 0:
+        raise UsageError(f"cannot skip {num_batches} batches")
+    if isinstance(loader, PreparedDataLoader):
+        return loader.skipping(num_batches)
+    return SkippedLoader(loader, num_batches)
+
+
+class _Kind(type):
+    """A class that has instances without having made them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, PreparedDataLoader) and instance.is_dispatched == cls._dispatched
+
+    def __call__(cls, *_: Any, **__: Any) -> Never:
+        raise UsageError(
+            f"a {cls.__name__} is not made by hand",
+            cure="Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader).",
+        )
+
+    _dispatched = False
+
+
+class DataLoaderShard(metaclass=_Kind):
+    """A prepared loader of which every rank reads its own share. For ``isinstance``."""
+
+
+class DataLoaderDispatcher(metaclass=_Kind):
+    """A prepared loader that the main process reads for all (``dispatch_batches``). For ``isinstance``."""
+
+    _dispatched = True

@@ -89,11 +89,11 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
     found: list[Tensor] = []
     objects: list[Any] = []
 
-    def note(leaf: Any) -> Any:
+    def keep(leaf: Any) -> Any:
         (found if isinstance(leaf, Tensor) and not use_gather_object else objects).append(leaf)
         return leaf
 
-    _walk(data, note, use_gather_object, top=True)
+    _walk(data, keep, use_gather_object, top=True)
     results: dict[bool, list[Any]] = {True: [], False: []}
     with torch.no_grad():
         if found:
@@ -251,7 +251,7 @@ def _walk(node: Any, visit: Callable[[Any], Any], as_objects: bool, *, top: bool
 
 def _is_structure(node: Any, as_objects: bool) -> bool:
     """Whether a node is a container of values to gather, rather than a value or a list of rows."""
-    if not as_objects and _holds_tensor(node):
+    if not as_objects and any(isinstance(leaf, Tensor) for _, leaf in trees.leaves(node)):
         return True
     if isinstance(node, (Mapping, tuple)) and node:
         parts = list(node.values()) if isinstance(node, Mapping) else node
@@ -259,10 +259,6 @@ def _is_structure(node: Any, as_objects: bool) -> bool:
             isinstance(part, list) or (isinstance(part, Mapping) and _is_structure(part, True)) for part in parts
         )
     return False
-
-
-def _holds_tensor(node: Any) -> bool:
-    return isinstance(node, Tensor) or any(_holds_tensor(child) for _, child in trees.children(node) or ())
 
 
 def _join_objects(column: Sequence[Any], info: BatchInfo | None) -> list[Any]:
@@ -357,4 +353,3 @@ def _cut(part: Tensor, keep: Sequence[int]) -> Tensor:
     if all(count == part.shape[1] for count in keep):
         return part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
     return torch.cat([rows[:count] for rows, count in zip(part, keep, strict=True)])
-

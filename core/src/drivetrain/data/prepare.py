@@ -1,76 +1,29 @@
-"""From the user's loader to a prepared one: what kind it is, how it is shared out, which seed it has."""
+"""Prepares a data loader: decides how its samples are shared out among the ranks and which seed orders them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.data.dispatch import DispatchSource, SliceFunction
-from drivetrain.data.iterable import IterableSource, outliving
 from drivetrain.data.loader import Cursor, LoadingContext, PreparedDataLoader, is_sharded
 from drivetrain.data.metrics import set_loaders
 from drivetrain.data.plan import Cut, derive_seed, split_total
-from drivetrain.data.source import ForeignSource, MapSource, Source, clone, generators, read_map_loader
+from drivetrain.data.source import (
+    DispatchSource,
+    IterableSource,
+    MapSource,
+    SliceFunction,
+    Source,
+    StatefulSource,
+    generators,
+    ignore_first_signal,
+    read_map_loader,
+)
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UsageError
 
-# ---- ``skip_first_batches``: begin an epoch in its middle
-
-@final
-class SkippedLoader:
-    """A plain loader without its first batches, in the first pass only; its other attributes are the loader's own."""
-
-    def __init__(self, loader: Any, num_batches: int) -> None:
-        self.base_dataloader, self._pending = loader, num_batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader":
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    def __len__(self) -> int:
-        return max(len(self.base_dataloader) - self._pending, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, skip = self.base_dataloader, self._pending
-        self._pending = 0
-        if not skip:
-            yield from loader
-        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-            # Only indices are passed over, no sample is fetched. A second pass needs no persistent workers of this one.
-            indices = islice(iter(getattr(loader, name)), skip, None)
-            yield from clone(loader, {name: indices, "persistent_workers": False})
-        else:
-            yield from islice(loader, skip, None)
-
-
-def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """A view of a loader whose next pass begins at batch ``num_batches`` of the current epoch.
-
-    The number counts from the beginning of the epoch: after ``load_state`` has restored the position behind that batch,
-    nothing is skipped twice. Passes after the first show full epochs, and so does the loader itself. A prepared loader
-    and its views share one position, so a checkpoint saved while the view is iterated is right.
-
-    Args:
-        loader: a prepared loader, or any other iterable.
-        num_batches: batches of this rank.
-
-    Raises:
-        UsageError: a negative number.
-    """
-    if num_batches < 0:
-        raise UsageError(f"cannot skip {num_batches} batches")
-    if isinstance(loader, PreparedDataLoader):
-        return loader.skipping(num_batches)
-    return SkippedLoader(loader, num_batches)
-
-
-# ---- From the user's loader to a prepared one: what kind it is, how it is shared out, which seed it has
 
 def is_loader(value: Any) -> bool:
     """Whether :func:`prepare_data_loader` takes this: a torch ``DataLoader``, or an iterable that has its own state."""
@@ -148,7 +101,7 @@ def _source(
     config = context.config
     if not isinstance(loader, DataLoader):
         _refuse_split(config.split_batches and dp_size > 1, type(loader).__name__)
-        return ForeignSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares), None
+        return StatefulSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares), None
     if not loader.in_order and loader.num_workers:
         raise UsageError(
             "in_order=False lets workers return batches in any order, so nobody knows which samples were shown",
@@ -161,12 +114,12 @@ def _source(
             size = split_total(size, dp_size)
         cut = Cut(size, dp_size, config.even_batches, loader.drop_last)
         held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
-        outlives = context.interruption is not None
-        source = IterableSource(loader, cut, dp_rank, shares=shares, outlives=outlives)
+        ignores_signals = context.interruption is not None
+        source = IterableSource(loader, cut, dp_rank, shares=shares, ignores_signals=ignores_signals)
         return source, held[0] if held else loader.generator
     reading = read_map_loader(loader)
     if context.interruption is not None:
-        loader = outliving(loader)
+        loader = ignore_first_signal(loader)
     size, split = reading.batch_size, False
     if config.split_batches and dp_size > 1:
         split = not size
@@ -191,4 +144,3 @@ def _seed(context: LoadingContext, generator: torch.Generator | None, number: in
     if context.config.data_seed is not None:
         return derive_seed("data", context.config.data_seed)
     return derive_seed("loader", context.base_seed, number)
-

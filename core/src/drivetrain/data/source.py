@@ -1,15 +1,23 @@
-"""Where a prepared loader's batches come from: one small interface, and the source for map-style datasets."""
+"""Reads the batches of a prepared loader: from map-style and iterable datasets, stateful loaders, or the main process.
+
+:class:`MapSource` and :class:`IterableSource` read torch's ``DataLoader``, :class:`StatefulSource` an object that has
+its own state, and :class:`DispatchSource` hands out what the main process has read through one of these.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
+import signal
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, final
+from types import FrameType
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -17,15 +25,20 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 
+from drivetrain.backend import Backend
 from drivetrain.data.plan import (
     Cut,
+    Identity,
     IndexedOrder,
     Order,
+    Position,
     Rows,
     StreamedOrder,
     derive_seed,
@@ -35,11 +48,10 @@ from drivetrain.data.plan import (
     random_order,
     round_rows,
 )
-from drivetrain.data.position import Identity, Position
 from drivetrain.distributed import trees
-from drivetrain.errors import UsageError
+from drivetrain.errors import DrivetrainError, UsageError
+from drivetrain.launch.stopping import SIGNALS
 
-# ---- Random state of its own for code that decides the order of samples, so that every rank decides the same
 
 @final
 class PrivateRandom:
@@ -137,8 +149,6 @@ def _is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-# ---- What a map-style ``DataLoader`` reads, in which order: its samplers, translated to a function of seed and epoch
-
 OpenOrder = Callable[[int, int, int], Order]
 """``open(seed, epoch, keep)``: an epoch's order; ``keep`` is how many of its first units may be asked for again."""
 
@@ -152,7 +162,6 @@ class Reading:
         drop_last: leave out an incomplete batch.
         open: the order of an epoch.
         length: units in an epoch, ``None`` when they are not known beforehand.
-        rows: rows in one unit where the unit is a batch, ``None`` where the unit does not say.
         generator: the user's generator that decided the order, if there is one.
     """
 
@@ -160,7 +169,6 @@ class Reading:
     drop_last: bool
     open: OpenOrder
     length: Callable[[], int | None]
-    rows: Callable[[Any], int | None]
     generator: torch.Generator | None
 
 
@@ -178,7 +186,7 @@ def read_map_loader(loader: DataLoader[Any]) -> Reading:
     else:
         sampler, size, drop_last = batch_sampler if batch_sampler is not None else loader.sampler, 0, False
         opener, length = _read_sampler(sampler)
-    return Reading(size, drop_last, opener, length, _unit_rows, _generator_of(loader, sampler))
+    return Reading(size, drop_last, opener, length, _generator_of(loader, sampler))
 
 
 def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
@@ -186,8 +194,8 @@ def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | No
     return mine[0] if mine else loader.generator
 
 
-def _unit_rows(unit: Any) -> int | None:
-    # The indices of a batch; one index may stand for a batch that the dataset makes.
+def _num_indices(unit: Any) -> int | None:
+    """Rows of a batch by its indices; ``None`` for one index, which stands for a batch that the dataset makes."""
     is_batch = getattr(unit, "ndim", 0) == 1 or (isinstance(unit, Sequence) and not isinstance(unit, (str, bytes)))
     return len(unit) if is_batch else None
 
@@ -210,9 +218,6 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
     if _is_plain(sampler, DistributedSampler):
         return _distributed(sampler)
 
-    def length() -> int | None:
-        return len(sampler) if hasattr(sampler, "__len__") else None
-
     def open_order(seed: int, epoch: int, keep: int) -> Order:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
@@ -221,11 +226,11 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
         guard = PrivateRandom(own)
         with guard:
             units = iter(sampler)
-            if length() is not None:
+            if _length(sampler) is not None:
                 return IndexedOrder(list(units))
         return StreamedOrder(units, keep, guard)
 
-    return open_order, length
+    return open_order, lambda: _length(sampler)
 
 
 def _random(sampler: RandomSampler) -> OpenOrder:
@@ -258,8 +263,6 @@ def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[
 
     return open_order, lambda: len(dataset)
 
-
-# ---- Where a prepared loader's batches come from: one small interface, and the source for map-style datasets
 
 class Item(NamedTuple):
     """One batch of a source.
@@ -300,44 +303,50 @@ class Start:
     mark: tuple[int, Any] | None = None
 
 
-class Source(Protocol):
-    """What :class:`~drivetrain.data.loader.PreparedDataLoader` iterates."""
+class Source(ABC):
+    """Reads the batches of a prepared loader.
 
-    @property
-    def cut(self) -> Cut:
-        """How units are shared out."""
+    Args:
+        cut: how units are shared out; ``batch_size`` 0 where the unit is a whole batch.
+        dp_rank: whose batches; ``None`` reads for all ranks.
+        shares: see :class:`~drivetrain.data.plan.Identity`.
 
-    @property
-    def round_units(self) -> int:
-        """Units of a full global batch."""
+    Attributes:
+        round_units: units of a full global batch.
+        num_streams: streams that workers read each for itself; 1 where there are none.
+    """
 
-    @property
-    def num_streams(self) -> int:
-        """Streams that workers read each for itself; 1 where there are none."""
+    num_streams = 1
+
+    def __init__(self, cut: Cut, dp_rank: int | None, shares: int) -> None:
+        self.cut, self._dp_rank, self._shares = cut, dp_rank, shares
+        self.round_units = cut.units
 
     def identity(self) -> Identity:
         """What its positions mean."""
+        return Identity("samples" if self.cut.batch_size else "batches", self.num_streams, self.length(), self._shares)
 
+    @abstractmethod
+    def length(self) -> int | None:
+        """Units in an epoch, ``None`` when they are not known beforehand."""
+
+    @abstractmethod
     def open(self, start: Start) -> Generator[Item, None, None]:
         """The rest of an epoch."""
 
 
+def _length(data: Any) -> int | None:
+    return len(data) if hasattr(data, "__len__") else None
+
+
 def num_rows(batch: Any) -> int | None:
     """Rows of a batch that somebody else made: the size along dim 0 that its tensors agree on, else its length."""
-    found = {leaf.shape[0] if leaf.dim() else 0 for leaf in _tensors(batch)}
+    found = {leaf.shape[0] if leaf.dim() else 0 for _, leaf in trees.leaves(batch) if isinstance(leaf, Tensor)}
     if len(found) == 1:
         return found.pop() or None
     if not found and isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         return len(batch) or None
     return None
-
-
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    else:
-        for _, child in trees.children(node) or ():
-            yield from _tensors(child)
 
 
 def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[Any]:
@@ -353,57 +362,53 @@ def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[An
 
 @final
 class PlannedSampler:
-    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and notes what they were.
+    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and keeps their rows.
 
-    A global batch without units for this rank is noted, and the ``DataLoader`` does not hear of it.
+    The rows of a global batch without units for this rank are kept, and the ``DataLoader`` does not hear of it.
     """
 
     def __init__(self) -> None:
         self._plan: Iterator[tuple[Any, Rows]] = iter(())
-        self._notes: deque[Rows] = deque()
+        self._planned: deque[Rows] = deque()
 
-    def arm(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
-        """Set what the next iteration yields; the notes come in the same order."""
-        self._plan, self._notes = plan, deque()
-        return self._notes
+    def set_plan(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
+        """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read."""
+        self._plan, self._planned = plan, deque()
+        return self._planned
 
     def __iter__(self) -> Iterator[Any]:
-        plan, note = self._plan, self._notes.append
+        plan, keep = self._plan, self._planned.append
         for units, rows in plan:
-            note(rows)
+            keep(rows)
             if units is not None:
                 yield units
 
 
 @final
-class MapSource:
+class MapSource(Source):
     """Batches of a map-style dataset: workers fetch them directly, following the plan.
 
     Args:
         loader: the user's.
         reading: its order.
-        cut: how units are shared out; ``batch_size`` 0 means whole batches.
-        dp_rank: whose batches; ``None`` reads for all ranks.
+        cut, dp_rank, shares: see :class:`Source`.
         split: each whole batch is a global one, cut among the ranks.
-        shares: see :class:`~drivetrain.data.position.Identity`.
     """
-
-    num_streams = 1
 
     def __init__(
         self, loader: DataLoader[Any], reading: Reading, cut: Cut, dp_rank: int | None, *, split: bool, shares: int
     ) -> None:
-        self.cut, self._dp_rank = cut, dp_rank
-        self._reading, self._split, self._shares = reading, split, shares
-        self.round_units = 1 if split else cut.units
+        super().__init__(cut, dp_rank, shares)
+        self._reading, self._split = reading, split
+        if split:
+            self.round_units = 1
         self._in_rounds = not cut.batch_size and not split
         self._sampler = PlannedSampler()
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         self._loader = clone(loader, {name: self._sampler})
 
-    def identity(self) -> Identity:
-        unit = "samples" if self.cut.batch_size else "batches"
-        return Identity(unit, length=self._reading.length(), shares=self._shares)
+    def length(self) -> int | None:
+        return self._reading.length()
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         dataset: Any = self._loader.dataset
@@ -411,18 +416,18 @@ class MapSource:
             dataset.set_epoch(start.position.epoch)
         cut = replace(self.cut, even_batches=start.even_batches)
         order = self._reading.open(start.seed, start.position.epoch, cut.dp_size)
-        notes = self._sampler.arm(self._plan(order, cut, start.position.consumed))
+        planned = self._sampler.set_plan(self._plan(order, cut, start.position.consumed))
         batches = iter(self._loader)
         for first in batches:
-            batch, rows = first, notes.popleft()
+            batch, rows = first, planned.popleft()
             if self._in_rounds and self._dp_rank is None:
-                # The other ranks' batches of this round follow; their notes say the same.
+                # The other ranks' batches of this round follow; their rows are the same.
                 others = sum(size > 0 for size in rows.loaded) - 1
                 batch = [first, *(next(batches) for _ in range(others))]
                 for _ in range(others):
-                    notes.popleft()
+                    planned.popleft()
             yield Item(batch, rows)
-        for rows in notes:
+        for rows in planned:
             yield Item(None, rows, absent=True)
 
     def _plan(self, order: Order, cut: Cut, begin: int) -> Iterator[tuple[Any, Rows]]:
@@ -432,7 +437,7 @@ class MapSource:
             yield from _or_none(plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches))
         else:
             for batches, real in plan_rounds(order, cut, begin):
-                rows = round_rows([self._reading.rows(batch) for batch in batches], real, cut.dp_size)
+                rows = round_rows([_num_indices(batch) for batch in batches], real, cut.dp_size)
                 if self._dp_rank is None:
                     yield from ((batch, rows) for batch in batches)
                 else:
@@ -443,10 +448,8 @@ def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any]
     return ((units or None, rows) for units, rows in plan)
 
 
-# ---- Loaders that are not torch's but carry their own state: every rank runs one and keeps each of its batches in tu
-
 @final
-class ForeignSource:
+class StatefulSource(Source):
     """Batches of an object with ``__iter__``, ``state_dict`` and ``load_state_dict``.
 
     Its state is taken after every global batch, before the next is read, and saved with the position. A loader that is
@@ -454,20 +457,15 @@ class ForeignSource:
 
     Args:
         loader: the user's.
-        cut: how batches are shared out; ``batch_size`` is 0.
-        dp_rank: whose batches; ``None`` reads for all ranks.
-        shares: see :class:`~drivetrain.data.position.Identity`.
+        cut, dp_rank, shares: see :class:`Source`.
     """
 
-    num_streams = 1
-
     def __init__(self, loader: Any, cut: Cut, dp_rank: int | None, *, shares: int) -> None:
-        self.cut, self._loader, self._dp_rank, self._shares = cut, loader, dp_rank, shares
-        self.round_units = cut.units
+        super().__init__(cut, dp_rank, shares)
+        self._loader = loader
 
-    def identity(self) -> Identity:
-        length = len(self._loader) if hasattr(self._loader, "__len__") else None
-        return Identity("batches", length=length, shares=self._shares)
+    def length(self) -> int | None:
+        return _length(self._loader)
 
     def open(self, start: Start) -> Generator[Item, None, None]:
         loader, wanted, read = self._loader, start.position.consumed, 0
@@ -494,3 +492,260 @@ class ForeignSource:
             else:
                 yield Item(None, rows, absent=True)
 
+
+@final
+class _IgnoreFirstSignal:
+    """A ``worker_init_fn`` after which the process heeds a second signal only.
+
+    Schedulers send SIGTERM to all processes of a job, and a terminal Ctrl-C, these among them. Whoever really means to
+    end them asks twice: torch when it gives up on one, then Python when it ends.
+
+    Args:
+        function: the user's own.
+    """
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        for number in SIGNALS:  # here, since torch sets handlers when the process has begun
+            signal.signal(number, _heed_next_signal)
+        if self._function is not None:
+            self._function(worker)
+
+
+def ignore_first_signal(loader: DataLoader[object]) -> DataLoader[object]:
+    """The same loader, with processes that go on; itself where it has none."""
+    if not loader.num_workers:
+        return loader
+    return clone(loader, {"worker_init_fn": _IgnoreFirstSignal(loader.worker_init_fn)})
+
+
+def _heed_next_signal(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+_NO_BATCH = -1
+
+
+@final
+class StreamShard(IterableDataset[Any]):
+    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch)``.
+
+    ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
+    yields whole batches.
+
+    It cuts and collates by itself, since only where the stream is read is it known which samples are repeated. With
+    workers each reads a stream of its own, as torch has it, the same on every rank.
+
+    A whole global batch is held in memory: which rank gets what of the last one depends on where the stream ends.
+
+    Args:
+        dataset: the user's.
+        cut: how units are shared out.
+        dp_rank: whose batches; ``None`` keeps all ranks' (for dispatch).
+        collate: the user's.
+        num_streams: number of workers, at least 1.
+        seed_workers: seed a worker's random state; not where the user's ``worker_init_fn`` does.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: Cut,
+        dp_rank: int | None,
+        collate: Callable[[Any], Any],
+        num_streams: int,
+        *,
+        seed_workers: bool,
+    ) -> None:
+        self.dataset, self.cut, self.dp_rank = dataset, cut, dp_rank
+        self._collate, self._seed_workers = collate, seed_workers
+        # Persistent workers hold a copy of this object from the first epoch on; they see later ones by this memory.
+        self._control = torch.zeros(4 + num_streams, dtype=torch.int64)
+
+    def share(self) -> None:
+        """Make :meth:`begin_at` reach the workers."""
+        self._control.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin_at(self, seed: int, epoch: int, turn: int, skip: tuple[int, ...], *, even_batches: bool) -> None:
+        """Set where the next iteration begins: units to skip in each stream, and the stream that is next."""
+        self._control.copy_(torch.tensor([seed, epoch, turn, even_batches, *skip]))
+
+    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
+        info = get_worker_info()
+        stream = 0 if info is None else info.id
+        seed, epoch, turn, even, *skips = self._control.tolist()
+        skip = skips[stream]
+        if stream < turn:
+            # Torch begins with worker 0; it is given something to pass over until the stream that was next comes.
+            yield stream, _NO_BATCH, [], None
+        own = derive_seed("stream", seed, epoch, stream)
+        guard: AbstractContextManager[None] | None = None
+        if info is None:
+            guard = PrivateRandom(own)
+        elif self._seed_workers:
+            seed_everything(own)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+        reseed(self.dataset, own)
+        cut = replace(self.cut, even_batches=bool(even))
+        order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
+        if cut.batch_size:
+            for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
+                yield stream, rows.units, [], self._collate(mine) if mine else None
+            return
+        for batches, real in plan_rounds(order, cut, skip):
+            sizes = [num_rows(batch) for batch in batches]
+            if self.dp_rank is None:
+                yield stream, real, sizes, [self._collate(batch) for batch in batches]
+            else:
+                yield stream, real, sizes, self._collate(batches[self.dp_rank]) if self.dp_rank < len(batches) else None
+
+
+def _deferred(dataset: Any) -> Iterator[Any]:
+    # The user's __iter__ may draw its shuffle at once; here it runs with the first read, inside the guard.
+    yield from dataset
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+@final
+class _WorkerInit:
+    """Shows the user's ``worker_init_fn`` and dataset the ``get_worker_info().dataset`` that torch would show them."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        # WorkerInfo refuses assignment to protect users from themselves; this restores what they expect in it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._function is not None:
+            self._function(worker)
+
+
+@final
+class IterableSource(Source):
+    """Batches of an ``IterableDataset``.
+
+    Args:
+        loader: the user's.
+        cut, dp_rank, shares: see :class:`Source`.
+        ignores_signals: its processes go on when the run is told to end.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, ignores_signals: bool = False
+    ) -> None:
+        super().__init__(cut, dp_rank, shares)
+        self.num_streams = max(loader.num_workers, 1)
+        self._dataset = loader.dataset
+        init: Any = loader.worker_init_fn
+        collate: Any = loader.collate_fn
+        self._shard = StreamShard(loader.dataset, cut, dp_rank, collate, self.num_streams, seed_workers=init is None)
+        replaced: dict[str, Any] = {"dataset": self._shard, "batch_size": None, "batch_sampler": None}
+        replaced |= {"drop_last": False, "collate_fn": _as_is, "_IterableDataset_len_called": None}
+        if loader.num_workers:
+            self._shard.share()
+            replaced["worker_init_fn"] = _WorkerInit(_IgnoreFirstSignal(init) if ignores_signals else init)
+        self._loader = clone(loader, replaced)
+
+    def length(self) -> int | None:
+        return _length(self._dataset)
+
+    def open(self, start: Start) -> Generator[Item, None, None]:
+        position, discard = start.position, start.discard
+        cut = replace(self.cut, even_batches=start.even_batches)
+        skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
+        self._shard.begin_at(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
+        for stream, real, sizes, batch in self._loader:
+            if real == _NO_BATCH:
+                continue
+            rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
+            absent = self._dp_rank is not None and not rows.loaded[self._dp_rank]
+            yield Item(batch, rows, stream, hidden=discard > 0, absent=absent)
+            discard -= 1
+
+
+SliceFunction = Callable[..., Any]
+"""``slice_fn(batch, tensor_slice, process_index=, num_processes=)`` returns one rank's part of a global batch."""
+
+
+@final
+class DispatchSource(Source):
+    """Batches that global rank 0 reads; collective over all ranks, one broadcast for each.
+
+    Ranks that do not read never touch the dataset. An exception of the reader is raised on every rank.
+
+    Args:
+        inner: reads for all ranks; used on the main process.
+        backend: the way to the other ranks.
+        slice_fn: how a global batch is cut; ``None``: :func:`slice_rows`.
+    """
+
+    def __init__(self, inner: Source, backend: Backend, slice_fn: SliceFunction | None) -> None:
+        super().__init__(inner.cut, None, shares=0)
+        self._inner, self._backend, self._slice = inner, backend, slice_fn
+        self.round_units, self.num_streams = inner.round_units, inner.num_streams
+
+    def length(self) -> int | None:
+        return self._inner.length()
+
+    def open(self, start: Start) -> Generator[Item, None, None]:
+        topology, backend = self._backend.topology, self._backend
+        reader = self._read(start) if topology.rank == 0 else None
+        last = False
+        # Every rank receives the same messages between the same batches, a rank without rows in the last one too.
+        while not last:
+            item, last = backend.broadcast_object(None if reader is None else next(reader))
+            if isinstance(item, str):
+                raise DrivetrainError(
+                    f"the main process could not read the next batch ({item})",
+                    whose="rank 0",
+                    cure="Its own traceback says where.",
+                )
+            if item is not None and item.rows.loaded[topology.dp_rank]:
+                yield item._replace(batch=self._part(item, topology.dp_rank, topology.dp_size))
+            elif item is not None:
+                yield item._replace(batch=None, absent=True)
+
+    def _read(self, start: Start) -> Iterator[tuple[Item | None, bool]]:
+        """``(item, nothing follows)`` until the end."""
+        items = self._inner.open(start)
+        try:
+            following = next(items, None)
+            if following is None:
+                yield None, True
+            while following is not None:
+                item, following = following, next(items, None)
+                yield item, following is None
+        except Exception as error:
+            # The others wait for a batch; they learn why there is none before this rank goes down.
+            self._backend.broadcast_object((f"{type(error).__name__}: {error}", True))
+            raise
+
+    def _part(self, item: Item, dp_rank: int, dp_size: int) -> Any:
+        if item.rows.whole:
+            return item.batch[dp_rank] if item.rows.loaded[dp_rank] else None
+        begin = sum(item.rows.loaded[:dp_rank])
+        part = slice(begin, begin + item.rows.loaded[dp_rank])
+        if self._slice is None:
+            return slice_rows(item.batch, part, item.rows)
+        return self._slice(item.batch, part, process_index=dp_rank, num_processes=dp_size)
+
+
+def slice_rows(batch: Any, part: slice, rows: Rows) -> Any:
+    """Cut every tensor, and every list of plain values that has an element for each row, along its rows."""
+    total = sum(rows.loaded)
+    if isinstance(batch, Tensor):
+        return batch[part].clone() if batch.dim() and batch.shape[0] == total else batch
+    inner = trees.children(batch)
+    if inner is None:
+        return batch
+    if len(inner) == total and isinstance(batch, list) and not any(isinstance(each, Tensor) for each in batch):
+        return batch[part]
+    return trees.honor_type(batch, [slice_rows(child, part, rows) for _, child in inner])

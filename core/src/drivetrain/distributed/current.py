@@ -1,10 +1,9 @@
-"""Which backend a function without an accelerator at hand (``drivetrain.gather(tensor)``) runs on."""
+"""Keeps the started backend that functions without an accelerator, such as ``drivetrain.gather``, run on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, final
 from weakref import ref
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-# ---- The backend of those who only want to talk to the other processes: ``PartialState`` and functions on their own
 
 @final
 class World(Backend):
@@ -69,22 +67,8 @@ class World(Backend):
             self._handle = None
 
 
-# ---- Which backend a function without an accelerator at hand (``drivetrain.gather(tensor)``) runs on
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A backend that is running.
-
-    Args:
-        backend: held weakly, so that forgetting an accelerator frees it.
-        name: its canonical name; empty when it has none (``PartialState``).
-    """
-
-    backend: ref[Backend]
-    name: str
-
-
-_started: list[Started] = []
+_started: list[tuple[ref[Backend], str]] = []
+"""Backends that run, held weakly so that forgetting an accelerator frees its own, with their names."""
 
 
 def set_current_backend(backend: Backend, name: str = "") -> None:
@@ -95,12 +79,12 @@ def set_current_backend(backend: Backend, name: str = "") -> None:
         name: what ``distributed_type`` calls it; empty for a backend that trains nothing.
     """
     forget_backend(backend)
-    _started.append(Started(ref(backend), name))
+    _started.append((ref(backend), name))
 
 
 def forget_backend(backend: Backend) -> None:
     """Take a backend that stops out of the running; the one set before it becomes current again."""
-    _started[:] = [one for one in _started if one.backend() not in (None, backend)]
+    _started[:] = [(one, name) for one, name in _started if one() not in (None, backend)]
 
 
 def forget_all() -> None:
@@ -110,10 +94,10 @@ def forget_all() -> None:
 
 def started_backend() -> tuple[Backend, str] | None:
     """The newest backend that is started and still alive with its name, if any."""
-    for one in reversed(_started):
-        backend = one.backend()
+    for one, name in reversed(_started):
+        backend = one()
         if backend is not None:
-            return backend, one.name
+            return backend, name
     return None
 
 
@@ -139,4 +123,3 @@ def current_backend() -> Backend:
     world = World(RunSettings(process=process))
     world.attach()
     return world
-

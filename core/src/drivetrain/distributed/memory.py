@@ -82,7 +82,7 @@ def find_executable_batch_size(
     smaller size, those that had succeeded too. A size that was found is where the next call starts.
 
     The vote is taken when the function has ended on every rank. A rank that runs out of memory *between* two
-    collectives of the function leaves the others waiting in the second, and the vote would meet that one; ranks of
+    collectives of the function leaves the others waiting in the second, which the vote would be matched with; ranks of
     equal devices and shapes fail together, which is what makes this useful.
 
     Args:

@@ -70,7 +70,7 @@ def gather_parts(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
     results: dict[int, Tensor] = {}
     packed: dict[int, Tensor] = {}
     for index, leaf in enumerate(leaves):
-        if len(leaves) > 1 and 0 < leaf.numel() * leaf.element_size() <= TOGETHER_BYTES:
+        if len(leaves) > 1 and leaf.numel() * leaf.element_size() <= TOGETHER_BYTES:
             packed[index] = leaf.to(backend.topology.device).contiguous().view(-1).view(torch.uint8)
         else:
             results[index] = backend.gather(leaf).view(size, *leaf.shape)

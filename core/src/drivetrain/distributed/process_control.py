@@ -115,8 +115,6 @@ class ProcessControl:
     def __init__(self, job: Backend) -> None:
         self._job, self._topology = job, job.topology
 
-    # ---- who am I -----------------------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         """This process's device."""
@@ -157,8 +155,6 @@ class ProcessControl:
         """Whether there is more than one process."""
         return self.num_processes > 1
 
-    # ---- waiting ------------------------------------------------------------------------------------------------
-
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective over all ranks."""
         check_collective("wait_for_everyone")
@@ -186,8 +182,6 @@ class ProcessControl:
             # Also when the block raised: the others wait for this process and must not wait for ever.
             if mine:
                 self.wait_for_everyone()
-
-    # ---- who does what ------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""
@@ -296,4 +290,3 @@ def _only_where(here: Callable[[], bool], function: Callable[P, R] | None) -> An
         return run
 
     return decorate if function is None else decorate(function)
-

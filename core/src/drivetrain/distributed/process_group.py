@@ -1,4 +1,4 @@
-"""The default process group: formed once, shared by everyone in the process, destroyed by the last that formed it."""
+"""Forms the default process group once, shares it within the process, and destroys it when its last user is gone."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from drivetrain.registry import get_registry
 DRAIN_SECONDS = 0.1
 
 
-class _Formed:
-    """What this process has formed so far."""
+class _Groups:
+    """The process groups that this process has formed so far."""
 
     holders = 0
     """How many handles keep the present group alive."""
     generation = 0
     """How many groups were formed, the same on every rank."""
     stores: ClassVar[dict[tuple[object, ...], Any]] = {}
-    """Meeting places by address. Kept, since the process that serves one cannot serve a second at the same port."""
+    """Rendezvous stores by address. Kept, since the process that serves one cannot serve a second at the same port."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class ProcessGroupHandle:
         if not self.counted:
             return
         self.counted = False
-        _Formed.holders -= 1
-        if _Formed.holders == 0:
+        _Groups.holders -= 1
+        if _Groups.holders == 0:
             _destroy()
 
 
@@ -83,9 +83,9 @@ def ensure_process_group(
                 f"the launcher announced rank {process.rank} of {process.world_size}",
                 cure="Form the process group after the launcher's variables are set, or let Drivetrain form it.",
             )
-        if _Formed.holders:
-            _Formed.holders += 1
-        return ProcessGroupHandle(str(dist.get_backend()), counted=_Formed.holders > 0)
+        if _Groups.holders:
+            _Groups.holders += 1
+        return ProcessGroupHandle(str(dist.get_backend()), counted=_Groups.holders > 0)
     if process.world_size == 1 and not alone:
         return ProcessGroupHandle(None)
     chosen = settings.communication_backend or dist.get_default_backend_for_device(device_type)
@@ -93,22 +93,22 @@ def ensure_process_group(
     timeout = default_pg_timeout
     if settings.timeout_seconds is not None:
         timeout = timedelta(seconds=settings.timeout_seconds)
-    init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or _meeting_method()
+    init_method = settings.init_method or os.environ.get("DRIVETRAIN_INIT_METHOD") or _rendezvous_method()
     dist.init_process_group(
         chosen,
-        store=_alone() if process.world_size == 1 else _meet(process, init_method, timeout),
+        store=dist.HashStore() if process.world_size == 1 else _store(process, init_method, timeout),  # type: ignore[attr-defined]
         rank=process.rank,
         world_size=process.world_size,
         timeout=None if settings.timeout_seconds is None else timeout,
     )
-    if _Formed.holders == 0:
+    if _Groups.holders == 0:
         atexit.register(_destroy)
-    _Formed.holders += 1
+    _Groups.holders += 1
     return ProcessGroupHandle(chosen, counted=True)
 
 
-def _meeting_method() -> str:
-    """By the common variables, or where the tasks of a cluster's launcher agree to meet."""
+def _rendezvous_method() -> str:
+    """By the common variables, or at the address on which the tasks of a cluster's launcher agree."""
     point = meeting_point(os.environ)
     return "env://" if point is None else f"tcp://{point[0]}:{point[1]}"
 
@@ -131,25 +131,20 @@ def _check_devices(communication_backend: str, device_type: str) -> None:
     )
 
 
-def _meet(process: ProcessInfo, init_method: str, timeout: timedelta) -> Any:
+def _store(process: ProcessInfo, init_method: str, timeout: timedelta) -> Any:
     """A store of its own for each group: a launcher's store outlives a group, and its keys would mislead the next."""
     address = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), process)
-    store = _Formed.stores.get(address)
+    store = _Groups.stores.get(address)
     if store is None:
         store, _, _ = next(rendezvous(init_method, process.rank, process.world_size, timeout=timeout))
-        _Formed.stores[address] = store
-    _Formed.generation += 1
-    return dist.PrefixStore(f"drivetrain/{_Formed.generation}", store)  # type: ignore[attr-defined]
-
-
-def _alone() -> Any:
-    """A store for a group of one, which meets nobody."""
-    return dist.HashStore()  # type: ignore[attr-defined]
+        _Groups.stores[address] = store
+    _Groups.generation += 1
+    return dist.PrefixStore(f"drivetrain/{_Groups.generation}", store)  # type: ignore[attr-defined]
 
 
 def _destroy() -> None:
     """Destroy the group and let its threads drain; wrappers that hold it must be gone by now."""
-    _Formed.holders = 0
+    _Groups.holders = 0
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

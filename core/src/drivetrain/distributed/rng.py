@@ -20,6 +20,7 @@ from drivetrain.launch.environment import read_process_info
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class DeviceGenerator:
     """Random numbers of a device type that torch has no module for, so that ``torch.manual_seed`` does not reach them.

@@ -1,4 +1,4 @@
-"""Nested structures of tensors: walking, rebuilding, moving, slicing. Local; the collectives are in ``nested``.
+"""Walks, rebuilds, moves and slices nested structures of tensors. Local; the collectives are in ``nested``.
 
 A *tree* is a tensor, or a list, tuple, named tuple, mapping or dataclass of trees. Every function returns a new tree of
 the same types (``ModelOutput``, ``defaultdict``, named tuples, ...) and leaves its argument as it was.
@@ -99,23 +99,36 @@ def _apply(func: Callable[[Any], Any], node: Any, test: Callable[[Any], bool], s
     if inner is not None:
         return honor_type(node, [_apply(func, child, test, strict, path + name) for name, child in inner])
     if strict and node is not None:
-        where = f" at {path}" if path else ""
-        raise UsageError(
-            f"{type(node).__name__}{where} is neither a tensor nor a list, tuple, dict or dataclass of tensors",
-            cure="Make it a tensor, or use gather_object / broadcast_object_list for Python objects.",
-        )
+        raise _no_tensor(node, path)
     return node
+
+
+def _no_tensor(leaf: Any, path: str) -> UsageError:
+    where = f" at {path}" if path else ""
+    return UsageError(
+        f"{type(leaf).__name__}{where} is neither a tensor nor a list, tuple, dict or dataclass of tensors",
+        cure="Make it a tensor, or use gather_object / broadcast_object_list for Python objects.",
+    )
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """``(path, leaf)`` of everything in a tree that is no container, in order; the path is as it is written."""
+    inner = children(tree)
+    if inner is None:
+        yield path, tree
+    else:
+        for name, child in inner:
+            yield from leaves(child, path + name)
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """Every tensor of a tree, in order. Raises :class:`UsageError` for another leaf than ``None``."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    recursively_apply(note, tree, error_on_other_type=True)
+    found = []
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif leaf is not None:
+            raise _no_tensor(leaf, path)
     return found
 
 
@@ -144,15 +157,9 @@ def find_batch_size(data: Any) -> int:
     Raises:
         UsageError: there is no such tensor.
     """
-    if isinstance(data, Tensor):
-        if data.dim():
-            return data.shape[0]
-    else:
-        for _, child in children(data) or ():
-            try:
-                return find_batch_size(child)
-            except UsageError:
-                continue
+    for _, leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
     raise UsageError(f"no tensor with a batch dimension in {describe(data)}")
 
 

@@ -139,8 +139,9 @@ _ALARM = 1 << 40
 _POLL_SECONDS = 0.0001, 0.01
 """Shortest and longest pause between two looks at the store. The first is about the time of one look."""
 
-_WITNESS_SECONDS = 2.0
-"""How long ranks that are here wait for each other's words, once they know that something is wrong."""
+_REPORT_SECONDS = 2.0
+"""How long ranks that are here wait for each other's reports, once they know that something is wrong."""
+
 
 @final
 class Watchdog:
@@ -166,7 +167,7 @@ class Watchdog:
         """What the store holds for the last call of even and of odd number."""
         self._shared = "none"
         """The last call that all ranks made."""
-        self._told = False
+        self._reported = False
         self.suspended = False
         """Calls are not compared for a while."""
 
@@ -224,7 +225,7 @@ class Watchdog:
     def leave(self) -> None:
         """Tell those who will wait for this process that its script has ended. Not collective."""
         try:
-            self._tell(f"its script has ended; last call that all ranks made: {self._shared}")
+            self._report(f"its script has ended; last call that all ranks made: {self._shared}")
             self._store.add("arrived", _ALARM)
         except dist.DistError:
             return  # nobody is left who could be told
@@ -252,24 +253,24 @@ class Watchdog:
         return True
 
     def _raise(self, call: str) -> None:
-        """Exchange words with the ranks that are here, and raise what all of them say."""
-        self._tell(call)
+        """Exchange reports with the ranks that are here, and raise what all of them say."""
+        self._report(call)
         ranks = range(self._world)
-        deadline = time.monotonic() + _WITNESS_SECONDS
-        while not self._store.check([f"word/{rank}" for rank in ranks]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while not self._store.check([f"report/{rank}" for rank in ranks]) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
         lines = [f"ranks are apart after {self._calls - 1} equal calls:"]
-        lines += [f"  rank {rank}: {self._word(rank)}" for rank in ranks]
+        lines += [f"  rank {rank}: {self._report_of(rank)}" for rank in ranks]
         raise CollectiveMismatchError("\n".join([*lines, "they would wait for each other"]), cure=CURE)
 
-    def _tell(self, word: str) -> None:
+    def _report(self, doing: str) -> None:
         """Say once what this rank does: what it does after an error explains nothing."""
-        if not self._told:
-            self._told = True
-            self._store.set(f"word/{self._rank}", word)
+        if not self._reported:
+            self._reported = True
+            self._store.set(f"report/{self._rank}", doing)
 
-    def _word(self, rank: int) -> str:
-        key = f"word/{rank}"
+    def _report_of(self, rank: int) -> str:
+        key = f"report/{rank}"
         if self._store.check([key]):
             return str(self._store.get(key).decode())
         return f"has not come; last call that all ranks made: {self._shared}"
@@ -312,9 +313,7 @@ def stop_watching(watchdog: Watchdog | None) -> None:
         watchdog.leave()
 
 
-def check_collective(
-    call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing"
-) -> None:
+def check_collective(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
     """Log a collective call of the script, and compare it over all ranks where a watchdog is on; its first line.
 
     Args:

@@ -54,7 +54,7 @@ class BatchPlacement:
                 )
         if move is None:
             return lambda: batch, rows
-        send = partial(trees.recursively_apply, self._send, batch)
+        send: Callable[[], Any] = partial(trees.recursively_apply, self._send, batch)
         if self._ahead:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="drivetrain-batches")
             send = self._thread.submit(send).result
