@@ -67,6 +67,16 @@ FAMILIES = (
 )
 """Modules under ``drivetrain_testing.cases``."""
 
+CONTRACT = (
+    "gradients.ragged_labels",
+    "gradients.empty_micro_batch",
+    "gradients.explicit_step",
+    "windows.ragged_windows",
+    "clipping.clips_as_one_process_does",
+    "state.resumed_equals_uninterrupted",
+)
+"""Cases whose numbers depend on the number of ranks: what to run on one more world when all cases run on another."""
+
 USER_MODEL = "brought"
 """The family whose cases train a model of the user's."""
 
