@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 # Ranks share few cores, and a process that is forked after OpenMP made its threads hangs in its next parallel loop.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["drivetrain_testing.plugin"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark as slow what `make test` leaves out of each backend's conformance tests: see :func:`_left_out`."""
+    for item in items:
+        requirements = getattr(getattr(item, "module", None), "Requirements", None)
+        parameters = getattr(getattr(item, "callspec", None), "params", None)
+        if requirements and parameters and _left_out(item.originalname, parameters, requirements):
+            item.add_marker(pytest.mark.slow)
+
+
+def _left_out(test: str, parameters: dict[str, Any], requirements: Any) -> bool:
+    """Whether a faster test of the same module shows nearly the same.
+
+    Cases run on two processes where the backend takes several. Checkpoints travel between `single` and two processes;
+    every pair of backends is in tests/parity, which is slow. Of the two moments of a killed save one is left.
+    """
+    quick = 2 if 2 in requirements.world_sizes else min(requirements.world_sizes)
+    if test == "test_conformance":
+        # A case with worlds of its own, as one on three ranks, has no other place.
+        return bool(parameters["world_size"] != quick and parameters["world_size"] in requirements.world_sizes)
+    if test in {"test_state_travels", "test_samples_after_resume"}:
+        return any(place not in {("single", 1), (requirements.backend, quick)} for place in parameters["journey"])
+    return test == "test_killed_save" and parameters["moment"] != "writing"

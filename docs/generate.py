@@ -18,8 +18,8 @@ from typing import Any
 
 from drivetrain.registry import get_registry
 from drivetrain_testing import report
-from drivetrain_testing.kit import all_cases, brought_cases
-from drivetrain_testing.proofs import PROOFS
+from drivetrain_testing.cases.honesty import PROOFS
+from drivetrain_testing.kit import all_cases, user_model_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +60,7 @@ def conformance() -> str:
 def cases() -> str:
     """Every case with the sentence that it proves and the reports that it guards against."""
     rows = ["| case | what holds | guards against |", "|---|---|---|"]
-    for case in [*all_cases().values(), *brought_cases().values()]:
+    for case in [*all_cases().values(), *user_model_cases().values()]:
         holds = (inspect.getdoc(case.function) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
         rows.append(f"| `{case.name}` | {holds} | {case.guards} |")
     return "\n".join(rows)

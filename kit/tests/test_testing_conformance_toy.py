@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from drivetrain_testing.suite import *  # noqa: F403
+
+# The same cases run for `ddp` in `make test`.
+pytestmark = pytest.mark.slow
 
 
 class Requirements(BaseRequirements):  # noqa: F405

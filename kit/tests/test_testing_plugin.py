@@ -7,6 +7,7 @@ import threading
 import pytest
 
 # Imported here since pytester forgets what its inner runs import, and torch cannot be imported twice in a process.
+import torch._dynamo
 import torch.distributed  # noqa: F401
 
 pytest_plugins = ["pytester"]

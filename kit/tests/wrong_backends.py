@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import wrong_keeping  # noqa: F401 - a module of mistakes registers them by being imported
-import wrong_manners  # noqa: F401
+import wrong_side_effects  # noqa: F401
+import wrong_state  # noqa: F401 - a module of mistakes registers them by being imported
 import wrong_training  # noqa: F401
 from toy_backend import Plugin
 from wrong_base import MISTAKES

@@ -16,7 +16,7 @@ import yaml
 from drivetrain import errors
 
 # The first of them builds the site: 15 s of a quiet core, many times that on a busy one.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FROZEN = Path(__file__).parents[1] / "house/frozen"
 

@@ -1,4 +1,4 @@
-"""The house as data: its distributions and its source files."""
+"""Describes the distributions of this repository and their source files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is light stays light, and torch stays in its rooms (import-linter, in `make lint`, holds the rest)."""
+"""Light modules import nothing heavy, and torch is imported in its packages only. `make lint` checks the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 
 HEAVY = ("torch", "numpy", "deepspeed", "megatron", "torch_xla", "accelerate", "transformers")
 
-TORCH_ROOMS = (
+TORCH_PATHS = (
     "accelerator.py",
     "backends/",
     "checkpoint/",
@@ -28,7 +28,7 @@ TORCH_ROOMS = (
 )
 """Under core/src/drivetrain."""
 
-LAZY_TORCH_ROOMS = (
+LAZY_TORCH_PATHS = (
     # Starts workers, and so needs torch's elastic agent.
     "launch/",
     # Prints what torch finds.
@@ -113,16 +113,16 @@ def test_the_probe_sees_torch():
     assert probe(["json", "torch"]).keys() == {"torch"}
 
 
-def test_torch_is_imported_in_its_rooms_only(core):
+def test_torch_is_imported_in_its_packages_only(core):
     strays = []
     for path in core.sources:
         name = path.relative_to(core.package).as_posix()
-        if name.startswith(TORCH_ROOMS):
+        if name.startswith(TORCH_PATHS):
             continue
         strays += [
             f"{name}:{line} imports {module}"
             for module, inside, line in imports(path)
-            if is_in(module, "torch", "safetensors.torch") and not (inside and name.startswith(LAZY_TORCH_ROOMS))
+            if is_in(module, "torch", "safetensors.torch") and not (inside and name.startswith(LAZY_TORCH_PATHS))
         ]
     assert strays == []
 

@@ -1,4 +1,4 @@
-"""One word in four places: distributed_type = entry point = config section = distribution."""
+"""A backend has one name in four places: distributed_type, entry point, config section and distribution."""
 
 from __future__ import annotations
 

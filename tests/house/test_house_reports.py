@@ -1,4 +1,4 @@
-"""The reports of the conformance kit fit the kit, the backends and the documents that are made of them."""
+"""The committed conformance reports belong to the kit and the backends as they are now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.registry import get_registry
 from drivetrain_testing import report, selection
-from drivetrain_testing.proofs import PROOFS
+from drivetrain_testing.cases.honesty import PROOFS
 
 CURE = "run: make reports"
 
@@ -56,8 +56,8 @@ def test_a_report_of_yesterday_is_noticed(root, tmp_path):
 
 def test_every_capability_is_proved_both_ways():
     from drivetrain.api import Capabilities
-    from drivetrain_testing.kit import ROOMS, all_cases
+    from drivetrain_testing.kit import FAMILIES, all_cases
 
     assert set(PROOFS) == {field.name for field in dataclasses.fields(Capabilities)}
-    known = {"", *all_cases(), *(f"{room}." for room in ROOMS)}
+    known = {"", *all_cases(), *(f"{family}." for family in FAMILIES)}
     assert {case for pair in PROOFS.values() for case in pair} <= known

@@ -1,4 +1,4 @@
-"""Rules that can be read off the text: words, silence."""
+"""Rules about the text of source files: no machine paths, no backend named in the core, no silent `except`."""
 
 from __future__ import annotations
 

@@ -33,14 +33,3 @@ def places() -> list[tuple[str, int]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         metafunc.parametrize("place", places(), ids=lambda place: f"{place[0]}-{place[1]}")
-    if "journey" in metafunc.fixturenames:
-        # Journeys within one backend, and to and from the reference, are in each plugin's conformance tests.
-        pairs = [
-            (source, target)
-            for source in places()
-            for target in places()
-            if source[0] != target[0] and "single" not in (source[0], target[0])
-        ]
-        metafunc.parametrize(
-            "journey", pairs, ids=lambda pair: f"{pair[0][0]}-{pair[0][1]}-to-{pair[1][0]}-{pair[1][1]}"
-        )

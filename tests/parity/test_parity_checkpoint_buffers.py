@@ -58,9 +58,17 @@ def job(overrides, folder, blocking):
     return as_exported, [name for name in own if not torch.equal(saved[name], own[name])]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("engine", "world_size"), [("ddp", 3), ("ddp", 4), ("fsdp", 3), ("deepspeed 1", 3), ("deepspeed 3", 3), ("tp", 4)]
+    ("engine", "world_size"),
+    [
+        ("ddp", 3),
+        pytest.param("ddp", 4, marks=pytest.mark.slow),
+        ("fsdp", 3),
+        pytest.param("deepspeed 1", 3, marks=pytest.mark.slow),
+        pytest.param("deepspeed 3", 3, marks=pytest.mark.slow),
+        pytest.param("tp", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_buffers_are_those_of_the_main_process(tmp_path, engine, world_size, blocking):
     outcomes = spawn(job, world_size, ENGINES[engine], tmp_path, blocking)

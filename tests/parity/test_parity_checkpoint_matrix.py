@@ -240,6 +240,7 @@ def test_the_backends_of_this_repository_are_installed() -> None:
         pytest.skip(f"not installed, so not in the matrix: {', '.join(missing)}")
 
 
+@pytest.mark.slow  # Each backend to and from `single`, in one case each: `test_state_travels` of its conformance tests.
 @pytest.mark.parametrize("reader", PRESENT, ids=str)
 @pytest.mark.parametrize("writer", PRESENT, ids=str)
 def test_a_run_goes_on_as_if_it_had_never_stopped(reference, written, resumed, writer, reader):

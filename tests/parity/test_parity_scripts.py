@@ -41,9 +41,10 @@ def expected():
     return worlds.references(list(SCRIPTS))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "where", [place if place == "ddp-2" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+)
 def test_scripts_end_as_recorded(where, expected):
     record = worlds.recorded()
     found = worlds.outcomes(PLACES[where], chosen(where), expected)

@@ -321,6 +321,7 @@ def averaged(at: Place, folder: Path, part: str, use_buffers: bool = False) -> d
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [

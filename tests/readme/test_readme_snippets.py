@@ -60,6 +60,7 @@ def test_the_readmes_script_runs_as_the_readme_says(example):
     assert run(command, example).startswith("2 process(es), loss")
 
 
+@pytest.mark.slow
 def test_the_readmes_script_runs_under_torchrun(example):
     assert run("torchrun --standalone --nproc_per_node 2 script.py", example).startswith("2 process(es), loss")
 

@@ -1,4 +1,4 @@
-"""The conformance kit and the tools that it is made of: ranks forked per test, hygiene checks, the standard cases.
+"""The conformance kit: standard tests for backends, and tools to write further ones.
 
 ``spawn`` runs a function as the ranks of a real gloo job; ``drivetrain_testing.suite`` holds the standard cases that a
 plugin's own tests import; ``drivetrain_testing.plugin`` is a pytest plugin (fixtures, the ``gpu`` marker).

@@ -1,4 +1,4 @@
-"""Why a training run did not end where plain torch ends: the first step whose gradients differ, and how, in words.
+"""Explains in words why a training run differs from plain torch: the first step whose gradients differ, and how.
 
 A difference of parameters after several steps says that something is wrong. Nearly all of what is wrong in a backend
 shows in the gradients of one step, and there it is simple: a factor, the samples of one rank only, a gradient that was

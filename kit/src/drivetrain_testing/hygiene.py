@@ -1,4 +1,4 @@
-"""What a test or a case must leave as it found it: environment, process group, torch's global settings, threads."""
+"""Detects what a test leaves behind: environment variables, a process group, torch's global settings, threads."""
 
 from __future__ import annotations
 

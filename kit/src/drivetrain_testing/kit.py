@@ -1,10 +1,11 @@
-"""A conformance case, and what it is given in each rank: the :class:`Kit`.
+"""Registers conformance cases and runs them on ranks, each with a :class:`Kit`.
 
 A case is a function that runs on every rank of a small real job and raises when the backend breaks the contract.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain_testing.hygiene import unchanged
-from drivetrain_testing.processes import spawn
+from drivetrain_testing.processes import RankFailedError, spawn
 from drivetrain_testing.requirements import BaseRequirements
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Case:
     """One statement about every backend.
 
     Args:
-        name: ``room.function``, as gaps name it.
+        name: ``family.function``, as gaps name it.
         function: what each rank runs.
         guards: the public report of somebody else's bug that it guards against, if there is one.
         applies: says from the capabilities whether the case makes sense; a case about a flag that is ``False`` is
@@ -46,9 +47,9 @@ class Case:
 
 
 _CASES: dict[str, Case] = {}
-"""Every case by name, filled by importing the modules in :data:`ROOMS`."""
+"""Every case by name, filled by importing the modules in :data:`FAMILIES`."""
 
-ROOMS = (
+FAMILIES = (
     "gradients",
     "windows",
     "uneven",
@@ -66,8 +67,18 @@ ROOMS = (
 )
 """Modules under ``drivetrain_testing.cases``."""
 
-BROUGHT = "brought"
-"""The room whose cases train a model that the user brings."""
+CONTRACT = (
+    "gradients.ragged_labels",
+    "gradients.empty_micro_batch",
+    "gradients.explicit_step",
+    "windows.ragged_windows",
+    "clipping.clips_as_one_process_does",
+    "state.resumed_equals_uninterrupted",
+)
+"""Cases whose numbers depend on the number of ranks: what to run on one more world when all cases run on another."""
+
+USER_MODEL = "brought"
+"""The family whose cases train a model of the user's."""
 
 
 def case(
@@ -88,18 +99,18 @@ def case(
 
 
 def all_cases() -> dict[str, Case]:
-    """Every standard case, in order of the rooms."""
-    return {name: case for room in ROOMS for name, case in _room(room).items()}
+    """Every standard case, in order of the families."""
+    return {name: case for family in FAMILIES for name, case in _family(family).items()}
 
 
-def brought_cases() -> dict[str, Case]:
-    """The cases of a brought model."""
-    return _room(BROUGHT)
+def user_model_cases() -> dict[str, Case]:
+    """The cases that train a model of the user's."""
+    return _family(USER_MODEL)
 
 
-def _room(room: str) -> dict[str, Case]:
-    importlib.import_module(f"drivetrain_testing.cases.{room}")
-    return {name: case for name, case in _CASES.items() if name.startswith(f"{room}.")}
+def _family(family: str) -> dict[str, Case]:
+    importlib.import_module(f"drivetrain_testing.cases.{family}")
+    return {name: case for name, case in _CASES.items() if name.startswith(f"{family}.")}
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ class Kit:
         atol: see there.
         setup: see there.
         folder: an empty folder that all ranks see.
-        model: ``"module:build"`` of a brought model, else empty.
+        model: ``"module:build"`` of a model of the user's, else empty.
         timeout: seconds that the ranks of one case may take.
         made: the accelerators that the case made in this rank; ended by :func:`run_in_rank`.
     """
@@ -132,7 +143,7 @@ class Kit:
 
     @classmethod
     def of(cls, requirements: type[BaseRequirements], world_size: int, folder: Path, model: str = "") -> Kit:
-        """The kit that these requirements ask for; ``model`` is one brought on the command line."""
+        """The kit that these requirements ask for; ``model`` is one named on the command line."""
         config: dict[str, Any] = {"distributed_type": requirements.backend}
         if requirements.section:
             config[requirements.backend] = dict(requirements.section)
@@ -162,7 +173,7 @@ class Kit:
         return self.replaced({**self.config, **config})
 
     def with_model(self, target: str) -> Kit:
-        """A kit with a brought model; ``target`` is ``"module:build"``."""
+        """A kit with a model of the user's; ``target`` is ``"module:build"``."""
         return replace(self, model=target)
 
     def replaced(self, config: Mapping[str, Any]) -> Kit:
@@ -231,8 +242,8 @@ def run_in_rank(function: Callable[[Kit], T], kit: Kit) -> T:
 
 
 def function_of(name: str) -> Callable[[Kit], Any]:
-    """The function of a standard case or of one for brought models."""
-    return _room(name.partition(".")[0])[name].function
+    """The function of a standard case or of one for a model of the user's."""
+    return _family(name.partition(".")[0])[name].function
 
 
 def _named_case(name: str, kit: Kit) -> Any:
@@ -243,3 +254,32 @@ def run_case(name: str, kit: Kit, world_size: int, *, timeout: float | None = No
     """Run a case on fresh ranks, within ``timeout`` or the kit's; its results by rank. Raises what a rank raised."""
     __tracebackhide__ = True
     return spawn(_named_case, world_size, name, kit, timeout=kit.timeout if timeout is None else timeout)
+
+
+def passed_together(kits: Mapping[str, Kit], world_size: int, folder: Path) -> frozenset[str]:
+    """Run these cases in turn; the names of those that passed on every rank.
+
+    Each case has accelerators and a process group of its own and must leave the process as it found it. The first
+    failure ends the group, since its other ranks may be waiting for the one that failed; the cases that come after it
+    have not passed then. Nothing is said about a failure: it is to be repeated on ranks of its own, for a clean report.
+
+    Args:
+        kits: a kit for each case, with a folder of its own.
+        world_size: number of ranks.
+        folder: an empty folder that all ranks see.
+    """
+    with contextlib.suppress(RankFailedError):  # Told by the same case on fresh ranks, whose word counts.
+        timeout = sum(kit.timeout for kit in kits.values()) / 20 + 30
+        spawn(_in_turn, world_size, dict(kits), str(folder), timeout=timeout)
+    return frozenset.intersection(*(_passed(folder / f"passed-{rank}") for rank in range(world_size)))
+
+
+def _passed(told: Path) -> frozenset[str]:
+    return frozenset(told.read_text(encoding="utf-8").split() if told.exists() else ())
+
+
+def _in_turn(kits: Mapping[str, Kit], folder: str) -> None:
+    with (Path(folder) / f"passed-{os.environ['RANK']}").open("w", buffering=1, encoding="utf-8") as passed:
+        for name, kit in kits.items():
+            run_in_rank(function_of(name), kit)
+            passed.write(f"{name}\n")

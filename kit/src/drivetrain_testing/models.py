@@ -1,4 +1,4 @@
-"""Small models and data that the cases share. Everything is a function of a seed, the same on every machine.
+"""Small models and data sets that the cases share; all are functions of a seed.
 
 Shapes: ``B`` samples, ``F`` = 6 features, ``C`` = 4 classes, ``T`` = 5 positions, ``V`` = 11 words.
 """

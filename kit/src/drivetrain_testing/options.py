@@ -1,6 +1,6 @@
-"""A light pytest plugin, there wherever Drivetrain is installed: two options, and an eye on conformance modules.
+"""The pytest plugin that is active wherever the kit is installed: its options, and the start of conformance reports.
 
-It does nothing for other tests. What follows a conformance module is in :mod:`drivetrain_testing.outcomes`.
+It does nothing for other tests and imports no torch. The report is made in :mod:`drivetrain_testing.outcomes`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ALONE = Path(__file__).with_name("parity.py")
-"""What is collected when a model is brought and no test is named."""
+"""What is collected when a model is given and no test is named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +47,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With a brought model and no test named, collect the kit's own module for it."""
+    """With a model given and no test named, collect the kit's own module for it."""
     if config.getoption("drivetrain_model") and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(ALONE)]
 

@@ -1,4 +1,4 @@
-"""What became of the conformance modules of a test session: the closing table, the report, the verdict.
+"""Collects the results of conformance modules: prints the closing table and writes the report.
 
 A run conforms when every test of the suite ran and passed, or failed as a declared gap. What was left out, replaced,
 skipped, or expected to fail by other means than ``Requirements.gaps`` is told and fails the session. Where the command
@@ -28,8 +28,8 @@ _TELL = 5
 """Names of tests in one sentence."""
 
 
-def brought_model(config: pytest.Config) -> str:
-    """``"module:build"`` where the command line brings a model, else empty."""
+def users_model(config: pytest.Config) -> str:
+    """``"module:build"`` where the command line names a model, else empty."""
     return str(config.getoption("drivetrain_model", ""))
 
 
@@ -117,7 +117,7 @@ class Outcomes:
         requirements = module.Requirements
         info, distribution, version = selection.description(requirements)
         ended = self._ended.get(module.__name__, {})
-        missing = selection.expected(requirements, brought_model(self._config)) - set(ended)
+        missing = selection.expected(requirements, users_model(self._config)) - set(ended)
         run = report.Run(
             name=module.__name__.rpartition(".")[2].removeprefix("test_"),
             backend=info.name,

@@ -1,4 +1,4 @@
-"""What ``pytest --drivetrain-model mymodule:build`` runs: the model under every installed backend, on 1 and 2 ranks."""
+"""The tests of ``pytest --drivetrain-model mymodule:build``: a user's model under every installed backend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from drivetrain.registry import get_registry
-from drivetrain_testing.kit import Kit, brought_cases, run_case
-from drivetrain_testing.outcomes import brought_model
+from drivetrain_testing.kit import Kit, run_case, user_model_cases
+from drivetrain_testing.outcomes import users_model
 
 
 def _places() -> list[tuple[str, int]]:
@@ -23,14 +23,14 @@ def _places() -> list[tuple[str, int]]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every case in every place."""
-    if not brought_model(metafunc.config):
+    if not users_model(metafunc.config):
         raise pytest.UsageError("Bring a model: pytest --drivetrain-model mymodule:build")
     metafunc.parametrize(("backend", "world_size"), _places(), ids=str)
-    metafunc.parametrize("case", list(brought_cases()))
+    metafunc.parametrize("case", list(user_model_cases()))
 
 
-def test_brought_model(
+def test_users_model(
     request: pytest.FixtureRequest, backend: str, world_size: int, case: str, tmp_path: Path
 ) -> None:
-    kit = Kit.plain(backend, tmp_path).with_model(brought_model(request.config))
+    kit = Kit.plain(backend, tmp_path).with_model(users_model(request.config))
     run_case(case, kit, world_size)

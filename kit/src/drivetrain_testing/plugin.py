@@ -1,4 +1,4 @@
-"""A pytest plugin: every test leaves the process as it found it, and tests marked ``gpu`` say why they are skipped.
+"""A pytest plugin that fails tests which leave something behind, and skips tests marked ``gpu`` without a GPU.
 
 Switch it on with ``pytest_plugins = ["drivetrain_testing.plugin"]`` in the top ``conftest.py``. It is no entry point of
 pytest's, since that would act on the tests of everyone who has Drivetrain installed.

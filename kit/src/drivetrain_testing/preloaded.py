@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that a rank starts in hundredths of a second. Imported for its effect.
+"""Imports what ranks need, once, in the fork server, so that a rank starts in hundredths of a second.
 
 Everything a rank is likely to import is imported here, the collector is run once and the heap is frozen: without the
 freeze the first collection in a rank walks, and by that copies, the whole preloaded heap (0.2 s a rank, measured).
@@ -41,17 +41,17 @@ MODULES = (
 )
 """The engine-free part. A module that is not installed is no error here: whoever needs it will say so."""
 
-ROOMS = ("backends", "checkpoint", "compat", "config", "data", "distributed", "launch", "loop")
-"""Folders of the core of which every module is imported."""
+PACKAGES = ("backends", "checkpoint", "compat", "config", "data", "distributed", "launch", "loop")
+"""Packages of the core of which every module is imported."""
 
 
 def _names() -> list[str]:
     import drivetrain
 
     names = [*MODULES, *(name for name in os.environ.get(EXTRA, "").split(",") if name)]
-    for room in ROOMS:
-        paths = [str(Path(path) / room) for path in drivetrain.__path__]
-        names += [found.name for found in pkgutil.walk_packages(paths, f"drivetrain.{room}.")]
+    for package in PACKAGES:
+        paths = [str(Path(path) / package) for path in drivetrain.__path__]
+        names += [found.name for found in pkgutil.walk_packages(paths, f"drivetrain.{package}.")]
     return names
 
 

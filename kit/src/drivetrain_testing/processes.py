@@ -1,4 +1,4 @@
-"""Run a function as the ranks of a real job: fresh processes, forked from a preloaded server, on gloo.
+"""Runs a function as the ranks of a distributed job: fresh processes, forked from a preloaded server, over gloo.
 
 Every call makes new processes, so no test can spoil the next, and still costs a tenth of a second. The first call
 starts the fork server and pays for its imports (about two seconds).
@@ -74,7 +74,7 @@ def spawn(
     """Run ``fn(*args, **kwargs)`` once in each of ``world_size`` fresh processes and return the results by rank.
 
     The environment is that of a launcher (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...), so that
-    ``Accelerator()`` and ``torch.distributed.init_process_group("gloo")`` work; the store that ranks meet at lives in
+    ``Accelerator()`` and ``torch.distributed.init_process_group("gloo")`` work; the store of the rendezvous lives in
     this process on a port of its own. One process is forked too when ``world_size`` is 1. All ranks start with the same
     state of the random number generators, and with one thread.
 
@@ -101,7 +101,7 @@ def spawn(
             cure="Give it a function at the top level of a module, and at least 1 rank.",
         )
     with tempfile.TemporaryDirectory(prefix="drivetrain-spawn-") as folder:
-        store = _meeting_point()
+        store = _store_server()
         tasks = [
             worker.Task(
                 module=fn.__module__,
@@ -134,7 +134,7 @@ class _Job:
         self.finished = False
 
 
-def _meeting_point() -> Any:
+def _store_server() -> Any:
     """A store server on a free port, held by this process: nobody can take the port between choosing and using it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there
 

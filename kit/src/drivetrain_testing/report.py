@@ -1,4 +1,4 @@
-"""The report of conformance runs: what it holds, how it is written and read, and the lines made of it. No torch.
+"""Reads and writes reports of conformance runs, and formats them as tables. Imports no torch.
 
 A report is a JSON object::
 

@@ -1,4 +1,4 @@
-"""What a backend's own tests tell the kit: which backend, on which worlds, and what it does not do, with reasons."""
+"""The class in which a backend's conformance module says what to test: which backend, on which world sizes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BaseRequirements:
         gaps: cases that this backend cannot pass, by name, each with its reason. Each becomes ``xfail(reason=...,
             strict=True)``: a case that passes in spite of it fails, and so does a gap that names no case. The only way
             to switch a case off.
-        shared_ranks: run the cases of a room in one group of ranks, one after the other, which takes a third of the
+        shared_ranks: run the cases of a family in one group of ranks, one after the other, which takes a third of the
             time. A case that does not pass there is run again on ranks of its own, and that counts.
         setup: ``"module:function"`` called without arguments in every rank first; for a backend that is not installed.
-        model: ``"module:build"``: run the cases of a brought model on it too; see :mod:`drivetrain_testing.brought`.
+        model: ``"module:build"``: run the cases for a user's model on it too; see :mod:`drivetrain_testing.user_model`.
         certifies: the module is a conformance test: it runs all of the kit, and counts in the closing table and the
             report. ``False`` for one that only borrows cases.
     """

@@ -1,4 +1,4 @@
-"""One training run, described once and run twice: by plain torch in one process, and through ``Accelerator``.
+"""Describes a training run once and runs it twice: in plain torch on one process, and through ``Accelerator``.
 
 Both runs see the same global batches: step ``i`` of the reference takes rows ``i * G`` to ``(i + 1) * G``, and so do
 the ranks together, each its ``G / dp_size`` of them. The reference uses no Drivetrain.

@@ -1,4 +1,4 @@
-"""Which cases and which journeys a conformance module's ``Requirements`` lead to."""
+"""Chooses the cases and the pairs of save and resume that a conformance module's ``Requirements`` ask for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from drivetrain import deprecations
 from drivetrain.backend import CONTRACT, BackendInfo, Capabilities
 from drivetrain.registry import get_registry, reset_registry
-from drivetrain_testing.kit import Case, all_cases, brought_cases, prepare_rank
+from drivetrain_testing.kit import Case, all_cases, prepare_rank, user_model_cases
 from drivetrain_testing.requirements import BaseRequirements
 
 Place = tuple[str, int]
@@ -39,10 +39,10 @@ def applying(capabilities: Capabilities) -> dict[str, Case]:
     return {name: case for name, case in all_cases().items() if case.applies(capabilities)}
 
 
-def chosen(requirements: type[BaseRequirements], brought: str = "") -> dict[str, Case]:
-    """The cases that run: those that apply, and those of a brought model where there is one."""
+def chosen(requirements: type[BaseRequirements], model: str = "") -> dict[str, Case]:
+    """The cases that run: those that apply, and those for a user's model where there is one."""
     info, _, _ = description(requirements)
-    return applying(info.capabilities) | (brought_cases() if brought or requirements.model else {})
+    return applying(info.capabilities) | (user_model_cases() if model or requirements.model else {})
 
 
 def gaps(requirements: type[BaseRequirements]) -> dict[str, str]:
@@ -53,18 +53,18 @@ def gaps(requirements: type[BaseRequirements]) -> dict[str, str]:
     return found
 
 
-def cases(requirements: type[BaseRequirements], brought: str = "") -> list[Any]:
-    """A parameter for each case and world, named ``room.case-world``; a declared gap is a strict expected failure.
+def cases(requirements: type[BaseRequirements], model: str = "") -> list[Any]:
+    """A parameter for each case and world, named ``family.case-world``; a declared gap is a strict expected failure.
 
     Args:
         requirements: the module's.
-        brought: ``"module:build"`` of a model that was brought on the command line.
+        model: ``"module:build"`` of a model named on the command line.
     """
     if requirements.unused_parameters is None:
         deprecations.warn("unused_parameters")
     declared = gaps(requirements)
     found = []
-    for case in chosen(requirements, brought).values():
+    for case in chosen(requirements, model).values():
         # A case with worlds of its own says what happens in one that the backend is not made for.
         for world_size in case.world_sizes or requirements.world_sizes:
             reason = declared.get(case.name)
@@ -114,11 +114,11 @@ TESTS: dict[str, str] = {
 """The suite's tests, and what each is repeated for."""
 
 
-def parameters(test: str, requirements: type[BaseRequirements], brought: str = "") -> tuple[str, list[Any]]:
+def parameters(test: str, requirements: type[BaseRequirements], model: str = "") -> tuple[str, list[Any]]:
     """Argument names and values of one of the suite's tests; no names for a test that runs once."""
     repeated = TESTS[test]
     if repeated == "conformance":
-        return "conformance_case,world_size", cases(requirements, brought)
+        return "conformance_case,world_size", cases(requirements, model)
     if repeated == "moments":
         return "moment", ["writing", "completing"]
     found = journeys(requirements) if "journeys" in repeated else []
@@ -126,11 +126,11 @@ def parameters(test: str, requirements: type[BaseRequirements], brought: str = "
     return ("journey" if found else ""), [pytest.param(journey, id=named(journey)) for journey in found]
 
 
-def expected(requirements: type[BaseRequirements], brought: str = "") -> set[tuple[str, str]]:
+def expected(requirements: type[BaseRequirements], model: str = "") -> set[tuple[str, str]]:
     """Every test of the suite and its parameters' name, empty for one that runs once: what must have run at the end."""
     found: set[tuple[str, str]] = set()
     for test in TESTS:
-        names, values = parameters(test, requirements, brought)
+        names, values = parameters(test, requirements, model)
         found |= {(test, getattr(each, "id", None) or str(each)) for each in values} if names else {(test, "")}
     return found
 

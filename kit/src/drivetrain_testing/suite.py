@@ -1,4 +1,4 @@
-"""The conformance suite.
+"""The tests that a backend must pass.
 
 A plugin's whole conformance test is::
 
@@ -28,11 +28,10 @@ import pytest
 
 from drivetrain_testing import outcomes, selection
 from drivetrain_testing.cases import state as state_cases
-from drivetrain_testing.kit import Kit, run_case, run_in_rank
+from drivetrain_testing.kit import Kit, passed_together, run_case, run_in_rank
 from drivetrain_testing.processes import RankFailedError, spawn
 from drivetrain_testing.requirements import BaseRequirements, mistakes
 from drivetrain_testing.scenario import assert_same_state, reference
-from drivetrain_testing.together import passed_together
 
 T = TypeVar("T")
 
@@ -59,13 +58,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     outcomes.watch(metafunc.config, metafunc.module)
     name = metafunc.function.__name__
     if name in selection.TESTS:
-        names, parameters = selection.parameters(name, requirements, outcomes.brought_model(metafunc.config))
+        names, parameters = selection.parameters(name, requirements, outcomes.users_model(metafunc.config))
         if names:
             metafunc.parametrize(names, parameters)
 
 
 _TOGETHER = pytest.StashKey[dict[tuple[str, str, int], frozenset[str]]]()
-"""For each module, room and world the cases that passed in one group of ranks."""
+"""For each module, family and world the cases that passed in one group of ranks."""
 
 
 def test_conformance(request: pytest.FixtureRequest, conformance_case: str, world_size: int, tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_conformance(request: pytest.FixtureRequest, conformance_case: str, worl
 
 
 def _kit(request: pytest.FixtureRequest, world_size: int, folder: Path) -> Kit:
-    kit = Kit.of(request.module.Requirements, world_size, folder, outcomes.brought_model(request.config))
+    kit = Kit.of(request.module.Requirements, world_size, folder, outcomes.users_model(request.config))
     return replace(kit, timeout=_seconds(request))
 
 
@@ -86,10 +85,10 @@ def _seconds(request: pytest.FixtureRequest) -> float:
 
 
 def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int) -> frozenset[str]:
-    """What passed of this session's tests of a room in a world; they run when the first of them is asked for."""
+    """What passed of this session's tests of a family in a world; they run when the first of them is asked for."""
     known = request.session.stash.setdefault(_TOGETHER, {})
-    room, _, _ = case.partition(".")
-    key = (request.module.__name__, room, world_size)
+    family, _, _ = case.partition(".")
+    key = (request.module.__name__, family, world_size)
     if key not in known:
         wanted = [
             str(item.callspec.params["conformance_case"])
@@ -98,7 +97,7 @@ def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int)
             and item.module is request.module
             and item.originalname == "test_conformance"
             and item.callspec.params["world_size"] == world_size
-            and str(item.callspec.params["conformance_case"]).startswith(f"{room}.")
+            and str(item.callspec.params["conformance_case"]).startswith(f"{family}.")
             and item.get_closest_marker("xfail") is None
         ]
         folders = request.getfixturevalue("tmp_path_factory").mktemp
@@ -204,8 +203,8 @@ def test_requirements_say_what_they_mean(request: pytest.FixtureRequest) -> None
     """Gaps name cases and have reasons, nothing is misspelt, and enough is tested."""
     requirements = request.module.Requirements
     info, _, _ = selection.description(requirements)
-    brought = outcomes.brought_model(request.config)
-    found = mistakes(requirements, info.capabilities, selection.chosen(requirements, brought))
+    model = outcomes.users_model(request.config)
+    found = mistakes(requirements, info.capabilities, selection.chosen(requirements, model))
     assert not found, "; ".join(found)
 
 

@@ -1,4 +1,4 @@
-"""One rank of a :func:`drivetrain_testing.spawn`: what runs inside the forked process."""
+"""Runs one rank of :func:`drivetrain_testing.spawn` inside the forked process."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from drivetrain_testing.kit import Kit, brought_cases, run_case
-from drivetrain_testing.together import passed_together
+from drivetrain_testing.kit import Kit, passed_together, run_case, user_model_cases
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 
@@ -32,11 +31,11 @@ def kit_in(folder):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """The cases that passed in one group of ranks, which spares starting ranks for each."""
-    kits = {name: kit_in(tmp_path_factory.mktemp(name)) for name in brought_cases()}
+    kits = {name: kit_in(tmp_path_factory.mktemp(name)) for name in user_model_cases()}
     return passed_together(kits, 2, tmp_path_factory.mktemp("together"))
 
 
-@pytest.mark.parametrize("case", list(brought_cases()))
+@pytest.mark.parametrize("case", list(user_model_cases()))
 def test_a_brought_model_passes_the_kit(case, together, tmp_path) -> None:
     if case not in together:
         run_case(case, kit_in(tmp_path), 2)

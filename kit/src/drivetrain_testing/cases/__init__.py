@@ -1,1 +1,1 @@
-"""The standard cases, one module a room. Each function is a statement that holds for every backend."""
+"""The standard cases, one module for each family. Each function checks a statement that holds for every backend."""

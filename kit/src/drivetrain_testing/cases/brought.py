@@ -1,6 +1,6 @@
-"""A brought model trains, resumes and evaluates under the backend as it does in plain torch on one process.
+"""Checks that a user's model trains, resumes and evaluates as in plain torch on one process.
 
-Only named for a model that somebody brought; see :mod:`drivetrain_testing.brought`.
+These cases run only where a model is given; see :mod:`drivetrain_testing.user_model`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from drivetrain_testing.brought import Brought, build, check_deterministic
 from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import backward, full_state
+from drivetrain_testing.user_model import UserModel, build, check_deterministic
 
 RATE, ROWS, MICRO_STEPS = 0.01, 2, 5
 """Learning rate, samples of a rank's micro-batch, micro-steps of the run (odd, so that a window of 2 ends short)."""
@@ -35,30 +35,30 @@ class Trained:
     losses: list[float] = field(default_factory=list)
 
 
-def _parameters(brought: Brought) -> dict[str, Tensor]:
-    return {name: each.detach().clone() for name, each in brought.model.named_parameters()}
+def _parameters(user: UserModel) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in user.model.named_parameters()}
 
 
 def _plain(kit: Kit, dp_size: int, window: int, max_norm: float) -> Trained:
     """The run in plain torch: the mean of the losses of all ranks' micro-batches of a window, one after the other."""
-    brought = build(kit.model)
-    model, optimizer = brought.model.train(), SGD(brought.model.parameters(), lr=RATE)
-    run = Trained(_parameters(brought))
+    user = build(kit.model)
+    model, optimizer = user.model.train(), SGD(user.model.parameters(), lr=RATE)
+    run = Trained(_parameters(user))
     for first in range(0, MICRO_STEPS, window):
         parts = range(first * dp_size, min(first + window, MICRO_STEPS) * dp_size)
         optimizer.zero_grad()
-        losses = [brought.loss(model, brought.batch(part * ROWS, ROWS)) / len(parts) for part in parts]
+        losses = [user.loss(model, user.batch(part * ROWS, ROWS)) / len(parts) for part in parts]
         for loss in losses:
             backward(loss)
         run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         run.losses.append(sum(loss.item() for loss in losses))
         optimizer.step()
-    run.after = _parameters(brought)
+    run.after = _parameters(user)
     return run
 
 
-def _loader(brought: Brought, dp_size: int) -> Any:
-    return DataLoader(brought.samples(ROWS * dp_size * MICRO_STEPS), batch_size=ROWS)
+def _loader(user: UserModel, dp_size: int) -> Any:
+    return DataLoader(user.samples(ROWS * dp_size * MICRO_STEPS), batch_size=ROWS)
 
 
 def _assert_same(actual: Trained, expected: Trained) -> None:
@@ -102,17 +102,17 @@ def windows_and_clipping(kit: Kit) -> None:
 def _train(kit: Kit, window: int, max_norm: float) -> None:
     accelerator = kit.accelerator(gradient_accumulation_steps=window)
     dp_size = accelerator.backend.topology.dp_size
-    brought = build(kit.model)
+    user = build(kit.model)
     run = Trained({})
     model: Any
     model, optimizer, loader = accelerator.prepare(
-        brought.model, SGD(brought.model.parameters(), lr=RATE), _loader(brought, dp_size)
+        user.model, SGD(user.model.parameters(), lr=RATE), _loader(user, dp_size)
     )
     model.train()
     window_loss = torch.zeros((), device=accelerator.device)
     for batch in loader:
         with accelerator.accumulate(model):
-            loss = brought.loss(model, batch)
+            loss = user.loss(model, batch)
             accelerator.backward(loss)
             window_loss = window_loss + loss.detach() / window
             if accelerator.sync_gradients:
@@ -132,16 +132,16 @@ def explicit_step(kit: Kit) -> None:
     """``train_step`` with two micro-batches follows the same curve."""
     accelerator = kit.accelerator()
     dp_size = accelerator.backend.topology.dp_size
-    brought = build(kit.model)
+    user = build(kit.model)
     run = Trained({})
     model: Any
     model, _, loader = accelerator.prepare(
-        brought.model, SGD(brought.model.parameters(), lr=RATE), _loader(brought, dp_size)
+        user.model, SGD(user.model.parameters(), lr=RATE), _loader(user, dp_size)
     )
     model.train()
     batches = list(loader)
     for first in range(0, MICRO_STEPS, 2):
-        result = accelerator.train_step(model, batches[first : first + 2], brought.loss_fn, max_norm=1e9)
+        result = accelerator.train_step(model, batches[first : first + 2], user.loss_fn, max_norm=1e9)
         assert result.grad_norm is not None, "train_step was given max_norm and returned no norm"
         run.norms.append(float(result.grad_norm))
         run.losses.append(float(result.loss))
@@ -155,19 +155,19 @@ def resumes(kit: Kit) -> None:
     ends = []
     for phase in ("whole", "rest"):
         accelerator = kit.accelerator()
-        brought = build(kit.model)
-        before = _parameters(brought)
-        optimizer: Any = AdamW(brought.model.parameters(), lr=RATE)
+        user = build(kit.model)
+        before = _parameters(user)
+        optimizer: Any = AdamW(user.model.parameters(), lr=RATE)
         model: Any
         model, optimizer, loader = accelerator.prepare(
-            brought.model, optimizer, _loader(brought, accelerator.backend.topology.dp_size)
+            user.model, optimizer, _loader(user, accelerator.backend.topology.dp_size)
         )
         model.train()
         if phase == "rest":
             accelerator.load_state(str(kit.shared / "cut"))
         steps = 0
         for batch in loader:
-            accelerator.backward(brought.loss(model, batch))
+            accelerator.backward(user.loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
@@ -184,15 +184,15 @@ def evaluates(kit: Kit) -> None:
     """In evaluation the loss of every rank's batch is that of the plain model."""
     accelerator = kit.accelerator()
     topology = accelerator.backend.topology
-    brought, plain = build(kit.model), build(kit.model)
+    user, plain = build(kit.model), build(kit.model)
     model: Any
     model, _, loader = accelerator.prepare(
-        brought.model, SGD(brought.model.parameters(), lr=RATE), _loader(brought, topology.dp_size)
+        user.model, SGD(user.model.parameters(), lr=RATE), _loader(user, topology.dp_size)
     )
     model.eval()
     with torch.no_grad():
         for step, batch in enumerate(loader):
-            found = brought.loss(model, batch).item()
+            found = user.loss(model, batch).item()
             own = (step * topology.dp_size + topology.dp_rank) * ROWS
             expected = plain.loss(plain.model.eval(), plain.batch(own, ROWS)).item()
             assert abs(found - expected) <= CLOSE * max(1.0, abs(expected)), f"loss {found:g}, not {expected:g}"

@@ -1,4 +1,4 @@
-"""Clipping: the norm is global, taken before clipping, the same on every rank; what is not finite is never applied."""
+"""Checks gradient clipping: the norm is global, taken before clipping and equal on all ranks; overflows are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on what scripts really pass: nested structures, odd shapes, empty tensors, every dtype, objects."""
+"""Checks collectives on nested structures, odd shapes, empty tensors, every dtype, and objects."""
 
 from __future__ import annotations
 

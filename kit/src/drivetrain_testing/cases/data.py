@@ -1,4 +1,4 @@
-"""Data: every sample is shown once an epoch, to one data-parallel rank, on its device; all ranks take as many steps."""
+"""Checks data loaders: each sample is seen once an epoch, by one rank, and all ranks take the same number of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs, known at once or only after backward: what a script does with them gives the right numbers."""
+"""Checks computations on outputs, whether they are known at once or only after backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation and metrics: outputs are the plain model's, and every sample counts once, in order."""
+"""Checks evaluation: outputs are the plain model's, and each sample counts once, in order."""
 
 from __future__ import annotations
 

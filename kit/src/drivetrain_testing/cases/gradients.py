@@ -1,4 +1,4 @@
-"""The gradient contract: (sum over ranks and micro-batches of the loss) / denominator, whatever the model.
+"""Checks the gradient contract: (sum over ranks and micro-batches of the loss) / denominator, for many models.
 
 Plain gradient descent shows a wrong factor that an adaptive optimizer would hide.
 """

@@ -1,4 +1,4 @@
-"""Mesh axes: each that a backend lists can be larger than 1, and the run is still the single-process one."""
+"""Checks that each mesh axis a backend lists can be larger than 1 and leaves the numbers as they are."""
 
 from __future__ import annotations
 

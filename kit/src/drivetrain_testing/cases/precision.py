@@ -1,4 +1,4 @@
-"""The precision policy is the same under every backend: which dtypes, and what overflow does."""
+"""Checks the precision policy: dtypes of parameters and computation, and what an overflow does."""
 
 from __future__ import annotations
 

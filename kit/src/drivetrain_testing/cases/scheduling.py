@@ -1,4 +1,4 @@
-"""Schedulers: one move per applied optimizer update, whatever the world size and the window."""
+"""Checks that schedulers step once per applied optimizer update, whatever the world size and the window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ordinary scripts do with a prepared model and its gradients: the numbers of one process, or a refusal.
+"""Checks what ordinary scripts do with a prepared model: they get the numbers of one process, or an error.
 
 A refusal is an error of :class:`~drivetrain.errors.UnsupportedError` or :class:`~drivetrain.errors.UsageError` on every
 rank, before anything was updated. A backend that trains on after one of these calls trains what the script asked for.

@@ -1,4 +1,4 @@
-"""Saving and resuming: a run that was cut and resumed is the run that was not, here or in another world."""
+"""Checks checkpoints: a run that is saved and resumed, also on other ranks, equals one that never stopped."""
 
 from __future__ import annotations
 

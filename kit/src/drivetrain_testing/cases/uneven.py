@@ -1,4 +1,4 @@
-"""Epochs that do not divide by the ranks: no sample is left out or weighs twice, a mean is that over all samples.
+"""Checks epochs that do not divide by the number of ranks: each sample counts once, and a mean is over all samples.
 
 The loader knows how many samples each rank has, and the core says by the ``scale`` of each backward what this rank's
 mean weighs. A backend does what it is told, also where ranks are told different numbers and where one is told 0.

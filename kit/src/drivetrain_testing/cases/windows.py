@@ -1,4 +1,4 @@
-"""Accumulation windows: k micro-batches are one batch, the last window may be short, a window is stepped once."""
+"""Checks accumulation windows: k micro-batches equal one batch, and the last window may be short."""
 
 from __future__ import annotations
 

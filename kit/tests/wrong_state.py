@@ -1,4 +1,4 @@
-"""Backends that are wrong in what they save, say, exchange or leave behind."""
+"""Backends that save, report or exchange something wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that a user brings trains as in plain torch under every backend here, and catches wrong backends."""
+"""A user's model trains as in plain torch under every installed backend, and its cases catch wrong backends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import brought_models
 import pytest
+import user_models
 import wrong_backends
 
 from drivetrain.errors import UsageError
 from drivetrain.registry import get_registry
-from drivetrain_testing import RankFailedError, brought
-from drivetrain_testing.kit import Kit, brought_cases, run_case
+from drivetrain_testing import RankFailedError, user_model
+from drivetrain_testing.kit import Kit, passed_together, run_case, user_model_cases
 from drivetrain_testing.requirements import BaseRequirements
-from drivetrain_testing.together import passed_together
 
 
 def places():
@@ -32,14 +31,14 @@ def test_brought_model_trains_as_in_plain_torch(place, model, tmp_path):
         pytest.importorskip("transformers", reason="the model is one of Transformers")
     backend, world_size = place
     kits = {}
-    for case in brought_cases():
+    for case in user_model_cases():
         (tmp_path / case).mkdir()
-        kits[case] = Kit.plain(backend, tmp_path / case).with_model(f"brought_models:{model}")
+        kits[case] = Kit.plain(backend, tmp_path / case).with_model(f"user_models:{model}")
     passed = passed_together(kits, world_size, tmp_path)
     for case in kits.keys() - passed:  # for its report
         again = tmp_path / "again" / case
         again.mkdir(parents=True)
-        run_case(case, Kit.plain(backend, again).with_model(f"brought_models:{model}"), world_size)
+        run_case(case, Kit.plain(backend, again).with_model(f"user_models:{model}"), world_size)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_wrong_backend_is_caught_by_a_brought_model(mistake, case, tmp_path):
     class Requirements(BaseRequirements):
         backend = mistake
         setup = "wrong_backends:register"
-        model = "brought_models:plain"
+        model = "user_models:plain"
 
     assert mistake in wrong_backends.MISTAKES
     with pytest.raises(RankFailedError) as caught:
@@ -70,27 +69,27 @@ def test_a_wrong_backend_is_caught_by_a_brought_model(mistake, case, tmp_path):
         ("random", "draws random numbers in forward"),
         ("without_loss", "holds no loss. Return"),
         ("nothing", r"returned NoneType, not \(model, dataset"),
-        ("empty", "the dataset of brought_models:empty is empty"),
-        ("absent", "brought_models:absent cannot be found"),
+        ("empty", "the dataset of user_models:empty is empty"),
+        ("absent", "user_models:absent cannot be found"),
     ],
 )
 def test_a_model_that_cannot_be_compared_is_told(name, told):
     with pytest.raises(UsageError, match=told):
-        brought.check_deterministic(f"brought_models:{name}")
+        user_model.check_deterministic(f"user_models:{name}")
 
 
 def test_a_target_without_a_function_is_told():
     with pytest.raises(UsageError, match="'mymodule' names no function"):
-        brought.build("mymodule")
+        user_model.build("mymodule")
 
 
 def test_the_command_line_needs_nothing_but_the_model(tmp_path):
     """In a folder with a module, as the documents say, without a test file or a conftest."""
-    source = Path(brought_models.__file__).read_text(encoding="utf-8")
+    source = Path(user_models.__file__).read_text(encoding="utf-8")
     (tmp_path / "mymodule.py").write_text(source, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--drivetrain-model", "mymodule:plain"]
     done = subprocess.run(
         [*command, "-k", "single"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(brought_cases())} passed" in done.stdout
+    assert f"{len(user_model_cases())} passed" in done.stdout

@@ -1,4 +1,4 @@
-"""A model that a user brings to the kit: ``pytest --drivetrain-model mymodule:build`` trains it under every backend.
+"""Builds a user's own model for the kit: ``pytest --drivetrain-model mymodule:build`` trains it under every backend.
 
 ``build`` is a function without arguments. It returns ``(model, dataset)`` or ``(model, dataset, loss_fn)``:
 
@@ -27,11 +27,11 @@ from drivetrain.errors import UsageError
 from drivetrain.loop.train_step import model_inputs
 from drivetrain_testing import models
 
-CURE = "See drivetrain_testing.brought for what the function returns."
+CURE = "See drivetrain_testing.user_model for what the function returns."
 
 
 @dataclass
-class Brought:
+class UserModel:
     """What ``build`` returned, with ways to run it.
 
     Args:
@@ -74,7 +74,7 @@ def own_loss(output: Any, _batch: Any) -> Tensor:
     return loss
 
 
-def build(target: str) -> Brought:
+def build(target: str) -> UserModel:
     """Call ``"module:function"`` under the kit's seed and check what it returns.
 
     The current folder is importable meanwhile, as for a script that is run there.
@@ -99,16 +99,16 @@ def build(target: str) -> Brought:
     model, dataset, *rest = answer
     if not len(dataset):
         raise UsageError(f"the dataset of {target} is empty", cure=CURE)
-    return Brought(model, dataset, rest[0] if rest else own_loss)
+    return UserModel(model, dataset, rest[0] if rest else own_loss)
 
 
 def check_deterministic(target: str) -> None:
     """Raise :class:`UsageError` where a forward in training mode gives two losses for one batch."""
-    brought = build(target)
-    brought.model.train()
-    batch = brought.batch(0, 2)
+    user = build(target)
+    user.model.train()
+    batch = user.batch(0, 2)
     with torch.no_grad():
-        first, second = (brought.loss(brought.model, batch).item() for _ in range(2))
+        first, second = (user.loss(user.model, batch).item() for _ in range(2))
     if first != second:
         raise UsageError(
             f"the model of {target} draws random numbers in forward: losses {first:g} and {second:g} for one batch",

@@ -1,4 +1,4 @@
-"""Models that users bring to the kit: a plain one, one of Transformers, and mistakes."""
+"""Models as users give them to the kit: a plain one, one of Transformers, and mistakes."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import wrong_backends
 
-from drivetrain_testing.kit import Kit
+from drivetrain_testing.kit import Kit, passed_together
 from drivetrain_testing.requirements import BaseRequirements
-from drivetrain_testing.together import passed_together
 
 FINE = ("gradients.dense", "clipping.clips_as_one_process_does")
 

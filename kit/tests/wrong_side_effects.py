@@ -1,4 +1,4 @@
-"""Backends that are wrong in what they say of themselves, or in what they leave behind in the process."""
+"""Backends that misdescribe themselves, or leave something behind in the process."""
 
 from __future__ import annotations
 
