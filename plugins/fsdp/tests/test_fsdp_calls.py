@@ -171,3 +171,16 @@ def test_ranks_may_use_other_parameters() -> None:
 def test_an_older_torch_refuses_unused_parameters() -> None:
     with pytest.raises(RankFailedError, match="reduce_unused_parameters needs a newer torch"):
         spawn(ranks_differ, 2)
+
+
+def head_on_one_rank() -> None:
+    accelerator = accelerator_with({})
+    model: Any = nn.ModuleDict({"low": nn.Linear(3, 2), "high": nn.Linear(3, 2)})
+    model.forward = lambda x: model["low"](x) + (model["high"](x) if accelerator.process_index else 0)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+
+
+def test_a_head_that_runs_on_one_rank_is_named() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 reduces .*high\.weight, high\.bias among them"):
+        spawn(head_on_one_rank, 2)
