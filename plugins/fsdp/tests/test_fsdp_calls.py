@@ -171,3 +171,25 @@ def test_ranks_may_use_other_parameters() -> None:
 def test_an_older_torch_refuses_unused_parameters() -> None:
     with pytest.raises(RankFailedError, match="reduce_unused_parameters needs a newer torch"):
         spawn(ranks_differ, 2)
+
+
+class Heads(nn.Module):
+    """The second head runs on the second rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.low, self.high, self.rank = nn.Linear(3, 2), nn.Linear(3, 2), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x) + self.high(x) if self.rank else self.low(x)
+
+
+def head_on_one_rank() -> None:
+    accelerator = accelerator_with({})
+    model = accelerator.prepare(Heads(accelerator.process_index))
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+
+
+def test_a_head_that_runs_on_one_rank_is_named() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 reduces .*high\.weight, high\.bias among them"):
+        spawn(head_on_one_rank, 2)

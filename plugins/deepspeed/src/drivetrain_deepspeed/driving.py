@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, clipping, collectives, is_taken
 from drivetrain_deepspeed import quiet
-from drivetrain_deepspeed.first_steps import FirstLayers
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.linear_hooks import LinearHooks
@@ -97,7 +96,6 @@ class Driver:
         self._hooks = self._watch(engine.module)
         self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
-        self.first_layers: FirstLayers | None = None
         self.extra_hooks: Sequence[Any] = ()
         """Further handles of hooks that go with the engine."""
         self._waiting: set[int] = set()
@@ -262,8 +260,6 @@ class Driver:
         # Parameters are looked at where they are plain ones, whose attributes cost a tenth.
         with self._guard:
             self._check_unchanged()
-            if self.first_layers is not None:
-                self.first_layers.begin_backward()
             engine = self.engine
             engine._running_engine_backward_count += 1  # noqa: SLF001
             engine._running_engine_backward = self._running = True  # noqa: SLF001

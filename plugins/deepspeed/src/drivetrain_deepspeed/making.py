@@ -17,7 +17,7 @@ from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_mo
 from drivetrain_deepspeed import compiling, elementwise, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
-from drivetrain_deepspeed.first_steps import FirstLayers, compare_buckets
+from drivetrain_deepspeed.first_steps import compare_buckets
 from drivetrain_deepspeed.forward_writes import FirstForwards, refuse_max_norm
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.layout import flat_groups
@@ -98,9 +98,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         offload = engine.optimizer.parameter_offload
         zero = engine._config.zero_config  # noqa: SLF001
         quantised = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-        driver.first_layers = FirstLayers(module, backend.topology)
         driver.extra_hooks = [
-            driver.first_layers,
             *refuse_hidden_outputs(module),
             FirstForwards(module, offload.forward_hooks, guard, backend.topology, exact=not quantised),
         ]
