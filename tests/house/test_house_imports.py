@@ -18,7 +18,6 @@ TORCH_ROOMS = (
     "compat/state.py",
     "data/",
     "distributed/",
-    "launch/rendezvous/",
     "loop/",
     "run_setup.py",
     "tracking/tensorboard.py",
@@ -26,7 +25,7 @@ TORCH_ROOMS = (
 """Under core/src/drivetrain."""
 
 LAZY_TORCH_ROOMS = (
-    # Starts workers, and so needs torch's elastic agent.
+    # Opens the store where workers meet, and counts accelerators.
     "launch/",
     # Prints what torch finds.
     "cli/env.py",
@@ -46,7 +45,7 @@ LIGHT = (
     "drivetrain.config.load",
     "drivetrain.data",
     "drivetrain.launch.environment",
-    "drivetrain.launch.local",
+    "drivetrain.launch.script",
     "drivetrain.cli.main",
     "drivetrain.backends.plugin",
 )

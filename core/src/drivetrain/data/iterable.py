@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from drivetrain.data.plan import Cut, StreamedOrder, derive_seed, plan_rounds, plan_samples, round_rows
 from drivetrain.data.position import Identity
 from drivetrain.data.source import Item, PrivateRandom, Start, clone, num_rows, reseed, seed_everything
-from drivetrain.launch.stopping import SIGNALS
+from drivetrain.launch.worker import SIGNALS
 
 # ---- Processes of a loader that go on when a run is told to end: it needs their batches until it has saved itself
 
