@@ -90,7 +90,7 @@ def test_the_self_test_checks_gather_gradients_and_checkpoints(drivetrain, argum
 def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):
     code = """if True:
         from drivetrain import Accelerator
-        from drivetrain_testing import self_test
+        from drivetrain.cli import self_test
         Accelerator.backward = lambda self, loss, **_: (2 * loss).backward()
         self_test.main()
     """

@@ -17,9 +17,7 @@ class Story:
 
     def __init__(self, minimum=2, maximum=2, max_restarts=0, last_call=30.0):
         timeouts = RendezvousConfig(timeout_seconds=100.0, last_call_seconds=last_call, lost_after_seconds=5.0)
-        plan = LaunchPlan(
-            maximum, 1, maximum, fewest_machines=minimum, max_restarts=max_restarts, rendezvous=timeouts
-        )
+        plan = LaunchPlan(maximum, 1, maximum, fewest_machines=minimum, max_restarts=max_restarts, rendezvous=timeouts)
         self.coordinator = Coordinator(plan, 0.0)
         self.now, self.nodes, self.silent = 0.0, {}, set()
 

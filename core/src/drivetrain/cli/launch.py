@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.cli.options import FLAGS, NORMALISE, SWITCHES, configuration_options, resolve
+from drivetrain.cli.options import FLAGS, SWITCHES, configuration_options, normalise, resolve
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
@@ -35,7 +35,7 @@ class Launch(click.Command):
 @click.command(
     cls=Launch,
     # What stands after the script's name is the script's own, even where it looks like ours.
-    context_settings={"allow_interspersed_args": False, "token_normalize_func": NORMALISE},
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": normalise},
     epilog="Options of the launcher go before the script, those of the script after it.",
 )
 @configuration_options

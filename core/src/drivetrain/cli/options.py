@@ -45,7 +45,7 @@ SWITCHES = {
 """Flags without a value: the key that each sets to true."""
 
 
-NORMALISE = methodcaller("replace", "-", "_")
+normalise = methodcaller("replace", "-", "_")
 """``--num-processes`` is ``--num_processes``."""
 
 

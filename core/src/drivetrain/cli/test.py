@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from drivetrain.cli.options import NORMALISE, configuration_options, resolve
+from drivetrain.cli.options import configuration_options, normalise, resolve
 
 SELF_TEST = "drivetrain.cli.self_test"
 
 
-@click.command(context_settings={"token_normalize_func": NORMALISE})
+@click.command(context_settings={"token_normalize_func": normalise})
 @configuration_options
 def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> None:
     """Run a short distributed job and check gather, gradients, saving and loading against one plain process.

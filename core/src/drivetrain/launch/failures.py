@@ -24,6 +24,7 @@ from drivetrain.errors import cut
 from drivetrain.launch import worker
 
 _OURS = str(Path(__file__).parent.parent)
+_NOTEBOOK = str(Path(__file__).with_name("notebook.py"))
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _NUMBERS = struct.Struct("5Q")
 _THREAD = re.compile(r"hread (0x[0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  .*\n?)*)")
@@ -107,6 +108,8 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
         newest_first: the innermost frame stands first.
     """
     frames = _FRAME.findall(trace)[:: -1 if newest_first else 1]
+    forked = [index for index, (file, _, name) in enumerate(frames) if name == "_work" and file == _NOTEBOOK]
+    frames = frames[forked[-1] + 1 :] if forked else frames  # before it stands what the forking process was doing
     users = [index for index, (file, _, _) in enumerate(frames) if _is_users(file)]
     if not users:
         return ""

@@ -199,7 +199,7 @@ def _work(function: Callable[..., Any], args: Sequence[Any], environment: Mappin
     worker.leave_traces()
     try:
         function(*args)
-    except Exception as error:  # noqa: BLE001 - recorded for the launching process, which raises it
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - recorded for the launching process, which raises it
         worker.record_failure(type(error), error, error.__traceback__)
         sys.exit(1)
 
