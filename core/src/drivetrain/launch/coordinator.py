@@ -575,7 +575,7 @@ class _Client:
     def close(self) -> None:
         """End the connection."""
         with contextlib.suppress(OSError):
-            self._stream.close()
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._connection.close()
 
 

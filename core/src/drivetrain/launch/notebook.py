@@ -75,6 +75,8 @@ def notebook_launcher(
     here = max(1, count_devices()) if num_processes is None else num_processes
     if here < 1 or num_nodes < 1:
         raise UsageError(f"num_processes is {here} and num_nodes is {num_nodes}", cure="Both count from 1.")
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(f"node_rank is {node_rank} and num_nodes is {num_nodes}", cure="Ranks of nodes count from 0.")
     if mixed_precision not in {"no", "bf16", "fp16"}:
         raise UsageError(f"mixed_precision is {mixed_precision!r}", cure="Write 'no', 'bf16' or 'fp16'.")
     plan = LaunchPlan(
