@@ -163,7 +163,7 @@ def planned(present, environ, monkeypatch, **overrides):
     """A plan on a machine that is described, since this one may have no accelerator."""
     count = len(present.devices)
     monkeypatch.setattr(planning, "take_inventory", lambda kinds, environ: present)
-    monkeypatch.setattr(planning, "_device_count", lambda: count)
+    monkeypatch.setattr(planning, "count_devices", lambda: count)
     return planning.make_plan(load_config(overrides=overrides, environ={}), environ=environ)
 
 
