@@ -21,7 +21,6 @@ TORCH_PATHS = (
     "compat/state.py",
     "data/",
     "distributed/",
-    "launch/rendezvous/",
     "loop/",
     "run_setup.py",
     "tracking/tensorboard.py",
@@ -29,7 +28,7 @@ TORCH_PATHS = (
 """Under core/src/drivetrain."""
 
 LAZY_TORCH_PATHS = (
-    # Starts workers, and so needs torch's elastic agent.
+    # Opens the store where workers meet, and counts accelerators.
     "launch/",
     # Prints what torch finds.
     "cli/env.py",
@@ -49,7 +48,7 @@ LIGHT = (
     "drivetrain.config.load",
     "drivetrain.data",
     "drivetrain.launch.environment",
-    "drivetrain.launch.local",
+    "drivetrain.launch.script",
     "drivetrain.cli.main",
     "drivetrain.backends.plugin",
 )

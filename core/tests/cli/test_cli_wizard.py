@@ -9,7 +9,7 @@ from drivetrain.cli.detected import Machine, backend_choices, detect
 from drivetrain.cli.prompts import NoAnswerError
 from drivetrain.cli.wizard import Wizard
 from drivetrain.config import load_config
-from drivetrain.launch.inventory import Device, Inventory
+from drivetrain.launch.devices import Device, Inventory
 from drivetrain.registry import get_registry
 
 CPU = Machine(Inventory(), 8)

@@ -16,7 +16,7 @@ Launched = subprocess.CompletedProcess[str]
 DRIVER = """
 import sys
 from drivetrain.config import load_config
-from drivetrain.launch.local import launch
+from drivetrain.launch.script import launch
 pairs, _, rest = " ".join(sys.argv[1:]).partition(" -- ")
 overrides = dict(pair.split("=") for pair in pairs.split())
 options = {word: True for word in ("module", "no_python") if overrides.pop(word, None)}

@@ -92,4 +92,5 @@ def test_a_function_that_was_stopped_has_not_ended_by_itself(script, clean_envir
         [sys.executable, path], env=clean_environment(), capture_output=True, text=True, timeout=180, check=False
     )
     assert "rank 1 failed: ValueError: bang" in done.stderr
-    assert "rank 0 was stopped [host " in done.stderr
+    (stopped,) = [line for line in done.stderr.splitlines() if line.startswith("rank 0 was stopped [host ")]
+    assert "; at job.py:7]" in stopped

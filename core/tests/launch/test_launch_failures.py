@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.launch.last_seen import place, read_workers
+from drivetrain.launch.failures import read_workers, script_line
 from drivetrain.launch.worker import LAST_CALL
 
 TRAIN = """
@@ -89,12 +89,12 @@ def test_the_place_is_the_scripts_line_and_what_it_called():
 
     ours = Path(drivetrain.__file__).parent
     stack = STACK.format(ours=ours)
-    assert place(stack, newest_first=True) == "in gather at eval.py:88"
+    assert script_line(stack, newest_first=True) == "in gather at eval.py:88"
     alone = '  File "/home/me/eval.py", line 88 in evaluate\n  File "/home/me/train.py", line 10 in <module>\n'
-    assert place(alone, newest_first=True) == "at eval.py:88"
+    assert script_line(alone, newest_first=True) == "at eval.py:88"
     trace = '  File "train.py", line 10, in <module>\n    run()\n  File "/home/me/eval.py", line 88, in evaluate\n'
-    assert place(trace) == "at eval.py:88"
-    assert place("") == ""
+    assert script_line(trace) == "at eval.py:88"
+    assert script_line("") == ""
 
 
 def test_a_record_that_is_being_written_counts_as_none(tmp_path):

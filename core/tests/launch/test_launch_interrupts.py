@@ -13,8 +13,8 @@ import pytest
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
+from drivetrain.launch.dry_run import CommandLine, batch_file
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.shown import Typed, batch_file
 
 TRAIN = """
     import sys, time, torch
@@ -183,7 +183,7 @@ def test_a_step_without_a_prepared_loader_ends_with_the_optimizer(tmp_path):
 
 
 def test_the_batch_file_submits_the_job_again_where_the_run_saves_itself():
-    typed = Typed((("num_processes", "8"),), (), ("train.py",))
+    typed = CommandLine((("num_processes", "8"),), (), ("train.py",))
     plan = LaunchPlan(world_size=8, processes_here=8)
     text = batch_file(plan, typed, accelerators=8, resumable=True)
     assert "#SBATCH --requeue\n#SBATCH --signal=TERM@120\n#SBATCH --open-mode=append\n" in text
@@ -194,7 +194,7 @@ def test_the_batch_file_submits_the_job_again_where_the_run_saves_itself():
 def test_the_batch_file_runs(tmp_path):
     """Slurm's commands played by small programs: the job is submitted again after 75, and after nothing else."""
     plan = LaunchPlan(world_size=2, processes_here=2)
-    text = batch_file(plan, Typed((), (), ("train.py",)), accelerators=0, resumable=True)
+    text = batch_file(plan, CommandLine((), (), ("train.py",)), accelerators=0, resumable=True)
     (tmp_path / "job.sbatch").write_text(text)
     for name, body in {"scontrol": 'echo "scontrol $@" >> said', "srun": 'exit "$CODE"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

@@ -94,6 +94,7 @@ print(inside, "DRIVETRAIN_MIXED_PRECISION" in os.environ)
     ("call", "words"),
     [
         ("notebook_launcher(print, num_processes=0)", "num_processes is 0"),
+        ("notebook_launcher(print, num_processes=1, node_rank=1)", "node_rank is 1 and num_nodes is 1"),
         ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision is 'fp9'"),
         ("debug_launcher(print, num_processes=0)", "num_processes is 0"),
         (

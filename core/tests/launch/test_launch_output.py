@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import threading
 from pathlib import Path
@@ -12,8 +13,7 @@ import pytest
 from drivetrain.config import load_config
 from drivetrain.config.schema import OutputConfig
 from drivetrain.errors import ConfigError
-from drivetrain.launch.output import Route, check, describe, route
-from drivetrain.launch.streams import TAIL, Pump, Seen, Stream
+from drivetrain.launch.output import TAIL, Pump, Route, Stream, check, describe, routes
 
 INHERITED = Route(shown=True, prefixed=False, filed=False)
 PREFIXED = Route(shown=True, prefixed=True, filed=False)
@@ -22,7 +22,7 @@ FILED = Route(shown=False, prefixed=False, filed=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "routes"),
+    ("given", "expected"),
     [
         # by rank 0 and 1, stdout then stderr of each
         ({}, [INHERITED, INHERITED, HIDDEN, HIDDEN]),
@@ -39,16 +39,15 @@ FILED = Route(shown=False, prefixed=False, filed=True)
         ({"log_dir": "logs", "tee": 3}, [Route(True, True, True)] * 4),
     ],
 )
-def test_where_each_stream_goes(given, routes):
+def test_where_each_stream_goes(given, expected):
     config = OutputConfig(**given)
-    found = [route(config, rank, stream, 2) for rank in (0, 1) for stream in ("stdout", "stderr")]
-    assert found == routes
+    assert [route for both in routes(config, 2) for route in both] == expected
 
 
 def test_of_several_machines_the_one_with_rank_0_shows_it():
     for config, shown in ((OutputConfig(), HIDDEN), (OutputConfig(local_ranks_filter=[0]), INHERITED)):
-        assert route(config, 0, "stdout", 2, first_rank=0) == INHERITED
-        assert route(config, 0, "stdout", 2, first_rank=2) == shown
+        assert routes(config, 2, first_rank=0)[0] == (INHERITED, INHERITED)
+        assert routes(config, 2, first_rank=2)[0] == (shown, shown)
     assert describe(OutputConfig(), 1, 1).startswith("Output of no rank of this machine is shown")
 
 
@@ -90,7 +89,7 @@ def test_lines_have_their_rank_in_front_and_bars_show_their_last_state():
 
 
 def test_a_warning_is_shown_by_one_rank_and_remembered_by_all():
-    seen = Seen()
+    seen = {}
     (first, shown), (second, also) = stream(0, seen), stream(1, seen)
     warning = b"/a/train.py:3: UserWarning: careful\n  warnings.warn('careful')\n"
     first.feed(warning)
@@ -132,13 +131,11 @@ def test_a_full_disk_is_told_once_and_ends_nothing(capsys):
     assert list(one.tail) == ["a", "b"]
 
 
-def test_the_pump_reads_everything_before_it_stops(tmp_path):
+def test_the_pump_reads_everything_before_it_stops():
     pump = Pump()
     streams = [stream(rank, None) for rank in range(3)]
-    for rank, (one, _) in enumerate(streams):
-        pump.connect(tmp_path / str(rank), one)
-    files = [(tmp_path / str(rank)).open("w") for rank in range(2)]  # nobody ever writes to the third
-    for file in files:
+    files = [os.fdopen(pump.connect(one), "w") for one, _ in streams]
+    for file in files[:2]:  # nothing is ever written to the third
         file.write("x\n" * 10_000)
         file.flush()
     files[1].close()
@@ -146,6 +143,7 @@ def test_the_pump_reads_everything_before_it_stops(tmp_path):
     assert [shown.getvalue().count("\n") for _, shown in streams] == [10_000, 10_000, 0]
     assert not [thread for thread in threading.enumerate() if thread.name == "drivetrain-output"]
     files[0].close()
+    files[2].close()
 
 
 SPEAK = """

@@ -15,8 +15,9 @@ def planned(**overrides):
 
 
 def test_without_a_number_there_is_one_process_per_device():
-    assert planned() == LaunchPlan(count_devices(), count_devices())
-    assert planned(use_cpu=True) == LaunchPlan(1, 1)
+    count = max(1, count_devices())
+    assert planned() == LaunchPlan(count, count, backend="ddp" if count > 1 else "single")
+    assert planned(use_cpu=True) == LaunchPlan(1, 1, backend="single")
 
 
 def test_processes_are_shared_out_over_machines():
@@ -59,7 +60,7 @@ def test_a_backend_that_is_not_installed_is_refused():
 
 def test_the_header_names_backend_distribution_and_size():
     resolved = load_config(overrides={"distributed_type": "single", "mixed_precision": "bf16"}, environ={})
-    line = describe(LaunchPlan(1, 1), resolved)
+    line = describe(LaunchPlan(1, 1, backend="single"), resolved)
     assert "single (drivetrain " in line
     assert line.endswith("on 1 process, bf16")
 

@@ -6,7 +6,7 @@ import pytest
 
 from drivetrain.config import load_config
 from drivetrain.errors import UsageError
-from drivetrain.launch.local import launch
+from drivetrain.launch.script import launch
 
 
 @pytest.mark.parametrize("name", ["no-such-program", "./no-such-program"])

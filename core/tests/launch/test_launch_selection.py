@@ -14,9 +14,17 @@ from drivetrain.distributed.device import pick_device
 from drivetrain.distributed.process_group import ensure_process_group
 from drivetrain.errors import BackendBlockedError, ConfigError
 from drivetrain.launch import plan as planning
-from drivetrain.launch.devices import KINDS, kind_from, known_kinds
-from drivetrain.launch.inventory import Device, Inventory, take_inventory
-from drivetrain.launch.selection import Wish, check_count, choose
+from drivetrain.launch.devices import (
+    KINDS,
+    Device,
+    DeviceRequest,
+    Inventory,
+    check_count,
+    choose,
+    kind_from,
+    known_kinds,
+    take_inventory,
+)
 
 UUIDS = [f"GPU-{index}a1b2c3d-0000-1111-2222-333344445555" for index in range(4)]
 CUDA = Inventory("cuda", "NVIDIA", tuple(Device(i, "H200", UUIDS[i], "9.0", 139 * 2**30) for i in range(4)))
@@ -40,27 +48,28 @@ def machine(device_type: str) -> Inventory:
 )
 @pytest.mark.parametrize("ids", [("0", "2"), ("2", "0")])
 def test_each_vendor_has_its_variable_and_the_order_is_kept(present, variable, ids):
-    chosen = choose(Wish(ids), {}, present)
+    chosen = choose(DeviceRequest(ids), {}, present)
     assert chosen.variables == {variable: ",".join(ids)}
     assert chosen.devices == ids
 
 
 def test_nothing_is_set_when_nothing_was_chosen():
-    assert choose(Wish(), {}, CUDA).variables == {}
-    assert choose(Wish(), {}, None).devices is None
+    assert choose(DeviceRequest(), {}, CUDA).variables == {}
+    assert choose(DeviceRequest(), {}, None).devices is None
 
 
 def test_an_empty_list_hides_everything():
-    chosen = choose(Wish(()), {}, CUDA)
+    chosen = choose(DeviceRequest(()), {}, CUDA)
     assert chosen.variables == {"CUDA_VISIBLE_DEVICES": ""}
     assert chosen.on_cpu
 
 
 def test_uuids_are_taken_whole_or_by_their_beginning():
-    assert choose(Wish((UUIDS[2], UUIDS[0])), {}, CUDA).variables == {"CUDA_VISIBLE_DEVICES": f"{UUIDS[2]},{UUIDS[0]}"}
-    assert choose(Wish((UUIDS[1][:12],)), {}, CUDA).devices == (UUIDS[1][:12],)
+    chosen = choose(DeviceRequest((UUIDS[2], UUIDS[0])), {}, CUDA)
+    assert chosen.variables == {"CUDA_VISIBLE_DEVICES": f"{UUIDS[2]},{UUIDS[0]}"}
+    assert choose(DeviceRequest((UUIDS[1][:12],)), {}, CUDA).devices == (UUIDS[1][:12],)
     with pytest.raises(ConfigError, match="names one accelerator twice"):
-        choose(Wish((UUIDS[1], UUIDS[1][:12])), {}, CUDA)
+        choose(DeviceRequest((UUIDS[1], UUIDS[1][:12])), {}, CUDA)
 
 
 @pytest.mark.parametrize(
@@ -79,22 +88,22 @@ def test_uuids_are_taken_whole_or_by_their_beginning():
 )
 def test_wrong_ids_are_refused_with_what_is_there(ids, words):
     with pytest.raises(ConfigError, match=words):
-        choose(Wish(ids, "flag gpu_ids"), {}, CUDA)
+        choose(DeviceRequest(ids, "flag gpu_ids"), {}, CUDA)
 
 
 def test_a_machine_without_accelerators_says_so():
     with pytest.raises(ConfigError, match="accelerator 0 does not exist; this machine has no accelerator"):
-        choose(Wish(("0",)), {}, Inventory())
-    assert choose(Wish(("0",), cpu=True), {}, Inventory()).variables == {"CUDA_VISIBLE_DEVICES": "0"}
+        choose(DeviceRequest(("0",)), {}, Inventory())
+    assert choose(DeviceRequest(("0",), cpu=True), {}, Inventory()).variables == {"CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_a_kind_may_be_named_with_the_id():
-    assert choose(Wish(("cuda:1", "cuda:0")), {}, ROCM).variables == {"HIP_VISIBLE_DEVICES": "1,0"}
-    assert choose(Wish(("xpu:0.1",)), {}, None).variables == {"ZE_AFFINITY_MASK": "0.1"}
+    assert choose(DeviceRequest(("cuda:1", "cuda:0")), {}, ROCM).variables == {"HIP_VISIBLE_DEVICES": "1,0"}
+    assert choose(DeviceRequest(("xpu:0.1",)), {}, None).variables == {"ZE_AFFINITY_MASK": "0.1"}
 
 
 def test_an_exported_variable_is_honoured_and_shown():
-    chosen = choose(Wish(), {"CUDA_VISIBLE_DEVICES": "2,0"}, CUDA)
+    chosen = choose(DeviceRequest(), {"CUDA_VISIBLE_DEVICES": "2,0"}, CUDA)
     assert chosen.variables == {}
     assert chosen.devices == ("2", "0")
     assert chosen.remarks == ("CUDA_VISIBLE_DEVICES=2,0 was exported",)
@@ -102,37 +111,37 @@ def test_an_exported_variable_is_honoured_and_shown():
 
 def test_flags_may_narrow_an_exported_variable_and_not_contradict_it():
     exported = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert choose(Wish(("3",)), exported, CUDA).variables == {"CUDA_VISIBLE_DEVICES": "3"}
-    assert choose(Wish((UUIDS[3],)), exported, CUDA).devices == (UUIDS[3],)
+    assert choose(DeviceRequest(("3",)), exported, CUDA).variables == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert choose(DeviceRequest((UUIDS[3],)), exported, CUDA).devices == (UUIDS[3],)
     for ids in ("0",), ():
         with pytest.raises(ConfigError, match=r"contradicts CUDA_VISIBLE_DEVICES='2,3'.*flag gpu_ids"):
-            choose(Wish(ids, "flag gpu_ids"), exported, CUDA)
+            choose(DeviceRequest(ids, "flag gpu_ids"), exported, CUDA)
 
 
 def test_the_variable_that_was_exported_is_the_one_that_is_narrowed():
-    chosen = choose(Wish(("1",)), {"CUDA_VISIBLE_DEVICES": "0,1"}, ROCM)
+    chosen = choose(DeviceRequest(("1",)), {"CUDA_VISIBLE_DEVICES": "0,1"}, ROCM)
     assert chosen.variables == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_the_order_of_devices():
-    assert choose(Wish(order="pci_bus_id"), {}, CUDA).variables == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert choose(DeviceRequest(order="pci_bus_id"), {}, CUDA).variables == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     exported = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    assert "CUDA_DEVICE_ORDER=FASTEST_FIRST was exported" in choose(Wish(), exported, CUDA).remarks
+    assert "CUDA_DEVICE_ORDER=FASTEST_FIRST was exported" in choose(DeviceRequest(), exported, CUDA).remarks
     with pytest.raises(ConfigError, match="contradicts CUDA_DEVICE_ORDER='FASTEST_FIRST'"):
-        choose(Wish(order="pci_bus_id"), exported, CUDA)
+        choose(DeviceRequest(order="pci_bus_id"), exported, CUDA)
     with pytest.raises(ConfigError, match="has no meaning for Intel"):
-        choose(Wish(order="pci_bus_id"), {}, machine("xpu"))
+        choose(DeviceRequest(order="pci_bus_id"), {}, machine("xpu"))
 
 
 def test_devices_that_cannot_be_hidden_cannot_be_chosen():
     with pytest.raises(ConfigError, match="Apple devices cannot be chosen"):
-        choose(Wish(("0",)), {}, Inventory("mps", "", (Device(0, "M4"),)))
+        choose(DeviceRequest(("0",)), {}, Inventory("mps", "", (Device(0, "M4"),)))
 
 
 @given(st.permutations(range(4)), st.integers(1, 4))
 def test_any_selection_of_what_is_there_is_taken_as_it_was_written(order, count):
     ids = tuple(map(str, order[:count]))
-    assert choose(Wish(ids), {}, CUDA).variables == {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
+    assert choose(DeviceRequest(ids), {}, CUDA).variables == {"CUDA_VISIBLE_DEVICES": ",".join(ids)}
 
 
 def test_more_processes_than_accelerators_are_refused():
@@ -154,7 +163,7 @@ def planned(present, environ, monkeypatch, **overrides):
     """A plan on a machine that is described, since this one may have no accelerator."""
     count = len(present.devices)
     monkeypatch.setattr(planning, "take_inventory", lambda kinds, environ: present)
-    monkeypatch.setattr(planning, "_device_count", lambda: count)
+    monkeypatch.setattr(planning, "count_devices", lambda: count)
     return planning.make_plan(load_config(overrides=overrides, environ={}), environ=environ)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from drivetrain.cli.prompts import Choice
 from drivetrain.errors import BackendError, sentences
+from drivetrain.launch.devices import Inventory, take_inventory
 from drivetrain.launch.environment import available_cores, first_host
-from drivetrain.launch.inventory import Inventory, take_inventory
 from drivetrain.registry import Registry, known_extras, pip_line
 
 BEST = "best"

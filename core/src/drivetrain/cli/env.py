@@ -76,8 +76,7 @@ def _communication_backends() -> list[str]:
 
 def _accelerators() -> Iterator[tuple[str, str]]:
     """Every accelerator, hidden ones too, in the order in force; then what hides or orders them, and who said so."""
-    from drivetrain.launch.devices import known_kinds
-    from drivetrain.launch.inventory import take_inventory, visible
+    from drivetrain.launch.devices import known_kinds, take_inventory, visible
     from drivetrain.registry import get_registry
 
     kinds = known_kinds(get_registry().devices())

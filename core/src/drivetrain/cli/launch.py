@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from drivetrain.cli.options import FLAGS, SWITCHES, configuration_options, norma
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
-    from drivetrain.launch.shown import Typed
+    from drivetrain.launch.dry_run import CommandLine
 
 
 class Launch(click.Command):
@@ -25,7 +24,7 @@ class Launch(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from drivetrain.cli.foreign import advise
+            from drivetrain.cli.other_launchers import advise
 
             advice = advise(error.option_name)
             if not advice:
@@ -67,46 +66,37 @@ def launch(
     # What is imported here and below stays; searching it for garbage took a sixth of the start, and a third at the end.
     gc.set_threshold(100_000)
     if not (printed or slurm or flags.get("cpu")):  # on the CPU torch is wanted after the workers were started
-        from drivetrain.launch.preloading import preload_torch
+        from drivetrain.launch.devices import preload_torch
 
         preload_torch()
     resolved = resolve(config_file, settings, flags)
     command = [script, *script_args]
     if printed or slurm:
+        from drivetrain.launch.dry_run import CommandLine
+
+        pairs = [] if config_file is None else [("config", str(Path(config_file).absolute()))]
+        pairs += [(name, flags[name]) for name in FLAGS if flags.get(name) is not None]
+        pairs += [("set", setting) for setting in settings]
         switches = [f"--{name}" for name in SWITCHES if flags.get(name)]
         switches += ["-m"] * module + ["--no_python"] * no_python + ["--quiet"] * quiet
-        _show(resolved, _typed(config_file, settings, flags, switches, command), slurm=slurm, module=module)
+        _show(resolved, CommandLine(tuple(pairs), tuple(switches), tuple(command)), slurm=slurm, module=module)
         return
-    from drivetrain.launch import local, output
+    from drivetrain.launch import output
+    from drivetrain.launch import script as scripts
     from drivetrain.launch.plan import describe, make_plan
 
     plan = make_plan(resolved)
     if not quiet:
         remark = output.describe(resolved.config.output, plan.processes_here, plan.machine_rank)
         click.echo("\n".join(filter(None, (describe(plan, resolved), remark))), err=True)
-    code = local.launch(resolved, command, module=module, no_python=no_python, plan=plan)
+    code = scripts.launch(resolved, command, module=module, no_python=no_python, plan=plan)
     gc.freeze()
     sys.exit(code)
 
 
-def _typed(
-    config_file: str | None,
-    settings: Sequence[str],
-    flags: dict[str, Any],
-    switches: Sequence[str],
-    command: Sequence[str],
-) -> Typed:
-    """What was typed, in pieces."""
-    from drivetrain.launch.shown import Typed
-
-    pairs = [] if config_file is None else [("config", str(Path(config_file).absolute()))]
-    pairs += [(name, flags[name]) for name in FLAGS if flags.get(name) is not None]
-    return Typed((*pairs, *(("set", setting) for setting in settings)), tuple(switches), tuple(command))
-
-
-def _show(resolved: ResolvedConfig, typed: Typed, *, slurm: str | None, module: bool) -> None:
+def _show(resolved: ResolvedConfig, typed: CommandLine, *, slurm: str | None, module: bool) -> None:
     """Write what would be run. The machines may be others than this one, whose devices are therefore not looked at."""
-    from drivetrain.launch import local, shown
+    from drivetrain.launch import dry_run, script
     from drivetrain.launch.plan import make_plan
 
     if slurm is not None and resolved.config.main_process_ip is None:
@@ -114,11 +104,11 @@ def _show(resolved: ResolvedConfig, typed: Typed, *, slurm: str | None, module: 
         resolved = replace(resolved, config=resolved.config.model_copy(update={"main_process_ip": "first"}))
     plan = make_plan(resolved, elsewhere=True)
     if slurm is None:
-        worker = local.worker_command(typed.command, module=module, no_python="--no_python" in typed.switches)
-        for line in shown.machines(plan, typed, local.worker_variables(resolved, plan), worker):
+        worker = script.worker_command(typed.command, module=module, no_python="--no_python" in typed.switches)
+        for line in dry_run.machines(plan, typed, script.worker_variables(resolved, plan), worker):
             click.echo(line)
         return
     devices = 0 if resolved.config.use_cpu or plan.on_cpu else plan.processes_here
-    text = shown.batch_file(plan, typed, accelerators=devices, resumable=resolved.config.save_on_interrupt)
+    text = dry_run.batch_file(plan, typed, accelerators=devices, resumable=resolved.config.save_on_interrupt)
     Path(slurm).write_text(text, encoding="utf-8")
     click.echo(f"Wrote {slurm}. Submit it: sbatch {slurm}")

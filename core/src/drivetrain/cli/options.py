@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,9 +45,8 @@ SWITCHES = {
 """Flags without a value: the key that each sets to true."""
 
 
-def normalise(name: str) -> str:
-    """``--num-processes`` is ``--num_processes``."""
-    return name.replace("-", "_")
+normalise = methodcaller("replace", "-", "_")
+"""``--num-processes`` is ``--num_processes``."""
 
 
 def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:

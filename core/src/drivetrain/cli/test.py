@@ -20,12 +20,12 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
     Without a number of processes it takes one per accelerator, or two on the CPU.
     """
     resolved = resolve(config_file, settings, flags)
-    from drivetrain.launch import local
-    from drivetrain.launch.plan import describe, has_accelerator, make_plan, trains_over
+    from drivetrain.launch import script
+    from drivetrain.launch.plan import count_devices, describe, make_plan, trains_over
 
     if resolved.config.num_processes is None:
         plan = make_plan(resolved)
-        on_cpu = resolved.config.use_cpu or plan.on_cpu or not has_accelerator()
+        on_cpu = resolved.config.use_cpu or plan.on_cpu or not count_devices()
         world = (2 if on_cpu else plan.processes_here) * plan.num_machines
         if not trains_over(resolved.config.distributed_type, world):
             click.echo(f"no backend that may be taken trains over {world} processes; testing one", err=True)
@@ -33,7 +33,7 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
         resolved = resolve(config_file, settings, {**flags, "num_processes": str(world)})
     plan = make_plan(resolved)
     click.echo(describe(plan, resolved), err=True)
-    code = local.launch(resolved, [SELF_TEST], module=True, plan=plan)
+    code = script.launch(resolved, [SELF_TEST], module=True, plan=plan)
     if code == 0:
         click.echo("Everything works.")
     sys.exit(code)

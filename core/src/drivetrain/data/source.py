@@ -50,7 +50,7 @@ from drivetrain.data.plan import (
 )
 from drivetrain.distributed import trees
 from drivetrain.errors import DrivetrainError, UsageError
-from drivetrain.launch.stopping import SIGNALS
+from drivetrain.launch.worker import SIGNALS
 
 
 @final

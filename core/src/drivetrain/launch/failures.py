@@ -1,16 +1,19 @@
-"""Which worker failed first, where each of the others was, and what the user reads about it.
+"""Finds out which worker failed first and where each of the others was, and reports it.
 
-Workers write records of their exceptions (:mod:`drivetrain.launch.worker`); the agent knows exit codes. Neither is
-enough: the agent counts in whole seconds and may notice the second failure first, and a crash leaves no record. What a
-worker was doing is read from what it left behind (:mod:`drivetrain.launch.last_seen`).
+Workers write records of their exceptions (:mod:`drivetrain.launch.worker`); the launcher knows exit codes. Neither is
+enough: the launcher may notice the second failure first, and a crash leaves no record. What a worker was doing is read
+from the files that it leaves behind. No torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import struct
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,11 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.errors import cut
-from drivetrain.launch.last_seen import LastSeen, place, read_workers
+from drivetrain.launch import worker
 
-STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""The signals with which the agent stops the workers that are still running."""
-
+_OURS = str(Path(__file__).parent.parent)
+_NOTEBOOK = str(Path(__file__).with_name("notebook.py"))
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NUMBERS = struct.Struct("5Q")
+_THREAD = re.compile(r"hread (0x[0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  .*\n?)*)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+),? in (.*)')
+_DECORATORS = frozenset({"wrapper", "decorate_context", "_wrapped_call_impl"})
+"""Functions of torch's that stand between a call and what was called."""
 
 _LONGEST_MESSAGE = 500
 """Characters of a message in the line about its rank; the traceback above it has more."""
@@ -30,6 +38,95 @@ _LONGEST_MESSAGE = 500
 _LONGEST_LINE = 2_000
 _MOST_LINES = 400
 """Of a traceback on the terminal. Python writes 3 lines for a frame, and repeated ones once; the file has all."""
+
+
+@dataclass(frozen=True)
+class LastSeen:
+    """What one worker left behind.
+
+    Args:
+        rank: global rank.
+        pid: its process, which is the leader of a process group.
+        calls: how many calls of ours its script had made.
+        call: the last of them, ``gather at eval.py:88``; empty when there was none.
+        stack: the main thread's stack when a signal found it, most recent call first; empty when none did.
+        stop: what a request to stop does or did, see :data:`drivetrain.launch.worker.STOP`.
+    """
+
+    rank: int
+    pid: int
+    calls: int = 0
+    call: str = ""
+    stack: str = ""
+    stop: int = 0
+
+    @property
+    def last(self) -> str:
+        """``last call: gather at eval.py:88, its 12th``; empty when there was none."""
+        return f"last call: {self.call}, its {_ordinal(self.calls)}" if self.call else ""
+
+
+def read_workers(records: Path) -> dict[int, LastSeen]:
+    """All workers of one start that left something, by global rank.
+
+    Args:
+        records: the folder that holds a folder for each of them.
+    """
+    found = (_read(path) for path in sorted(records.glob(f"*/{worker.LAST_CALL}")))
+    return {seen.rank: seen for seen in found if seen is not None}
+
+
+def _read(path: Path) -> LastSeen | None:
+    numbers = path.read_bytes()
+    if len(numbers) < _NUMBERS.size:  # it is being written at this moment
+        return None
+    pid, rank, calls, site, stop = _NUMBERS.unpack(numbers)
+    sites = _text(path.with_name(worker.CALL_SITES)).splitlines()
+    call = sites[site - 1] if 0 < site <= len(sites) else ""
+    stack = _main_stack(_text(path.with_name(worker.STACKS)))
+    return LastSeen(rank, pid, calls, call, stack, stop)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _main_stack(text: str) -> str:
+    """The newest dump of the main thread, whose number is the first line."""
+    main, _, dumps = text.partition("\n")
+    stacks = [frames for thread, frames in _THREAD.findall(dumps) if int(thread, 16) == int(main, 16)]
+    return stacks[-1].rstrip() if stacks else ""
+
+
+def script_line(trace: str, *, newest_first: bool = False) -> str:
+    """The script's line, and what it called there: ``in gather at eval.py:88``; empty where no script is in it.
+
+    The line is that of whoever called us; where nobody did, the innermost one that belongs to no library.
+
+    Args:
+        trace: as Python or, ``newest_first``, as ``faulthandler`` writes it.
+        newest_first: the innermost frame stands first.
+    """
+    frames = _FRAME.findall(trace)[:: -1 if newest_first else 1]
+    forked = [index for index, (file, _, name) in enumerate(frames) if name == "_work" and file == _NOTEBOOK]
+    frames = frames[forked[-1] + 1 :] if forked else frames  # before it stands what the forking process was doing
+    users = [index for index, (file, _, _) in enumerate(frames) if _is_users(file)]
+    if not users:
+        return ""
+    entered = (index for index in range(users[0], len(frames)) if frames[index][0].startswith(_OURS))
+    at = next(entered, users[-1] + 1) - 1
+    file, line, _ = frames[at]
+    called = next((name for _, _, name in frames[at + 1 :] if name not in _DECORATORS), "")
+    return f"{f'in {called} ' if called else ''}at {Path(file).name}:{line}"
+
+
+def _is_users(file: str) -> bool:
+    return not (file.startswith((_OURS, "<", *_LIBRARIES)) or "/drivetrain_" in file)
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 @dataclass(frozen=True)
@@ -78,19 +175,20 @@ class Failure:
         if self.seen is None:
             return ""
         # What it was doing while it ended because of an exception is of no interest.
-        where = place(self.trace) if self.trace else place(self.seen.stack, newest_first=True)
+        where = script_line(self.trace) if self.trace else script_line(self.seen.stack, newest_first=True)
         return f" [{'; '.join(filter(None, (f'host {socket.gethostname()}', where, self.seen.last)))}]"
 
 
 def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Failure]:
-    """Return all failures, the one that caused the others first.
+    """Return all failures, the one that caused the others first; empty when there was none.
 
     A worker that crashed has no record, and its peers' complaints about a lost connection are younger than its death:
-    it goes first. Then the records, by their clock. Workers that were stopped before they could complain go last.
+    it goes first. Then the records, by their clock, then workers that were stopped before they could complain. Workers
+    that had ended well by then come last.
 
     Args:
         exit_codes: by global rank, of those that did not end well; ``None`` for those that were stopped.
-        logs: the folder in which the agent made the workers' folders.
+        logs: the folder that holds a folder for each worker.
     """
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(logs.rglob("error.json"))]
     seen = read_workers(logs)
@@ -114,17 +212,8 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
         kind = 1 if failure.time is not None else 2 if failure.stopped else 0
         return kind, failure.time or 0.0, failure.rank
 
-    return sorted(found.values(), key=order)
-
-
-def failures_of(exit_codes: Mapping[int, int | None], logs: Path) -> list[Failure]:
-    """As :func:`read_failures`; ranks that had ended well by then stand last."""
-    failures = read_failures(exit_codes, logs)
-    failed = {failure.rank for failure in failures}
-    # Torch's agent forgets forked workers that it has stopped; they have left a stack.
-    others = {rank: seen for rank, seen in read_workers(logs).items() if rank not in failed}
-    ended = [Failure(rank, None if seen.stack else 0, seen=seen) for rank, seen in others.items()]
-    return failures + ended
+    ended = [Failure(rank, 0, seen=it) for rank, it in seen.items() if rank not in found] if found else []
+    return sorted(found.values(), key=order) + ended
 
 
 def explain(failures: list[Failure], *, whole: bool = False) -> str:
@@ -137,7 +226,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
     trace = first.trace.rstrip()
     lines = [trace if whole else _shortened(trace), f"rank {first.rank} failed: {first}{first.remark}"]
-    lines += [f"rank {it.rank} {_fate(it, first)}{it.remark}" for it in others]
+    lines += [f"rank {it.rank} {_ending(it, first)}{it.remark}" for it in others]
     return "\n".join(line for line in (*lines, _behind(failures)) if line)
 
 
@@ -161,7 +250,7 @@ def _shortened(trace: str) -> str:
 
 
 def _killed(exit_code: int, seen: LastSeen | None) -> bool:
-    """Torch's agent kills what does not heed its first signal, for which a stack was written."""
+    """Whether the launcher killed it: it did not heed the first signal, for which a stack was written."""
     return exit_code == -signal.SIGKILL and seen is not None and bool(seen.stack)
 
 
@@ -174,7 +263,7 @@ def _behind(failures: list[Failure]) -> str:
     return f"The others waited: rank {', '.join(map(str, sorted(late)))} made fewer calls."
 
 
-def _fate(failure: Failure, first: Failure) -> str:
+def _ending(failure: Failure, first: Failure) -> str:
     if failure.message and failure.message == first.message:
         return "failed too, for the same reason"
     if failure.stopped and failure.time is None:

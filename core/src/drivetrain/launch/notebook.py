@@ -1,23 +1,33 @@
-"""Start a function, not a script, on several processes: from a notebook, or on the CPU to try something out."""
+"""Runs a function, not a script, on several processes: from a notebook, or on the CPU to try something out."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.schema import RendezvousConfig
+from drivetrain.config.schema import OutputConfig, RendezvousConfig
 from drivetrain.errors import LaunchError, UsageError
 from drivetrain.launch import worker
-from drivetrain.launch.elastic import agent_surroundings, codes_of, launch_config
-from drivetrain.launch.environment import LAUNCHER, available_cores
-from drivetrain.launch.failures import STOPPING, explain, failures_of
+from drivetrain.launch.coordinator import make_rendezvous
+from drivetrain.launch.environment import LAUNCHER, available_cores, patch_environment
 from drivetrain.launch.output import Output
 from drivetrain.launch.plan import LaunchPlan, check_backend, count_devices
+from drivetrain.launch.workers import (
+    Start,
+    StopRequestedError,
+    StopSignals,
+    first_failure,
+    report,
+    run_workers,
+)
 
 
 def notebook_launcher(
@@ -53,18 +63,20 @@ def notebook_launcher(
         rdzv_backend: ``"static"`` or ``"c10d"``; machines are numbered by ``node_rank`` either way.
         rdzv_endpoint: where machines meet, ``host:port``; empty = ``master_addr:use_port``.
         rdzv_conf: how long machines wait for each other: ``{"timeout": 60}``, in seconds.
-        rdzv_id: name of the job.
+        rdzv_id: name of the job, ``TORCHELASTIC_RUN_ID`` of the processes.
         max_restarts: how often all processes are started again after one failed.
         monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: accepted where torch's agent does; it only prefixes lines that the agent collects.
+        log_line_prefix_template: accepted, and without effect: processes write where the notebook does.
 
     Raises:
         LaunchError: a process failed (its traceback is in the message), or processes cannot be forked from here.
         BackendError: no installed backend can train over this many processes.
     """
-    here = count_devices() if num_processes is None else num_processes
+    here = max(1, count_devices()) if num_processes is None else num_processes
     if here < 1 or num_nodes < 1:
         raise UsageError(f"num_processes is {here} and num_nodes is {num_nodes}", cure="Both count from 1.")
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(f"node_rank is {node_rank} and num_nodes is {num_nodes}", cure="Ranks of nodes count from 0.")
     if mixed_precision not in {"no", "bf16", "fp16"}:
         raise UsageError(f"mixed_precision is {mixed_precision!r}", cure="Write 'no', 'bf16' or 'fp16'.")
     plan = LaunchPlan(
@@ -77,13 +89,13 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         rendezvous=_patience(rdzv_backend, rdzv_conf or {}),
     )
-    further = {"run_id": rdzv_id, "log_line_prefix_template": log_line_prefix_template}
-    setting = {"DRIVETRAIN_MIXED_PRECISION": mixed_precision}
+    del log_line_prefix_template
     if plan.world_size == 1:
-        with agent_surroundings(setting):
+        with patch_environment(DRIVETRAIN_MIXED_PRECISION=mixed_precision):
             function(*args)
         return
-    _fork_workers(function, args, plan, setting, **further)
+    variables = {"DRIVETRAIN_MIXED_PRECISION": mixed_precision, "TORCHELASTIC_RUN_ID": rdzv_id}
+    _fork_workers(function, args, plan, variables)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -107,38 +119,35 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def _fork_workers(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    plan: LaunchPlan,
-    setting: dict[str, str],
-    **further: Any,
+    function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan, variables: Mapping[str, str]
 ) -> None:
     """Fork the processes, wait, and turn the first failure into an error. Leaves nothing in this process."""
     _refuse_if_started()
     check_backend(os.environ.get("DRIVETRAIN_DISTRIBUTED_TYPE") or None, plan.world_size)
-    added = {**setting, LAUNCHER: "drivetrain"}
+    added = {**variables, LAUNCHER: "drivetrain", "ROLE_NAME": OutputConfig().role, worker.PARENT: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         added["OMP_NUM_THREADS"] = str(max(1, available_cores() // plan.processes_here))
-
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    from drivetrain.launch.rendezvous.handlers import rendezvous_of
-
-    meeting = rendezvous_of(plan)
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder, agent_surroundings(added):
-        output = Output(None, Path(folder))
-        config = launch_config(plan, output, meeting, start_method="fork", **further)
+    rendezvous = make_rendezvous(plan)
+    with (
+        tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
+        Output(None, Path(folder)) as output,
+        StopSignals(output, plan.processes_here) as signals,
+    ):
         try:
-            elastic_launch(config, _Work(function, tuple(args)))()
-        except ChildFailedError as error:
-            failures = failures_of(codes_of(error), output.records)
-            others = meeting.leave("failed", f"rank {failures[0].rank} failed: {failures[0]}")
-            raise LaunchError("\n".join([explain(failures), *others])) from None
+            failures = run_workers(_start_function(function, args), plan, output, signals, rendezvous, added)
         except LaunchError:
-            meeting.leave("stopped")
+            rendezvous.leave("stopped")
             raise
-        meeting.leave("finished")
+        except StopRequestedError as stop:
+            signals.kill_leftovers()
+            rendezvous.leave("interrupted", f"was stopped by {stop.received.name}")
+            if stop.received == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise LaunchError(f"stopped by {stop.received.name}") from None
+        if failures:
+            others = rendezvous.leave("failed", first_failure(failures))
+            raise LaunchError("\n".join([report(failures, output).rstrip(), *others]))
+        rendezvous.leave("finished")
 
 
 def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:
@@ -152,24 +161,49 @@ def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:
     return RendezvousConfig(**{ours[name]: seconds for name, seconds in rdzv_conf.items()})
 
 
-class _Work:
-    """A function with its arguments; drops what it returns, which might not survive the way between processes."""
+class _Forked:
+    """A forked process, as :class:`drivetrain.launch.workers.Process` describes it."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function, self.args = function, args
-        # The agent names what it starts.
-        self.__name__ = self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+    def __init__(self, process: ForkProcess) -> None:
+        process.start()
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
 
-    def __call__(self) -> None:
-        for name in STOPPING:  # the fork inherited the agent's own handlers, which are not for workers
-            number = getattr(signal, name)
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        worker.leave_traces()
-        try:
-            self.function(*self.args)
-        except Exception as error:  # noqa: BLE001 - recorded for the launching process, which raises it
-            worker.record_failure(type(error), error, error.__traceback__)
-            sys.exit(1)
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self._process.exitcode
+
+
+def _start_function(function: Callable[..., Any], args: Sequence[Any]) -> Start:
+    """Workers that call a function in a fork of this process."""
+
+    def start(_: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> _Forked:
+        assert stdout is stderr is None, "functions write where their notebook does"
+        return _Forked(multiprocessing.get_context("fork").Process(target=_work, args=(function, args, environment)))
+
+    return start
+
+
+def _work(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+    """What a forked process does."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"):  # inherited handlers are the launcher's own
+        number = getattr(signal, name)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    worker.follow_launcher()
+    worker.leave_traces()
+    try:
+        function(*args)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - recorded for the launching process, which raises it
+        worker.record_failure(type(error), error, error.__traceback__)
+        sys.exit(1)
 
 
 def _refuse_if_started() -> None:

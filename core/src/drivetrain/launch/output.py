@@ -1,31 +1,38 @@
-"""What becomes of what workers write: which ranks are shown, which go to files, what the report of a failure quotes."""
+"""Shows and files what workers write: which ranks are shown, which go to files, what a failure report quotes."""
 
 from __future__ import annotations
 
 import os
+import re
+import selectors
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import Self, TextIO
 
 from drivetrain.config.schema import OutputConfig
 from drivetrain.errors import ConfigError, cut
-from drivetrain.launch.failures import explain, read_failures
-from drivetrain.launch.streams import Pump, Seen, Stream
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsDest
+STDOUT, STDERR = 1, 2
+"""The streams of a process, as the bits that stand for them in ``tee`` and ``redirects``."""
 
-STREAMS = {"stdout": 1, "stderr": 2}
-"""The streams of a process, with the bit that stands for each in ``tee`` and ``redirects``."""
+_CHUNK = 1 << 16
+_LAST = 1 << 20
+"""Bytes that are still read from one stream after all workers have ended: what a pipe holds, many times over."""
 
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_LONGEST = 1 << 14
+"""Bytes of a line; a longer one is cut, so that a worker that writes no line ends cannot fill the launcher's memory."""
 
-INHERIT = ""
-"""A path that leaves a stream as it is: a rank that is shown alone keeps the terminal for itself."""
+TAIL = 30
+"""Lines remembered of a stream that nobody sees: a traceback, or what a C++ library says before it aborts."""
+
+_WARNING = re.compile(r"^.+:\d+: \w*Warning: ")
+"""First line of what Python's ``warnings`` writes; the line of source code below it is indented."""
 
 
 @dataclass(frozen=True)
@@ -48,42 +55,49 @@ class Route:
         return self.shown and not (self.prefixed or self.filed)
 
 
-def route(config: OutputConfig, local_rank: int, stream: str, processes_here: int, first_rank: int = 0) -> Route:
-    """Where a stream goes.
+def routes(config: OutputConfig, processes_here: int, first_rank: int = 0) -> list[tuple[Route, Route]]:
+    """Where stdout and stderr of each rank go, by local rank.
 
     Args:
         config: what the user wrote.
-        local_rank: whose stream.
-        stream: ``"stdout"`` or ``"stderr"``.
         processes_here: ranks on this machine.
         first_rank: the lowest of them.
     """
-    bit = STREAMS[stream]
-    teed = bool(config.tee_of(local_rank) & bit)
-    redirected = bool(config.redirects_of(local_rank) & bit) and not teed
-    ranks = config.shown_ranks(processes_here, first_rank)
+    shown_ranks = config.shown_ranks(processes_here, first_rank)
     asks_for_files = config.log_dir is not None and config.tee is None and config.redirects is None
-    shown = local_rank in ranks and not redirected
-    return Route(
-        shown=shown,
-        prefixed=shown and (teed or len(ranks) > 1),
-        filed=config.log_dir is not None and (teed or redirected or asks_for_files),
-    )
+    found = []
+    for local_rank in range(processes_here):
+        tee = config.tee_of(local_rank)
+        redirects = config.redirects_of(local_rank) & ~tee
+        stdout, stderr = (
+            Route(
+                shown=(shown := local_rank in shown_ranks and not redirects & bit),
+                prefixed=shown and (bool(tee & bit) or len(shown_ranks) > 1),
+                filed=config.log_dir is not None and (bool((tee | redirects) & bit) or asks_for_files),
+            )
+            for bit in (STDOUT, STDERR)
+        )
+        found.append((stdout, stderr))
+    return found
 
 
-@dataclass
-class Streams:
-    """Paths by local rank: of the streams (:data:`INHERIT` = the launcher's own), and of the record of an exception."""
+@dataclass(frozen=True)
+class WorkerStreams:
+    """What one worker is started with.
 
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-    error_files: dict[int, str] = field(default_factory=dict)
+    Args:
+        stdout, stderr: as :class:`subprocess.Popen` takes them: a file descriptor, ``DEVNULL``, or ``None`` for the
+            launcher's own. Descriptors are the caller's to close.
+        error_file: where it records an exception.
+    """
+
+    stdout: int | None
+    stderr: int | None
+    error_file: str
 
 
 class Output:
     """Gives each worker its streams and its file for a failure, whenever workers are started. A context manager.
-
-    Torch's agent takes it for its ``LogsSpecs``.
 
     Args:
         config: what the user wrote; ``None`` = every worker writes where the launcher does.
@@ -93,9 +107,8 @@ class Output:
     def __init__(self, config: OutputConfig | None, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._starts = 0
-        self._restarts = "0"
         self._pump: Pump | None = None
-        self._seen = Seen()
+        self._seen: dict[str, int] = {}
         self._hidden: dict[int, Stream] = {}
         self._logs = None if config is None or config.log_dir is None else Path(config.log_dir) / _run_name()
 
@@ -108,51 +121,25 @@ class Output:
         self.close()
 
     @property
-    def root_log_dir(self) -> str:
-        """The agent puts it into its own log."""
-        return str(self._logs or self._folder)
-
-    @property
-    def role(self) -> str:
-        """What the agent calls the workers, in ``ROLE_NAME`` of their environment."""
-        return OutputConfig().role if self._config is None else self._config.role
-
-    @property
     def records(self) -> Path:
         """Where the workers that were started last record their exceptions."""
         return self._folder / f"start_{self._starts - 1}"
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """:meth:`open`, as torch's agent asks for it."""
-        from torch.distributed.elastic.multiprocessing import LogsDest
-
-        streams = self.open(envs)
-        return LogsDest(stdouts=streams.stdouts, stderrs=streams.stderrs, error_files=streams.error_files)
-
-    def open(self, envs: dict[int, dict[str, str]]) -> Streams:
-        """Called before workers are started, for the first time and after a failure.
-
-        Args:
-            envs: environments by local rank; each is told where to record an exception.
-        """
-        if self._starts:
-            self.close()
-            self._report_restart(envs[0])
+    def open(self, first_rank: int, processes_here: int) -> list[WorkerStreams]:
+        """The streams of workers that are about to be started, by local rank."""
         self._starts += 1
         self._hidden.clear()
-        self._restarts = envs[0].get(_RESTARTS, "0")
-        streams, first = Streams(), int(envs[0]["RANK"])
-        for local_rank, environment in envs.items():
-            own = self.records / str(local_rank)
-            own.mkdir(parents=True)
-            environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
-            streams.error_files[local_rank] = str(own / "error.json")
-            for stream, paths in (("stdout", streams.stdouts), ("stderr", streams.stderrs)):
-                paths[local_rank] = INHERIT
-                if self._config is not None:
-                    way = route(self._config, local_rank, stream, len(envs), first)
-                    paths[local_rank] = self._open(way, first + local_rank, stream, own)
-        return streams
+        found = []
+        inherited = Route(shown=True, prefixed=False, filed=False)
+        all_routes = [(inherited, inherited)] * processes_here
+        if self._config is not None:
+            all_routes = routes(self._config, processes_here, first_rank)
+        for local_rank, (stdout, stderr) in enumerate(all_routes):
+            folder, rank = self.records / str(local_rank), first_rank + local_rank
+            folder.mkdir(parents=True)
+            opened = self._open(stdout, rank, "stdout"), self._open(stderr, rank, "stderr")
+            found.append(WorkerStreams(*opened, str(folder / "error.json")))
+        return found
 
     def close(self) -> None:
         """Show and file everything that the workers wrote. May be called twice."""
@@ -168,41 +155,158 @@ class Output:
         lines = [f"  {cut(line, 2_000)}" for line in stream.tail]
         return "\n".join([f"rank {rank} wrote to stderr, in the end:", *lines, ""])
 
-    def _open(self, way: Route, rank: int, stream: str, own: Path) -> str:
-        """Where a worker finds this stream: the path of a pipe, nowhere, or as the launcher's own."""
+    def _open(self, way: Route, rank: int, name: str) -> int | None:
+        """What a worker gets as this stream, see :class:`WorkerStreams`."""
         if way.inherited:
-            return INHERIT
-        if not way.shown and not way.filed and stream == "stdout":
-            return os.devnull  # of a rank that nobody sees only the errors are kept
+            return None
+        if not way.shown and not way.filed and name == "stdout":
+            return subprocess.DEVNULL  # of a rank that is not shown only the errors are kept
+        assert self._config is not None
+        file: Path | None = None
+        if way.filed:
+            assert self._logs is not None
+            file = self._logs / self.records.name / f"rank_{rank}.{name}.log"
+            file.parent.mkdir(parents=True, exist_ok=True)
         terminal: TextIO | None = None
         if way.shown:
-            terminal = sys.stdout if stream == "stdout" else sys.stderr
-        prefix = f"[{self.role}{rank}] " if way.prefixed else ""
-        seen = self._seen if stream == "stderr" else None
-        opened = Stream(rank, prefix, terminal, self._file(rank, stream) if way.filed else None, seen)
-        if stream == "stderr" and not way.shown:
-            self._hidden[rank] = opened
+            terminal = sys.stdout if name == "stdout" else sys.stderr
+        prefix = f"[{self._config.role}{rank}] " if way.prefixed else ""
+        stream = Stream(rank, prefix, terminal, file, self._seen if name == "stderr" else None)
+        if name == "stderr" and not way.shown:
+            self._hidden[rank] = stream
         if self._pump is None:
             self._pump = Pump()
-        self._pump.connect(own / stream, opened)
-        return str(own / stream)
+        return self._pump.connect(stream)
 
-    def _file(self, rank: int, stream: str) -> Path:
-        assert self._logs is not None
-        folder = self._logs / self.records.name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"rank_{rank}.{stream}.log"
 
-    def _report_restart(self, environment: Mapping[str, str]) -> None:
-        """Say who failed before the workers are started again, since afterwards nobody could."""
-        failures = read_failures({}, self.records)
-        ranks = [failures[0].rank] if failures else sorted(self._hidden)
-        told = "".join(map(self.last_words, ranks)) + (f"{explain(failures)}\n" if failures else "")
-        count = environment.get(_RESTARTS, "0")
-        why = "since machines came or went"  # which does not count as a restart
-        if count != self._restarts:
-            why = f"restart {count} of {environment['TORCHELASTIC_MAX_RESTARTS']}"
-        sys.stderr.write(f"{told}the workers are started again: {why}\n")
+class Stream:
+    """One stream of one rank.
+
+    Args:
+        rank: global rank.
+        prefix: stands in front of each line that is shown.
+        terminal: where lines are shown; ``None`` = nowhere.
+        file: where every byte is written; ``None`` = nowhere.
+        seen: warnings that were shown so far, each with the rank that showed it; ``None`` where none are expected.
+    """
+
+    def __init__(
+        self, rank: int, prefix: str, terminal: TextIO | None, file: Path | None, seen: dict[str, int] | None
+    ) -> None:
+        self.tail: deque[str] = deque(maxlen=TAIL)
+        self._rank, self._prefix, self._terminal, self._seen = rank, prefix, terminal, seen
+        self._file = None if file is None else file.open("ab", buffering=0)
+        self._path = file
+        self._rest = b""
+        self._skips_source = False
+
+    def feed(self, data: bytes) -> None:
+        """Take what was read; complete lines are shown, the rest waits for its end."""
+        self._write(data)
+        *lines, rest = (self._rest + data).split(b"\n")
+        if len(rest) > _LONGEST:
+            rest = rest.rpartition(b"\r")[2][-_LONGEST:]  # a progress bar draws over what it wrote before
+        self._rest = rest
+        for line in lines:
+            self._line(line)
+
+    def finish(self) -> None:
+        """The stream has ended."""
+        if self._rest:
+            self._line(self._rest)
+            self._rest = b""
+        if self._file is not None:
+            self._file.close()
+
+    def _line(self, raw: bytes) -> None:
+        # What a terminal would show in the end of a line that was drawn over.
+        line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+        self.tail.append(line)
+        if self._terminal is None or self._is_old(line):
+            return
+        try:
+            self._terminal.write(f"{self._prefix}{line}\n")
+            self._terminal.flush()
+        except BrokenPipeError:
+            self._terminal = None  # who read it, `head` for instance, has seen enough; the run goes on
+
+    def _is_old(self, line: str) -> bool:
+        """Whether this line belongs to a warning that another rank has shown."""
+        if self._skips_source and line.startswith("  "):
+            self._skips_source = False
+            return True
+        if self._seen is None or not _WARNING.match(line):
+            return False
+        # A rank may repeat itself: its script decides about that.
+        self._skips_source = self._seen.setdefault(line, self._rank) != self._rank
+        return self._skips_source
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:  # a full disk is no reason to end the run, but one to say so
+            sys.stderr.write(f"warning: no more is written to {self._path}: {error}\n")
+            self._file.close()
+            self._file = None
+
+
+class Pump:
+    """A thread that reads the pipes into which workers write, until all of them are closed."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._stop = os.pipe()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="drivetrain-output", daemon=True)
+        self._thread.start()
+
+    def connect(self, stream: Stream) -> int:
+        """Return the end of a pipe to write to, which is the caller's to close; what comes out is the stream's."""
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
+        self._selector.register(reads, selectors.EVENT_READ, stream)
+        return writes
+
+    def close(self) -> None:
+        """Read what is still there, then stop. What lives longer than the workers is not waited for."""
+        os.close(self._stop)
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._drain(key.fd, key.data)
+        self._selector.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    return
+                if not self._read(key.fd, key.data):
+                    self._end(key.fd, key.data)
+
+    def _read(self, fd: int, stream: Stream) -> int:
+        """Read once; 0 when nobody writes any more."""
+        data = os.read(fd, _CHUNK)
+        stream.feed(data)
+        return len(data)
+
+    def _drain(self, fd: int, stream: Stream) -> None:
+        left = _LAST
+        try:
+            while left > 0 and (count := self._read(fd, stream)):
+                left -= count
+        except BlockingIOError:
+            # Empty, but a process that a worker left behind holds the other end.
+            pass
+        self._end(fd, stream)
+
+    def _end(self, fd: int, stream: Stream) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+        stream.finish()
 
 
 def check(config: OutputConfig, processes_here: int) -> None:
@@ -230,11 +334,11 @@ def check(config: OutputConfig, processes_here: int) -> None:
 def describe(config: OutputConfig, processes_here: int, machine_rank: int = 0) -> str:
     """One sentence about what will not be seen, and how to see it; empty when all of it will be."""
     first = machine_rank * processes_here
-    shown = [rank for rank in range(processes_here) if route(config, rank, "stdout", processes_here, first).shown]
+    shown = [rank for rank, (stdout, _) in enumerate(routes(config, processes_here, first), first) if stdout.shown]
     where = "" if config.log_dir is None else f"Output is filed in {config.log_dir}."
     if len(shown) == processes_here:
         return where
-    ranks = f"rank {', '.join(str(first + rank) for rank in shown)}" if shown else "no rank of this machine"
+    ranks = f"rank {', '.join(map(str, shown))}" if shown else "no rank of this machine"
     what = f"Output of {ranks} is shown; --local_ranks_filter all shows every rank"
     return f"{what}. {where}" if where else f"{what}, --log_dir FOLDER files them."
 

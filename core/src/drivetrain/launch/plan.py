@@ -1,21 +1,27 @@
-"""What a launch will do, decided before anything starts: how many processes, on what, where they meet, who trains.
+"""Decides before anything starts what a launch will do: how many processes, on which devices, with which backend.
 
-Pure but for the number of accelerators, for which torch is asked.
+Asks nothing but the environment and, for the number of accelerators, torch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from drivetrain.config.schema import RendezvousConfig, machine_range
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
-from drivetrain.launch.devices import known_kinds
+from drivetrain.launch.devices import (
+    DeviceRequest,
+    Inventory,
+    Selection,
+    check_count,
+    choose,
+    known_kinds,
+    take_inventory,
+)
 from drivetrain.launch.environment import DEFAULT_PORT
-from drivetrain.launch.inventory import Inventory, take_inventory
-from drivetrain.launch.selection import Selection, Wish, check_count, choose
 from drivetrain.registry import core_version, get_registry
 
 if TYPE_CHECKING:
@@ -30,13 +36,14 @@ class LaunchPlan:
         world_size: processes over all machines.
         processes_here: processes on this machine.
         num_machines: machines in the job; of an elastic one, the most.
-        fewest_machines: with how many it goes on; 0 means all.
         machine_rank: index of this machine.
         rdzv_endpoint: where they meet, ``host:port``; port 0 takes a free one.
         max_restarts: how often failed workers are started again.
         monitor_interval: seconds between two looks at the workers.
         selection: the accelerators that the workers of this machine see.
         rendezvous: how long machines wait for each other.
+        fewest_machines: with how many an elastic job goes on; 0 means all.
+        backend: name of the backend that trains; empty where nobody asked for it.
     """
 
     world_size: int
@@ -49,6 +56,7 @@ class LaunchPlan:
     selection: Selection = field(default_factory=Selection)
     rendezvous: RendezvousConfig = field(default_factory=RendezvousConfig)
     fewest_machines: int = 0
+    backend: str = ""
 
     @property
     def machines(self) -> str:
@@ -81,19 +89,18 @@ def make_plan(
     environ = os.environ if environ is None else environ
     asks_machine = not (config.use_cpu or elsewhere)
     kinds = known_kinds(get_registry().devices())
-    wish = Wish(
-        ids=None if config.accelerator_ids is None else tuple(config.accelerator_ids),
-        ids_from=str(resolved.origin("accelerator_ids")),
-        order=config.device_order,
-        order_from=str(resolved.origin("device_order")),
-        cpu=config.use_cpu,
-    )
-    chosen = bool(wish.ids) or wish.order is not None
+    request = DeviceRequest(cpu=config.use_cpu)
+    if config.accelerator_ids is not None:
+        origin = str(resolved.origin("accelerator_ids"))
+        request = replace(request, ids=tuple(config.accelerator_ids), ids_from=origin)
+    if config.device_order is not None:
+        request = replace(request, order=config.device_order, order_from=str(resolved.origin("device_order")))
+    chosen = bool(request.ids) or request.order is not None
     present = take_inventory(kinds, environ) if asks_machine and chosen else None
-    selection = choose(wish, environ, present, kinds)
+    selection = choose(request, environ, present, kinds)
     world = config.num_processes
     if world is None:
-        world = _processes(config.distributed_type, selection, wish, asks_machine=asks_machine) * machines
+        world = _processes(config.distributed_type, selection, request, asks_machine=asks_machine) * machines
     if world % machines:
         raise ConfigError(
             f"num_processes: {world} cannot be shared equally by num_machines: {config.num_machines}",
@@ -105,9 +112,9 @@ def make_plan(
             f"num_machines is {config.num_machines} but main_process_ip is not set",
             cure="Write the address of machine 0 there, the same on every machine.",
         )
-    check_backend(config.distributed_type, world)
+    backend = check_backend(config.distributed_type, world)
     if asks_machine:
-        _check_devices(world // machines, selection, wish, present)
+        _check_devices(world // machines, selection, request, present)
     host = config.main_process_ip or "localhost"
     port = config.main_process_port or (DEFAULT_PORT if machines > 1 else 0)
     return LaunchPlan(
@@ -121,26 +128,27 @@ def make_plan(
         selection=selection,
         rendezvous=config.rendezvous,
         fewest_machines=0 if fewest == machines else fewest,
+        backend=backend,
     )
 
 
-def _processes(name: str | None, selection: Selection, wish: Wish, *, asks_machine: bool) -> int:
+def _processes(name: str | None, selection: Selection, request: DeviceRequest, *, asks_machine: bool) -> int:
     """Processes on one machine when nobody said how many: one per accelerator that may be used."""
     if name is not None and not get_registry().info(name).capabilities.multi_process:
         return 1
-    if wish.ids is not None:
-        return max(1, len(wish.ids))
-    return count_devices() if asks_machine and not selection.on_cpu else 1
+    if request.ids is not None:
+        return max(1, len(request.ids))
+    return max(1, count_devices()) if asks_machine and not selection.on_cpu else 1
 
 
-def _check_devices(processes: int, selection: Selection, wish: Wish, present: Inventory | None) -> None:
+def _check_devices(processes: int, selection: Selection, request: DeviceRequest, present: Inventory | None) -> None:
     """More processes than accelerators, where there are accelerators, is a mistake."""
-    if wish.ids is not None:
-        check_count(processes, wish.ids, present)
+    if request.ids is not None:
+        check_count(processes, request.ids, present)
     elif selection.devices is not None and processes <= len(selection.devices):
         return  # enough were named; asking torch would only take its time
-    elif processes > 1 and not selection.on_cpu and has_accelerator():
-        check_count(processes, selection.devices or tuple(map(str, range(count_devices()))), present)
+    elif processes > 1 and not selection.on_cpu and (count := count_devices()):
+        check_count(processes, selection.devices or tuple(map(str, range(count))), present)
 
 
 def check_backend(name: str | None, world_size: int) -> str:
@@ -175,28 +183,19 @@ def trains_over(name: str | None, world_size: int) -> bool:
 
 def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
     """Return one line that says what is about to be launched, by whom."""
-    name = check_backend(resolved.config.distributed_type, plan.world_size)
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     here = f", {plan.processes_here} of them on machine {plan.machine_rank}" if plan.num_machines > 1 else ""
     precision = resolved.config.mixed_precision
     precise = "" if precision == "no" else f", {precision}"
     chosen = "".join(f", {remark}" for remark in plan.selection.remarks)
-    return f"drivetrain {core_version()}: {name} ({get_registry().owner(name)}) on {processes}{here}{precise}{chosen}"
-
-
-def has_accelerator() -> bool:
-    """Whether torch sees an accelerator. Imports torch."""
-    return _device_count() > 0
+    backend = f"{plan.backend} ({get_registry().owner(plan.backend)})"
+    return f"drivetrain {core_version()}: {backend} on {processes}{here}{precise}{chosen}"
 
 
 def count_devices() -> int:
-    """Return the number of accelerators that torch sees on this machine, or 1 when there is none. Imports torch."""
-    return max(1, _device_count())
-
-
-def _device_count() -> int:
-    """By the vendor's module of torch, which for CUDA asks NVML: a driver that was started could not be forked."""
+    """The number of accelerators that torch sees on this machine, 0 when there is none. Imports torch."""
     import torch
 
     kind = torch.accelerator.current_accelerator()
+    # By the vendor's module, which for CUDA asks NVML: a process that has started the driver could not be forked.
     return 0 if kind is None else int(torch.get_device_module(kind).device_count())

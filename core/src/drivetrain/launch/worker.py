@@ -2,7 +2,7 @@
 
 The launcher starts ``python worker.py [-m] script args``. The script is executed as ``__main__`` just as ``python``
 would: same ``sys.argv``, same ``sys.path[0]``, and an exception ends the process with code 1. But the traceback goes
-into the file that torch's elastic agent reads (``TORCHELASTIC_ERROR_FILE``) instead of the terminal, where those of
+into the file that torchrun names, too (``TORCHELASTIC_ERROR_FILE``), instead of the terminal, where those of
 the other ranks, which fail as soon as their peer is gone, would bury it. This file imports nothing but the standard
 library, and nothing of Drivetrain: it runs before the script's own environment is known to be sound.
 """
@@ -30,8 +30,14 @@ from typing import Any
 PARENT = "DRIVETRAIN_INTERNAL_LAUNCHER_PID"
 """Process id of the launcher; a worker that outlives it would hold devices and write into the next run's folders."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals after which a run may save itself before it ends."""
+
+EXIT_RESUMABLE = 75
+"""Exit code of a run that saved itself because it was told to end: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
 LAST_CALL, CALL_SITES, STACKS = "last_call", "call_sites", "stacks"
-"""Files beside the agent's: numbers of 8 bytes (below), one line of text for each site, and a dump for each signal."""
+"""Files beside the record: numbers of 8 bytes (below), one line of text for each site, and a dump for each signal."""
 
 PID, RANK, CALLS, SITE, STOP = range(5)
 """What the numbers in ``last_call`` are: process id, global rank, how many calls of ours the script has made, number of
@@ -95,7 +101,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def _write_record(message: str, text: str, exit_code: int) -> bool:
-    """Write what happened into the agent's file, in the agent's format. ``False``: there is nobody to read it.
+    """Write what happened where the launcher reads it, as torch's elastic agent would. ``False``: nobody reads it.
 
     The exit code, as :mod:`subprocess` counts, is for a process that is stopped on its way out.
     """
@@ -111,7 +117,7 @@ def _write_record(message: str, text: str, exit_code: int) -> bool:
         "exit_code": exit_code,
     }
     try:
-        part = Path(path + ".part")  # the agent must never read half of it
+        part = Path(path + ".part")  # nobody must read half of it
         part.write_text(json.dumps({"message": {"message": _cut(message), "extraInfo": details}}), encoding="utf-8")
         part.replace(path)
     except OSError:

@@ -20,8 +20,7 @@ from drivetrain.data.active import ActiveLoaders
 from drivetrain.distributed.watchdog import set_stop
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.launch.environment import LAUNCHER
-from drivetrain.launch.stopping import EXIT_RESUMABLE, SIGNALS
-from drivetrain.launch.worker import handle_signals
+from drivetrain.launch.worker import EXIT_RESUMABLE, SIGNALS, handle_signals
 from drivetrain.topology import Topology
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a launch would run, as text: the commands and environments of all machines, or a batch file for Slurm."""
+"""Writes down what a launch would run: the commands and environments of all machines, or a batch file for Slurm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from drivetrain.launch.environment import RANKS
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.stopping import EXIT_RESUMABLE
+from drivetrain.launch.worker import EXIT_RESUMABLE
 
 
 @dataclass(frozen=True)
-class Typed:
+class CommandLine:
     """A call of ``drivetrain launch`` in pieces, to be put together again for another machine.
 
     Args:
@@ -34,7 +34,9 @@ class Typed:
         return ["drivetrain", "launch", *flags, *self.switches, *self.command]
 
 
-def machines(plan: LaunchPlan, typed: Typed, environment: Mapping[str, str], worker: Sequence[str]) -> Iterator[str]:
+def machines(
+    plan: LaunchPlan, typed: CommandLine, environment: Mapping[str, str], worker: Sequence[str]
+) -> Iterator[str]:
     """What each machine has to run, one comment and one command each, and what every process then gets.
 
     Args:
@@ -57,7 +59,7 @@ def machines(plan: LaunchPlan, typed: Typed, environment: Mapping[str, str], wor
     yield shlex.join(worker)
 
 
-def batch_file(plan: LaunchPlan, typed: Typed, *, accelerators: int, resumable: bool = False) -> str:
+def batch_file(plan: LaunchPlan, typed: CommandLine, *, accelerators: int, resumable: bool = False) -> str:
     """Text for ``sbatch``: one launcher on each machine of the allocation, which meet at the first.
 
     Args:

@@ -1,52 +1,53 @@
-"""Start a command's workers on this machine, alone or among others, and report the first failure once."""
+"""Runs a script on every worker of this node, alone or among several, and reports the first failure once."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import LaunchError, UsageError
-from drivetrain.launch import alone, elastic, worker
-from drivetrain.launch.elastic import quiet_logs
+from drivetrain.launch import worker
+from drivetrain.launch.coordinator import Departure, Rendezvous, make_rendezvous
 from drivetrain.launch.environment import refuse_nested, worker_environment
-from drivetrain.launch.failures import explain, failures_of, file_report, where_they_were
+from drivetrain.launch.failures import file_report, where_they_were
 from drivetrain.launch.output import Output
 from drivetrain.launch.output import check as check_output
 from drivetrain.launch.plan import LaunchPlan, make_plan
-from drivetrain.launch.rendezvous.hosting import import_torch_quietly
-from drivetrain.launch.stopping import EXIT_RESUMABLE, Stopping, ToldToEndError
+from drivetrain.launch.worker import EXIT_RESUMABLE
+from drivetrain.launch.workers import (
+    StopRequestedError,
+    StopSignals,
+    first_failure,
+    report,
+    run_workers,
+    start_command,
+)
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
-    from drivetrain.launch.machines import Fate
-    from drivetrain.launch.rendezvous.handlers import OneMachine
-    from drivetrain.launch.rendezvous.meeting import Meeting
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the workers of this machine ended.
+    """How the workers of this node ended.
 
     Args:
         code: for the shell.
-        fate, why: what the other machines are told.
+        how, why: what the other nodes are told.
         error: raised after they were told.
     """
 
     code: int
-    fate: Fate
+    how: Departure
     why: str = ""
-    error: LaunchError | None = None
-
-
-Start = Callable[[Output, Stopping], dict[int, int | None]]
-"""Starts workers and waits for them; returns exit codes by global rank of those that did not end well."""
+    error: Exception | None = None
 
 
 def launch(
@@ -72,7 +73,7 @@ def launch(
     Returns:
         0, or the exit code of the worker that failed first (128 + n when signal n ended it). Told to end by signal n it
         is 128 + n, too, but for SIGTERM to a run that saved itself, or was to and had not begun to train:
-        ``stopping.EXIT_RESUMABLE``.
+        :data:`drivetrain.launch.worker.EXIT_RESUMABLE`.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.launch.plan.make_plan`; nothing was started.
@@ -93,87 +94,69 @@ def launch(
     plan = make_plan(resolved) if plan is None else plan
     refuse_nested(plan.num_machines)
     check_output(resolved.config.output, plan.processes_here)
+    if resolved.config.debug:
+        logging.getLogger(__package__).setLevel(logging.INFO)
+        logging.getLogger(__package__).addHandler(logging.StreamHandler())
     words = worker_command(command, module=module, no_python=no_python)
-    added = worker_variables(resolved, plan)
-    added[worker.PARENT] = str(os.getpid())
-
-    if plan.num_machines > 1:
-        return _among_machines(words, plan, resolved, added)
-    with quiet_logs((__package__,), resolved.config.debug):
-        ending = _end_of(
-            lambda output, stopping: alone.run(words, plan, output, stopping, added), resolved, plan.processes_here
-        )
+    added = worker_variables(resolved, plan) | {
+        worker.PARENT: str(os.getpid()),
+        "ROLE_NAME": resolved.config.output.role,
+    }
+    rendezvous = make_rendezvous(plan)
+    ending = _run(words, resolved, plan, rendezvous, added)
+    said = str(ending.error)
+    sys.stderr.writelines(f"{it}\n" for it in rendezvous.leave(ending.how, ending.why) if it not in said)
     if ending.error is not None:
         raise ending.error
     return ending.code
 
 
-def _among_machines(words: Sequence[str], plan: LaunchPlan, resolved: ResolvedConfig, added: Mapping[str, str]) -> int:
-    """Be one of several machines; the others are told how it ended."""
-    import_torch_quietly()
-    import torch.distributed.launcher.api  # noqa: F401 - so that its logs are there to be quiet
-
-    from drivetrain.launch.rendezvous.handlers import rendezvous_of
-
-    meeting = rendezvous_of(plan)
-    with elastic.agent_surroundings(added, resolved.config.debug):
-        ending = _end_of(
-            lambda output, stopping: elastic.run(words, plan, output, stopping, meeting), resolved, plan.processes_here
-        )
-    return _leave(meeting, ending)
-
-
-def _end_of(start: Start, resolved: ResolvedConfig, workers: int) -> Ending:
-    """Start the workers, wait, and tell the user how they ended."""
+def _run(
+    words: Sequence[str],
+    resolved: ResolvedConfig,
+    plan: LaunchPlan,
+    rendezvous: Rendezvous,
+    variables: Mapping[str, str],
+) -> Ending:
+    """Run the workers, and tell the user how they ended."""
     with (
         tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
         Output(resolved.config.output, Path(folder)) as output,
-        Stopping(lambda: output.records, workers) as stopping,
+        StopSignals(output, plan.processes_here) as signals,
     ):
         try:
-            failed = start(output, stopping)
+            failures = run_workers(start_command(words), plan, output, signals, rendezvous, variables)
         except LaunchError as error:
             output.close()
             sys.stderr.write(where_they_were(output.records))
             return Ending(1, "stopped", error=error)
-        except ToldToEndError as told:
-            stopping.end_leftovers()
-            if resolved.config.save_on_interrupt and stopping.starts_again(told.received):
+        except OSError as error:
+            return Ending(1, "failed", f"its launcher failed: {error}", error)
+        except StopRequestedError as stop:
+            signals.kill_leftovers()
+            if resolved.config.save_on_interrupt and signals.was_starting(stop.received):
                 return _stopped_while_starting()
-            sys.stderr.write(f"stopped by {told.received.name}; no worker is left\n")
-            return Ending(128 + told.received, "gone", f"was stopped by {told.received.name}")
-        if failed:
-            failures = failures_of(failed, output.records)
+            sys.stderr.write(f"stopped by {stop.received.name}; no worker is left\n")
+            return Ending(128 + stop.received, "interrupted", f"was stopped by {stop.received.name}")
+        if failures:
             # A scheduler that tells every process may reach the workers before it reaches this one.
-            if resolved.config.save_on_interrupt and stopping.starts_again(-(failures[0].exit_code or 0)):
-                stopping.end_leftovers()
+            if resolved.config.save_on_interrupt and signals.was_starting(-(failures[0].exit_code or 0)):
+                signals.kill_leftovers()
                 return _stopped_while_starting()
-            output.close()  # the report goes below everything that the workers wrote
-            sys.stderr.write(f"{output.last_words(failures[0].rank)}{explain(failures)}\n")
+            sys.stderr.write(report(failures, output))
             path = file_report(failures, resolved.config.project_dir)
             sys.stderr.write("" if path is None else f"With the stacks of all ranks: {path}\n")
-            return Ending(failures[0].shell_code, "failed", f"rank {failures[0].rank} failed: {failures[0]}")
-        if code := stopping.exit_code():
+            return Ending(failures[0].shell_code, "failed", first_failure(failures))
+        if code := signals.exit_code():
             sys.stderr.write("the run saved itself and stopped; started again, it goes on\n")
-            return Ending(code, "gone", "saved itself and stopped")
+            return Ending(code, "interrupted", "saved itself and stopped")
         return Ending(0, "finished")
 
 
 def _stopped_while_starting() -> Ending:
     """Of a run that saves itself when it is told to end; it had nothing to save yet."""
     sys.stderr.write("stopped by SIGTERM before the training began; started again, it goes on from its checkpoint\n")
-    return Ending(EXIT_RESUMABLE, "gone", "was stopped by SIGTERM before the training began")
-
-
-def _leave(meeting: OneMachine | Meeting, ending: Ending) -> int:
-    """Tell the other machines how this one ended, and the user what is known of them."""
-    said = str(ending.error)
-    sys.stderr.writelines(f"{it}\n" for it in meeting.leave(ending.fate, ending.why) if it not in said)
-    if ending.error is not None:
-        raise ending.error
-    if ending.fate == "finished" and meeting.verdict():
-        raise LaunchError(meeting.verdict())
-    return ending.code
+    return Ending(EXIT_RESUMABLE, "interrupted", "was stopped by SIGTERM before the training began")
 
 
 def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> list[str]:
@@ -185,12 +168,7 @@ def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> 
 
 
 def worker_variables(resolved: ResolvedConfig, plan: LaunchPlan) -> dict[str, str]:
-    """What is added to the environment of each worker, besides what the agent says about ranks."""
-    return worker_environment(_handed_over(resolved, plan), plan.processes_here) | dict(plan.selection.variables)
-
-
-def _handed_over(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
-    """The configuration as the workers get it: a run for which no accelerator was chosen stays on the CPU."""
-    if plan.on_cpu and resolved.config.accelerator_ids is not None:
+    """What is added to the environment of each worker, besides its ranks."""
+    if plan.on_cpu and resolved.config.accelerator_ids is not None:  # no accelerator was chosen
         resolved = replace(resolved, config=resolved.config.model_copy(update={"use_cpu": True}))
-    return resolved.to_json()
+    return worker_environment(resolved.to_json(), plan.processes_here) | dict(plan.selection.variables)

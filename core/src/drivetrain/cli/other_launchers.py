@@ -1,4 +1,4 @@
-"""Suggest replacements for options of other launchers. Imported when one was typed."""
+"""Suggests what to write instead of an option of another launcher. Imported when one was typed."""
 
 from __future__ import annotations
 

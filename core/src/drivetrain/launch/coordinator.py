@@ -1,0 +1,757 @@
+"""Decides when workers start, with which ranks, and where they meet: on one node at once, on several by a coordinator.
+
+Workers run in *rounds*. On one node a round begins whenever the launcher starts its workers. On several nodes the
+launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. Every launcher sends it the status of
+its node once a second and gets the state of the job in return. A round begins when all nodes are ready or, where fewer
+suffice, when no other has joined for a while. It ends when a node is lost, when workers of a node fail, or when a node
+joins; all workers are then started again, and the script resumes from its last checkpoint.
+
+Only the coordinator decides, so that no two nodes can disagree. It measures all times on its own clock. Imports torch
+when workers need a store, in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from drivetrain.errors import LaunchError
+
+if TYPE_CHECKING:
+    from drivetrain.launch.plan import LaunchPlan
+
+LOOPBACK = "127.0.0.1"
+"""Address of a single node: a container's own host name often does not resolve."""
+
+_HEARTBEAT = 1.0
+"""Seconds between two messages of a node while nothing happens."""
+
+_POLL = 0.1
+"""Seconds between two looks at the state while something is awaited."""
+
+_GREETING_SECONDS = 20.0
+"""Within which a coordinator answers a connection that it has accepted."""
+
+_STOP_SECONDS = 40.0
+"""How long node 0 stays for nodes that have to leave: their launchers give workers 30 to end."""
+
+_GREETING = "drivetrain launch\n"
+_LONGEST_MESSAGE = 1 << 20
+_BACKLOG = 4096
+"""Connections that wait until torch's store is there; the system lowers it to its own limit."""
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Without it gloo takes the address of the machine's host name, which on many systems is a loopback address."""
+
+_CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+_SIOCGIFADDR = 0x8915  # Linux, netdevice(7): address of an interface
+
+
+@final
+class WorkerStore:
+    """The port where the workers of one round meet, open at once, and torch's store behind it as soon as that is there.
+
+    Workers import torch while the launcher does; those that are quicker wait in the socket's queue. Each round has a
+    store of its own, since keys of dead workers would mislead the next ones.
+
+    Args:
+        port: 0 takes a free one.
+        address: to listen at; empty = all addresses of this node.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+
+    def __init__(self, port: int = 0, address: str = LOOPBACK) -> None:
+        self._socket = listen(address, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._lock = threading.Lock()
+        self._closed = False
+        self._store: Any = None
+        self._error: Exception | None = None
+
+    def serve(self) -> None:
+        """Import torch and open the store, in a thread. Python cannot end before it has imported torch."""
+        threading.Thread(target=self._serve, name="drivetrain-store").start()
+
+    def check(self) -> None:
+        """Raise what kept the store from opening: the workers would wait for it in vain."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give the port back. May be called twice, and while torch is still being imported."""
+        with self._lock:
+            self._closed, self._store = True, None
+            self._socket.close()
+
+    def _serve(self) -> None:
+        try:
+            quiet = _CPP_LOG not in os.environ
+            if quiet:  # torch's stores warn about host names without a reverse entry; it reads the variable once
+                os.environ[_CPP_LOG] = "ERROR"
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            if quiet:
+                os.environ.pop(_CPP_LOG, None)
+            with self._lock:
+                if not self._closed:
+                    listening = self._socket.detach()  # the store's from here on
+                    self._store = TCPStore(
+                        LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening
+                    )
+        except Exception as error:  # noqa: BLE001 - raised by check(), in the main thread
+            self._error = error
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that accepts connections at this port; with an empty address at all addresses, IPv6 ones included.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise LaunchError(
+            f"port {port} of this machine is taken", cure="Write another main_process_port, or 0 for a free one."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of the workers of this node.
+
+    Args:
+        node_rank: index of this node among those that take part.
+        num_nodes: how many take part.
+        master_addr, master_port: where the workers meet.
+        restart_count: failures so far.
+        store: where they meet, on the node that holds it.
+        variables: further environment variables for the workers.
+    """
+
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    restart_count: int = 0
+    store: WorkerStore | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Rendezvous(ABC):
+    """What a launcher asks before it starts workers, and tells when they have ended."""
+
+    @abstractmethod
+    def next_round(self) -> Round:
+        """Wait until the next round begins.
+
+        Raises:
+            LaunchError: nodes did not come in time (the message says which), a port or this node's rank is taken, or
+                the job is over.
+        """
+
+    @abstractmethod
+    def must_restart(self) -> bool:
+        """Whether this node has to stop its workers and get ready for the next round. Raises as :meth:`next_round`."""
+
+    @abstractmethod
+    def may_restart(self, why: str) -> bool:
+        """Whether the workers, of which one failed, may be started again. Asked once they are stopped.
+
+        Args:
+            why: ``rank 1 failed: ...``.
+        """
+
+    @abstractmethod
+    def leave(self, how: Departure, why: str = "") -> list[str]:
+        """Tell the other nodes that this one leaves, and why.
+
+        Returns:
+            A sentence for each other node that was lost or failed, the cause of the others last.
+
+        Raises:
+            LaunchError: this node's workers finished, but the job failed on another node.
+        """
+
+
+@final
+class SingleNode(Rendezvous):
+    """All workers are on this node."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._port = int(plan.rdzv_endpoint.rpartition(":")[2])
+        self._max_restarts, self._failures = plan.max_restarts, 0
+
+    def next_round(self) -> Round:
+        store = WorkerStore(self._port)
+        return Round(0, 1, LOOPBACK, store.port, self._failures, store)
+
+    def must_restart(self) -> bool:
+        return False
+
+    def may_restart(self, why: str) -> bool:
+        self._failures += 1
+        return self._failures <= self._max_restarts
+
+    def leave(self, how: Departure, why: str = "") -> list[str]:
+        return []
+
+
+def make_rendezvous(plan: LaunchPlan) -> Rendezvous:
+    """The rendezvous of a plan. Nothing is opened yet."""
+    return SingleNode(plan) if plan.num_machines == 1 else Node(plan)
+
+
+Departure = Literal["finished", "failed", "interrupted", "stopped"]
+"""Why a node left: its workers finished; they failed; it was told to end; the job was over for all nodes."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What a node tells the coordinator.
+
+    Args:
+        node: its ``machine_rank``.
+        id: differs between launchers.
+        host: its name.
+        address: its address on the way to node 0; of node 0, where it is reached.
+        ready: the round that it is ready for; its workers run in an earlier one, or in none.
+        why: why its workers failed, or why it left.
+        left: how it left; ``None`` while it is there.
+        done: it left and waits for nothing more.
+    """
+
+    node: int
+    id: str
+    host: str
+    address: str
+    ready: int = 0
+    why: str = ""
+    left: Departure | None = None
+    done: bool = False
+
+    def __str__(self) -> str:
+        return f"machine {self.node} ({self.host}, {self.address})"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the coordinator decided, the same for all nodes.
+
+    Args:
+        round: the last round that began; 0 before the first.
+        members: the nodes that take part in it, by ``machine_rank``.
+        port: where the workers of this round meet, on node 0.
+        next_round: the round that nodes have to get ready for; the same as ``round`` while that goes on.
+        failures: rounds that ended because workers failed or a node was lost.
+        departures: a sentence for each node that was lost or left, empty for one that finished or was stopped.
+        present: nodes that are there, or still wait to hear about the others.
+        over: why no further round will begin; ``None`` while the job goes on.
+    """
+
+    round: int = 0
+    members: tuple[NodeStatus, ...] = ()
+    port: int = 0
+    next_round: int = 1
+    failures: int = 0
+    departures: Mapping[int, str] = field(default_factory=dict)
+    present: tuple[int, ...] = ()
+    over: str | None = None
+
+    def index_of(self, id: str) -> int | None:  # noqa: A002 - the field's name
+        """Index among the members; ``None`` when this launcher is not one of them."""
+        return next((index for index, member in enumerate(self.members) if member.id == id), None)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> JobState:
+        """From what ``asdict`` gave and JSON carried."""
+        members = tuple(NodeStatus(**member) for member in fields.pop("members"))
+        departures = {int(node): sentence for node, sentence in fields.pop("departures").items()}
+        return cls(members=members, departures=departures, present=tuple(fields.pop("present")), **fields)
+
+
+@dataclass
+class _Heard:
+    """The last status of a node, and when it came."""
+
+    status: NodeStatus
+    at: float
+
+
+class Coordinator:
+    """Decides from the nodes' messages who takes part in which round. Without a network or a clock of its own.
+
+    ``hear`` each message, then ``update``; :attr:`state` is what all nodes shall know.
+
+    Args:
+        plan: how many nodes and restarts, and how long to wait; the same on all nodes.
+        now: seconds, on the clock of all later calls.
+    """
+
+    def __init__(self, plan: LaunchPlan, now: float) -> None:
+        self._max_nodes, self._max_restarts = plan.num_machines, plan.max_restarts
+        self._min_nodes = plan.fewest_machines or plan.num_machines
+        self._timeouts = plan.rendezvous
+        self.state = JobState()
+        self._heard: dict[int, _Heard] = {}
+        self._waiting_since = self._ready_since = now
+        self._ready: tuple[str, ...] = ()
+
+    def hear(self, status: NodeStatus, now: float) -> None:
+        """Take in a message of a node."""
+        self._heard[status.node] = _Heard(status, now)
+
+    def rival(self, status: NodeStatus, now: float) -> tuple[NodeStatus, float] | None:
+        """Another launcher with the rank of this one, unless it has left or was lost, and when it was last heard."""
+        heard = self._heard.get(status.node)
+        if heard is None or heard.status.id == status.id or self._absence(heard, now) is not None:
+            return None
+        return heard.status, heard.at
+
+    def update(self, now: float) -> bool:
+        """Bring the state up to date. ``True``: the nodes of the next round are complete, and it may :meth:`begin`."""
+        absences = {node: self._absence(heard, now) for node, heard in sorted(self._heard.items())}
+        departures = {node: sentence for node, sentence in absences.items() if sentence is not None}
+        present = (node for node, it in self._heard.items() if not (it.status.done or self._is_silent(it, now)))
+        self.state = replace(self.state, departures=departures, present=tuple(sorted(present)))
+        if self.state.over is not None:
+            return False
+        failed = next((heard.status for heard in self._heard.values() if heard.status.left == "failed"), None)
+        if failed is not None:
+            self._end(f"{failed}: {failed.why}")
+        elif self.state.next_round == self.state.round:
+            self._check_round(now)
+        else:
+            return self._is_complete(now)
+        return False
+
+    def begin(self, port: int) -> None:
+        """Begin the next round with the nodes that are ready, whose workers meet at this port."""
+        ready = (heard.status for heard in self._heard.values() if heard.status.id in self._ready)
+        members = tuple(sorted(ready, key=_rank))
+        self.state = replace(self.state, round=self.state.next_round, members=members, port=port)
+
+    def _check_round(self, now: float) -> None:
+        """End the round when a member was lost, when workers failed, or when a node wants to join."""
+        current = [self._heard[member.node].status for member in self.state.members]
+        finished = [status for status in current if status.left == "finished"]
+        trouble = [sentence for member in self.state.members if (sentence := self._trouble(member, now))]
+        if trouble:
+            self.state = replace(self.state, failures=self.state.failures + 1)
+            if finished:
+                self._end(f"{trouble[0]}; {finished[0]} had finished, so that the others cannot start again")
+            elif self.state.failures > self._max_restarts:
+                self._end(trouble[0])
+            else:
+                self._call(now)
+        elif any(self.state.index_of(status.id) is None for status in self._living(now)) and not finished:
+            self._call(now)
+
+    def _trouble(self, member: NodeStatus, now: float) -> str | None:
+        """Why a member cannot go on in its round; ``None`` when it can."""
+        heard = self._heard[member.node]
+        if heard.status.id != member.id:
+            return f"{member} was started again"
+        if heard.status.left != "finished" and (sentence := self._absence(heard, now)):
+            return sentence
+        return f"{member}: {heard.status.why}" if heard.status.ready > self.state.round else None
+
+    def _is_complete(self, now: float) -> bool:
+        """Whether all nodes of the next round are ready, or as many as will come."""
+        living = self._living(now)
+        ready = sorted((status for status in living if status.ready >= self.state.next_round), key=_rank)
+        if (ids := tuple(status.id for status in ready)) != self._ready:
+            self._ready, self._ready_since = ids, now
+        late = [status for status in living if status not in ready and self.state.index_of(status.id) is not None]
+        finished = [heard.status for heard in self._heard.values() if heard.status.left == "finished"]
+        if finished:
+            self._end(f"{finished[0]} had finished, so that the others cannot start again")
+        elif len(ready) == self._max_nodes:
+            return True
+        elif len(ready) >= self._min_nodes and not late:
+            return now - self._ready_since >= self._timeouts.last_call_seconds
+        elif now - self._waiting_since > self._timeouts.timeout_seconds:
+            self._end(self._missing(ready))
+        return False
+
+    def _missing(self, ready: list[NodeStatus]) -> str:
+        here = {status.node for status in ready}
+        absent = [str(node) for node in range(self._max_nodes) if node not in here]
+        came = ", ".join(map(str, ready)) or "no machine"
+        many = "machines" if len(absent) > 1 else "machine"
+        needed = "" if self._min_nodes == self._max_nodes else f" (at least {self._min_nodes} are needed)"
+        seconds = f"{self._timeouts.timeout_seconds:g} seconds"
+        return f"after {seconds} {came} came, {many} {', '.join(absent)} did not{needed}"
+
+    def _call(self, now: float) -> None:
+        """Have all nodes get ready for the next round."""
+        self.state = replace(self.state, next_round=self.state.round + 1)
+        self._waiting_since, self._ready, self._ready_since = now, (), now
+
+    def _end(self, why: str) -> None:
+        self.state = replace(self.state, over=why)
+
+    def _living(self, now: float) -> list[NodeStatus]:
+        return [heard.status for heard in self._heard.values() if self._absence(heard, now) is None]
+
+    def _absence(self, heard: _Heard, now: float) -> str | None:
+        """Why a node is not there; empty when it finished or was stopped, ``None`` when it is there."""
+        status = heard.status
+        if status.left is not None:
+            return f"{status}: {status.why}" if status.left in ("failed", "interrupted") else ""
+        if self._is_silent(heard, now):
+            return f"{status} was lost: no sign of life for {self._timeouts.lost_after_seconds:g} seconds"
+        return None
+
+    def _is_silent(self, heard: _Heard, now: float) -> bool:
+        return now - heard.at > self._timeouts.lost_after_seconds
+
+
+def _rank(status: NodeStatus) -> int:
+    return status.node
+
+
+@final
+class _Server:
+    """The coordinator's port on node 0, with a thread for each connection and one that looks at the time.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        port = int(plan.rdzv_endpoint.rpartition(":")[2])
+        try:
+            self._socket = listen("", port)
+        except LaunchError:
+            raise LaunchError(
+                f"port {port} of this machine is taken, so that the machines cannot meet there",
+                cure="Write another --main_process_port, the same on every machine.",
+            ) from None
+        self._lost_after = plan.rendezvous.lost_after_seconds
+        self._coordinator = Coordinator(plan, time.monotonic())
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.store: WorkerStore | None = None
+        """Where the workers of the current round meet."""
+        for name, target in (("accept", self._accept), ("clock", self._clock)):
+            threading.Thread(target=target, name=f"drivetrain-{name}", daemon=True).start()
+
+    def exchange(self, status: NodeStatus) -> JobState:
+        """Take in a message, and return the state of the job."""
+        with self._lock:
+            self._coordinator.hear(status, time.monotonic())
+            return self._update()
+
+    def close(self) -> None:
+        """End the coordinator."""
+        self._closed.set()
+        # Closing alone would not wake the thread that waits in accept().
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _update(self) -> JobState:
+        if self._coordinator.update(time.monotonic()):
+            self.store = WorkerStore(address="")
+            self._coordinator.begin(self.store.port)
+        return self._coordinator.state
+
+    def _clock(self) -> None:
+        while not self._closed.wait(_POLL):
+            with self._lock:
+                self._update()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer the messages of one connection. What is no message of a launcher ends it."""
+        ends = contextlib.suppress(OSError, ValueError, TypeError)
+        with ends, connection, connection.makefile("rw", encoding="utf-8") as stream:
+            stream.write(_GREETING)
+            stream.flush()
+            while line := stream.readline(_LONGEST_MESSAGE):
+                status = NodeStatus(**json.loads(line))
+                rival = self._rival(status)
+                answer = asdict(self.exchange(status)) if rival is None else {"rival": str(rival)}
+                stream.write(json.dumps(answer) + "\n")
+                stream.flush()
+                if rival is not None:
+                    return
+
+    def _rival(self, status: NodeStatus) -> NodeStatus | None:
+        """Another launcher of this rank that is alive. Waits until it is heard again, or is lost."""
+        first: float | None = None
+        while True:
+            with self._lock:
+                found = self._coordinator.rival(status, time.monotonic())
+            if found is None or (first is not None and found[1] != first):
+                return None if found is None else found[0]
+            first = found[1]
+            time.sleep(_POLL)
+
+
+@final
+class _Client:
+    """The connection of another node to the coordinator.
+
+    Raises:
+        LaunchError: nothing answers in time, or what answers is another program.
+    """
+
+    def __init__(self, host: str, port: int, plan: LaunchPlan) -> None:
+        seconds = plan.rendezvous.timeout_seconds
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                left = max(0.1, min(3.0, end - time.monotonic()))
+                self._connection = socket.create_connection((host, port), timeout=left)
+                break
+            except OSError as error:
+                if time.monotonic() + _POLL >= end:
+                    reason = error.strerror or str(error) or type(error).__name__
+                    raise LaunchError(
+                        f"machine 0 at {host}, port {port} did not come within {seconds:g} seconds ({reason})",
+                        cure="Start it with --machine_rank 0 and the same port, and check that this machine reaches"
+                        " it.",
+                    ) from None
+                time.sleep(_POLL)
+        self._stream = self._connection.makefile("rw", encoding="utf-8")
+        self._connection.settimeout(min(seconds, _GREETING_SECONDS))
+        try:
+            greeting = self._stream.readline(len(_GREETING))
+        except (OSError, ValueError):
+            greeting = ""
+        if greeting != _GREETING:
+            raise LaunchError(
+                f"what answers at {host}, port {port}, is no `drivetrain launch`",
+                cure="Another program has this port: write another --main_process_port, the same on every machine.",
+            )
+        # The first answer may take as long as it takes to be sure that another launcher of this rank is lost.
+        self._connection.settimeout(plan.rendezvous.lost_after_seconds + _HEARTBEAT)
+
+    def exchange(self, status: NodeStatus) -> JobState:
+        """Send a message, and return the state of the job.
+
+        Raises:
+            OSError: the connection is dead.
+            LaunchError: another launcher has this node's rank.
+        """
+        self._stream.write(json.dumps(asdict(status)) + "\n")
+        self._stream.flush()
+        line = self._stream.readline()
+        if not line:
+            raise ConnectionError("the connection was closed")
+        answer = json.loads(line)
+        if "rival" in answer:
+            raise LaunchError(
+                f"{answer['rival']} is already there",
+                cure="Give each machine its own --machine_rank, and each run its own --main_process_port.",
+            )
+        return JobState.from_dict(answer)
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        self._connection.close()
+
+
+@final
+class Node(Rendezvous):
+    """This node among several. A thread of it exchanges messages with the coordinator, which on node 0 is here, too.
+
+    The launcher's main thread never waits for the network: a dead link would hold it for many minutes.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        host, _, port = plan.rdzv_endpoint.rpartition(":")
+        self._plan, self._host, self._port = plan, host, int(port)
+        self._is_first = plan.machine_rank == 0
+        self._coordinator = f"machine 0 at {host}, port {port}"
+        own = host if self._is_first else _route_to(host)  # others see of node 0 where they reach it
+        self._status = NodeStatus(plan.machine_rank, uuid.uuid4().hex, socket.gethostname(), own)
+        self._sent: NodeStatus | None = None
+        self._state = JobState()
+        self._round = 0
+        self._lost = ""
+        self._link: _Server | _Client | None = None
+        self._news, self._hurry, self._stop = threading.Condition(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drivetrain-heartbeat", daemon=True)
+
+    def next_round(self) -> Round:
+        timeouts = self._plan.rendezvous
+        if self._link is None:
+            link = _Server(self._plan) if self._is_first else _Client(self._host, self._port, self._plan)
+            self._status = replace(self._status, ready=1)
+            try:
+                self._state = link.exchange(self._status)
+            except OSError:
+                raise LaunchError(f"{self._coordinator} closed the connection") from None
+            self._link = link
+            self._thread.start()
+        # The coordinator knows who is missing; its sentence shall be read before this node gives up by itself.
+        end = time.monotonic() + timeouts.timeout_seconds + timeouts.last_call_seconds + 3 * timeouts.lost_after_seconds
+        index: int | None = None
+        while index is None:
+            self._check()
+            if time.monotonic() > end:
+                raise LaunchError(f"{self._coordinator} began no round within {timeouts.timeout_seconds:g} seconds")
+            with self._news:
+                state = self._state
+                if state.round > self._round:
+                    self._round, index = state.round, state.index_of(self._status.id)
+                elif self._status.ready <= self._round:
+                    self._say(ready=self._round + 1, why="")
+                else:
+                    self._news.wait(_POLL)
+        self._hurry.clear()
+        store = self._link.store if isinstance(self._link, _Server) else None
+        others = [member.address for member in state.members if member.id != self._status.id]
+        interface = _interface_of(_route_to(others[0])) if others and _INTERFACE not in os.environ else ""
+        variables = {_INTERFACE: interface} if interface else {}
+        return Round(index, len(state.members), self._host, state.port, state.failures, store, variables)
+
+    def must_restart(self) -> bool:
+        self._check()
+        return self._state.next_round > self._round
+
+    def may_restart(self, why: str) -> bool:
+        self._say(ready=self._round + 1, why=why)
+        self._wait(lambda: self._state.over is not None or self._state.next_round > self._round, float("inf"))
+        return self._state.over is None and not self._lost
+
+    def leave(self, how: Departure, why: str = "") -> list[str]:
+        if self._link is None:
+            return []
+        # A node that failed wants to hear about the others; node 0 has to serve them until they know.
+        lost_after = self._plan.rendezvous.lost_after_seconds
+        patience = lost_after + (_STOP_SECONDS if self._is_first else 2 * _HEARTBEAT)
+        self._say(left=how, why=why, done=how != "failed")
+        self._wait(self._may_go, float("inf") if how == "finished" else patience)
+        self._say(done=True)
+        self._wait(self._is_sent, _HEARTBEAT)
+        self._stop.set()
+        self._hurry.set()
+        self._thread.join(_HEARTBEAT)
+        self._link.close()
+        if how == "finished" and self._state.over:
+            raise LaunchError(self._state.over)
+        others = [it for node, it in self._state.departures.items() if it and node != self._plan.machine_rank]
+        return [it for it in (*sorted(others, key=_is_loss), self._lost) if it]
+
+    def _run(self) -> None:
+        """The thread: exchange messages until nobody depends on it."""
+        assert self._link is not None
+        while not self._stop.is_set():
+            status = self._status
+            try:
+                state = self._link.exchange(status)
+            except TimeoutError:
+                seconds = f"{self._plan.rendezvous.lost_after_seconds:g} seconds"
+                self._lost = f"{self._coordinator}, where the machines meet, was lost: no answer for {seconds}"
+                return
+            except OSError:
+                self._lost = f"{self._coordinator}, where the machines meet, was lost: it closed the connection"
+                return
+            with self._news:
+                self._state, self._sent = state, status
+                self._news.notify_all()
+            if self._hurry.is_set() or state.next_round > state.round or state.over is not None:
+                self._stop.wait(_POLL)
+            else:
+                self._hurry.wait(_HEARTBEAT)
+
+    def _say(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+        self._hurry.set()
+
+    def _check(self) -> None:
+        """Raise when the job is over or the coordinator was lost."""
+        if self._state.over is not None:
+            cure = ""
+            if self._is_first and not self._round and not _is_here(self._host):
+                cure = f"main_process_ip {self._host} is no address of this machine; the others look for it there."
+            raise LaunchError(self._state.over, cure=cure)
+        if self._lost:
+            raise LaunchError(self._lost, cure="Start all machines again; the script goes on from its last checkpoint.")
+
+    def _is_sent(self) -> bool:
+        return self._sent is self._status
+
+    def _may_go(self) -> bool:
+        """Whether the message has arrived, no node needs this one, and it knows what it wants to know."""
+        if not self._is_sent():
+            return False
+        if self._is_first:
+            return not set(self._state.present) - {0}
+        return self._status.done or {member.node for member in self._state.members} <= self._state.departures.keys()
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (self._lost or condition()):
+            time.sleep(_POLL)
+
+
+def _is_loss(sentence: str) -> bool:
+    return " was lost: " in sentence
+
+
+def _route_to(host: str) -> str:
+    """This node's own address on the way to ``host``; empty when there is no way, or no such host.
+
+    Sends nothing: connecting a datagram socket only chooses a route.
+    """
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host`` names an address of this node."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _interface_of(address: str) -> str:
+    """Name of the interface that carries this IPv4 address; empty when none does, and where it cannot be asked."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""

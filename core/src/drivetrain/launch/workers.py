@@ -1,0 +1,337 @@
+"""Starts the workers of this node, watches them, starts them again after a failure, and stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Protocol, Self
+
+from drivetrain.launch.coordinator import Rendezvous, Round
+from drivetrain.launch.failures import Failure, LastSeen, explain, read_failures, read_workers
+from drivetrain.launch.output import Output
+from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.worker import SIGNALS
+
+STOP_SECONDS = 30.0
+"""How long workers may take to end after a signal before they are killed, as under ``torchrun``."""
+
+INTERRUPT_SECONDS = 10.0
+"""How long after Ctrl-C, when somebody is waiting. A worker in a collective never hears of it."""
+
+_log = logging.getLogger(__name__)
+_OTHER_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+"""Signals that stop the workers at once, unless whoever started the launcher has it ignore them, as ``nohup`` does."""
+
+_NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""A collective that fails ends its process, as under torchrun, unless the user says otherwise."""
+
+_SENT = (-signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of workers that were stopped, where they had not ended before."""
+
+_LOCAL_RANK = "${local_rank}"
+"""In an argument it becomes the worker's local rank, as under ``torchrun``."""
+
+
+class Process(Protocol):
+    """A worker's process; what :class:`subprocess.Popen` has."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is also that of its session and process group."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; ``None`` while it runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end. Raises :class:`subprocess.TimeoutExpired`."""
+
+
+Start = Callable[[int, Mapping[str, str], int | None, int | None], Process]
+"""Starts a worker with this local rank, environment, stdout and stderr, in a session of its own.
+
+The streams are file descriptors, ``subprocess.DEVNULL``, or ``None`` for the launcher's own. In a session of its own a
+worker does not get a terminal's Ctrl-C, which is the launcher's to pass on.
+"""
+
+
+def start_command(command: Sequence[str]) -> Start:
+    """Workers that run a program with its arguments."""
+
+    def start(local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> Process:
+        words = [word.replace(_LOCAL_RANK, str(local_rank)) for word in command]
+        return subprocess.Popen(words, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+
+    return start
+
+
+class StopRequestedError(Exception):
+    """Raised in the main thread, wherever it is, when a signal says that the workers have to be stopped."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(received)
+        self.received = received
+
+
+class StopSignals:
+    """Handles Ctrl-C and SIGTERM while workers run; a context manager. Does nothing outside of the main thread.
+
+    The first signal is passed on to workers that have said that they save themselves; where any has not,
+    :class:`StopRequestedError` is raised, and all are stopped. A second Ctrl-C kills all of them at once.
+
+    Args:
+        output: knows where the workers keep their records.
+        num_workers: on this node.
+    """
+
+    def __init__(self, output: Output, num_workers: int) -> None:
+        self._output, self._num_workers = output, num_workers
+        self._before: dict[int, signal.Handlers | Callable[[int, FrameType | None], object] | int | None] = {}
+        self._timer: threading.Timer | None = None
+        self._held: list[int] | None = None
+        self._received: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number in _OTHER_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._on_signal) for number in (*SIGNALS, *heeded)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals that arrive inside of the block are handled at its end."""
+        self._held = []
+        try:
+            yield
+        finally:
+            arrived, self._held = self._held, None
+        for number in arrived:
+            self._on_signal(number, None)
+
+    def exit_code(self) -> int:
+        """After all workers ended well: 0, or the code with which they stopped because they were told to."""
+        return max((seen.stop for seen in self._seen() if seen.stop > 1), default=0)
+
+    def was_starting(self, received: int) -> bool:
+        """Whether a run that was stopped by this signal was still starting: it resumes where the one before it saved.
+
+        A worker is starting until it has made its accelerator, and no step can have been trained before all have.
+        """
+        seen = self._seen()
+        is_starting = len(seen) < self._num_workers or any(not (each.calls or each.stop) for each in seen)
+        return received == signal.SIGTERM and is_starting
+
+    def kill_leftovers(self) -> None:
+        """Kill what is left of the workers and of what they started."""
+        for seen in self._seen():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(seen.pid, signal.SIGKILL)
+
+    def _seen(self) -> list[LastSeen]:
+        return list(read_workers(self._output.records).values())
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        if self._held is not None:
+            self._held.append(signum)
+            return
+        sent = signal.Signals(signum)
+        again = self._received is not None
+        self._received = self._received or sent
+        if again and sent != signal.SIGINT:
+            return  # schedulers and terminals repeat themselves, and the former have SIGKILL when they mean it
+        if sent not in SIGNALS:
+            raise StopRequestedError(sent)
+        if again:
+            self.kill_leftovers()
+            if self._timer is not None:
+                return  # the main thread is waiting for them to end
+        elif self._workers_save():
+            sys.stderr.write(f"{sent.name}: the run saves itself after this step; Ctrl-C stops it at once\n")
+            for seen in self._seen():
+                # The worker alone: its loaders' processes would die of it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(seen.pid, signum)
+            return
+        self._timer = threading.Timer(INTERRUPT_SECONDS, self.kill_leftovers)
+        self._timer.daemon = True
+        if sent == signal.SIGINT:
+            self._timer.start()
+        raise StopRequestedError(self._received)
+
+    def _workers_save(self) -> bool:
+        seen = self._seen()
+        return len(seen) == self._num_workers and all(each.stop for each in seen)
+
+
+class WorkerGroup:
+    """The workers of one round on this node.
+
+    Args:
+        start: starts one worker.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._processes: list[Process] = []
+
+    def start(self, environments: Sequence[Mapping[str, str]], output: Output, first_rank: int) -> None:
+        """Start a worker for each environment, by local rank.
+
+        Raises:
+            OSError: the program cannot be started; workers before it run.
+        """
+        for local_rank, streams in enumerate(output.open(first_rank, len(environments))):
+            environment = {**environments[local_rank], "TORCHELASTIC_ERROR_FILE": streams.error_file}
+            try:
+                self._processes.append(self._start(local_rank, environment, streams.stdout, streams.stderr))
+            finally:
+                # The worker has its own copy; ours would keep a pipe from ending.
+                for descriptor in (streams.stdout, streams.stderr):
+                    if descriptor is not None and descriptor >= 0:
+                        os.close(descriptor)
+
+    def exit_codes(self) -> list[int | None]:
+        """By local rank, as :mod:`subprocess` counts; ``None`` for workers that run."""
+        return [process.poll() for process in self._processes]
+
+    def stop(self, sent: signal.Signals = signal.SIGTERM) -> None:
+        """End workers that still run, and what they started; kill those that do not heed the signal. May be repeated.
+
+        A process that waits inside the kernel, for a device for instance, cannot be killed; it is waited for as long
+        again and then left.
+        """
+        for attempt in (sent, signal.SIGKILL):
+            running = [process for process in self._processes if process.poll() is None]
+            for process in running:
+                _log.info("process %s is sent %s", process.pid, attempt.name)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, attempt)
+                    os.killpg(process.pid, signal.SIGCONT)  # one that was halted takes no signal until it goes on
+            end = time.monotonic() + STOP_SECONDS
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+
+
+def run_workers(
+    start: Start,
+    plan: LaunchPlan,
+    output: Output,
+    signals: StopSignals,
+    rendezvous: Rendezvous,
+    variables: Mapping[str, str],
+) -> list[Failure]:
+    """Start the workers in each round, and wait until all have ended well or no further round begins.
+
+    Args:
+        start: starts one worker.
+        plan: how many there are, and how often they are looked at.
+        output: what becomes of what they write.
+        signals: entered.
+        rendezvous: when to start, with which ranks.
+        variables: added to this process's environment for every worker.
+
+    Returns:
+        Failures of workers in the last round, the cause of the others first; empty when all ended well.
+
+    Raises:
+        LaunchError: nodes did not meet, a port is taken, or the job is over for all nodes.
+        StopRequestedError: as ``signals`` says; the workers have been stopped by the same signal.
+        OSError: the command cannot be started.
+    """
+    restart_count: int | None = None
+    while True:
+        current = rendezvous.next_round()
+        if restart_count is not None:
+            why = "since machines came or went"
+            if current.restart_count != restart_count:
+                why = f"restart {current.restart_count} of {plan.max_restarts}"
+            sys.stderr.write(f"the workers are started again: {why}\n")
+        restart_count = current.restart_count
+        first_rank, group = current.node_rank * plan.processes_here, WorkerGroup(start)
+        inherited = {_NCCL: "1", **os.environ, **variables, **current.variables}
+        environments = [inherited | rank_environment(current, plan, rank) for rank in range(plan.processes_here)]
+        try:
+            with signals.held():  # a process that is being started has to be known before it can be stopped
+                group.start(environments, output, first_rank)
+            if current.store is not None:
+                current.store.serve()
+            codes = _watch(group, current, rendezvous, plan.monitor_interval)
+        except StopRequestedError as requested:
+            group.stop(requested.received)
+            raise
+        finally:
+            group.stop()
+            if current.store is not None:
+                current.store.close()
+        if codes is not None:
+            if not codes:
+                return []
+            failures = read_failures({first_rank + rank: code for rank, code in codes.items()}, output.records)
+            if not rendezvous.may_restart(first_failure(failures)):
+                return failures
+            sys.stderr.write(report(failures, output))
+        output.close()
+
+
+def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval: float) -> dict[int, int | None] | None:
+    """Wait until all workers have ended well, or stop all as soon as one has not, or another round has to begin.
+
+    Returns:
+        Exit codes by local rank of workers that did not end well, ``None`` for those that were stopped for the sake of
+        the others. Instead of them ``None`` when another round has to begin.
+    """
+    while True:
+        time.sleep(interval)
+        if current.store is not None:
+            current.store.check()
+        codes = group.exit_codes()
+        if any(codes):
+            _log.info("exit codes by local rank: %s; the others are stopped", codes)
+            group.stop()
+            last = enumerate(group.exit_codes())
+            ended = {rank: None if code in _SENT else code for rank, code in last if code != 0}
+            return ended | {rank: code for rank, code in enumerate(codes) if code}
+        if None not in codes:
+            return {}
+        if rendezvous.must_restart():
+            return None
+
+
+def rank_environment(current: Round, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
+    """The environment variables of torchrun that give a worker its rank and say where the workers meet."""
+    here = plan.processes_here
+    rank, world_size = current.node_rank * here + local_rank, current.num_nodes * here
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank, "GROUP_RANK": current.node_rank}
+    numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": here, "ROLE_WORLD_SIZE": world_size}
+    numbers |= {"GROUP_WORLD_SIZE": current.num_nodes, "MASTER_PORT": current.master_port}
+    numbers |= {"TORCHELASTIC_RESTART_COUNT": current.restart_count, "TORCHELASTIC_MAX_RESTARTS": plan.max_restarts}
+    words = {"MASTER_ADDR": current.master_addr, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(number) for name, number in numbers.items()} | words
+
+
+def first_failure(failures: Sequence[Failure]) -> str:
+    """``rank 1 failed: ...``, for other nodes to read."""
+    return f"rank {failures[0].rank} failed: {failures[0]}"
+
+
+def report(failures: list[Failure], output: Output) -> str:
+    """What the user reads about failures: the end of what the first rank wrote if that was not shown, and all ranks."""
+    output.close()  # so that it stands below everything that the workers wrote
+    return f"{output.last_words(failures[0].rank)}{explain(failures)}\n"
