@@ -178,7 +178,8 @@ class Accelerator(ProcessControl):
         self._interruption = None
         if saves_first:
             self._interruption = Interruption(
-                self._topology, self._active, self._save_interrupted, self.end_training)
+                self._topology, self._active, self._save_interrupted, self.end_training
+            )
         state.remember(self)
         run_setup.at_exit(self._close)
         if registry.listens("failed"):

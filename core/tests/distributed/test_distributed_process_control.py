@@ -14,16 +14,15 @@ from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn
 
 
-class Control(ProcessControl):
-    """What an accelerator adds is not needed here."""
-
-    def __init__(self) -> None:
-        self.backend = World(RunSettings(process=read_process_info(), device_type="cpu"))
-        self.backend.start()
+def start() -> ProcessControl:
+    """What a script has before it makes an accelerator."""
+    world = World(RunSettings(process=read_process_info(), device_type="cpu"))
+    world.start()
+    return ProcessControl(world)
 
 
 def facts() -> list[Any]:
-    control = Control()
+    control = start()
     assert control.device == torch.device("cpu")
     return [
         control.num_processes,
@@ -42,7 +41,7 @@ def test_facts() -> None:
 
 
 def decorated() -> list[Any]:
-    control = Control()
+    control = start()
     ran: list[str] = []
 
     @control.on_main_process
@@ -85,7 +84,7 @@ def test_decorated_functions_run_where_they_should_and_return_what_they_return()
 
 
 def names_nobody() -> None:
-    control = Control()
+    control = start()
     with pytest.raises(UsageError, match="process_index=2 names none of 2"):
         control.on_process(process_index=2)
     with pytest.raises(UsageError, match="process_index=None names none of 2"):
@@ -93,7 +92,7 @@ def names_nobody() -> None:
     with pytest.raises(UsageError, match="local_process_index=-1 names none of 2"):
         control.on_local_process(local_process_index=-1)
     with pytest.raises(UnsupportedError, match=r"does not train \(Linear was given\)"):
-        control.backend.prepare(torch.nn.Linear(1, 1))
+        control._job.prepare(torch.nn.Linear(1, 1))
 
 
 def test_a_process_that_does_not_exist_is_refused() -> None:
@@ -101,7 +100,7 @@ def test_a_process_that_does_not_exist_is_refused() -> None:
 
 
 def main_goes_first(folder: str, local: bool) -> bool:
-    control = Control()
+    control = start()
     mark = Path(folder) / "mark"
     with control.local_main_process_first() if local else control.main_process_first():
         if control.is_main_process:
@@ -116,7 +115,7 @@ def test_the_main_process_goes_first(tmp_path: Path, local: bool) -> None:
 
 
 def main_fails_first() -> str:
-    control = Control()
+    control = start()
     try:
         with control.main_process_first():
             if control.is_main_process:
@@ -132,7 +131,7 @@ def test_a_failing_main_process_does_not_keep_the_others_waiting() -> None:
 
 def prints(capture: str) -> str:
     with Path(capture).with_suffix(f".{read_process_info().rank}").open("w+") as file:
-        Control().print("hello", "there", sep="-", file=file)
+        start().print("hello", "there", sep="-", file=file)
         file.seek(0)
         return file.read()
 
@@ -142,7 +141,7 @@ def test_print_speaks_once_per_machine(tmp_path: Path) -> None:
 
 
 def splits() -> list[Any]:
-    control = Control()
+    control = start()
     prompts = {"text": ["a", "b", "c"], "ids": torch.arange(3)}
     with control.split_between_processes(prompts, apply_padding=True) as mine:
         out = [mine["text"], mine["ids"].tolist()]

@@ -233,3 +233,21 @@ class Odd:
 
     def __getattr__(self, name):
         raise self.__dict__["kind"](name)
+
+
+def test_a_script_may_end_a_window_by_itself():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    batches = torch.arange(12.0).reshape(2, 2, 3)
+    for number, batch in enumerate(batches):
+        with accelerator.accumulate(model):
+            if number == 1:
+                accelerator.sync_gradients = True
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert accelerator.sync_gradients is (number == 1)
+    torch.testing.assert_close(model.weight.detach(), before - batches.mean((0, 1)))
+    accelerator.end_training()

@@ -171,7 +171,7 @@ def _is_mean(node: Any) -> bool:
         # One number: what is left of several may be a part of them.
         sizes = node._saved_self_sym_sizes  # noqa: SLF001
         dims = _dims(node, len(sizes))
-        return math.prod(size for dim, size in enumerate(sizes) if dim not in dims) == 1
+        return bool(math.prod(size for dim, size in enumerate(sizes) if dim not in dims) == 1)
     return name in _MEANS or (name in _NLL | _BY_ELEMENTS and bool(node._saved_reduction == _MEAN))  # noqa: SLF001
 
 
