@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import drivetrain
+import drivetrain_testing
 from drivetrain.deprecations import DEPRECATIONS, Deprecation, ended, warn
 from drivetrain_testing import selection
 from drivetrain_testing.requirements import BaseRequirements
 
-SOURCES = Path(drivetrain.__file__).parent
+SOURCES = [Path(package.__file__).parent for package in (drivetrain, drivetrain_testing)]
 CALL = re.compile(r"deprecations\.warn\(\s*\"([^\"]+)\"")
 
 
@@ -27,7 +28,8 @@ def test_an_ended_one_is_noticed():
 
 
 def test_every_line_is_warned_of_and_every_warning_has_a_line():
-    called = {key for path in SOURCES.rglob("*.py") for key in CALL.findall(path.read_text(encoding="utf-8"))}
+    texts = (path.read_text(encoding="utf-8") for folder in SOURCES for path in folder.rglob("*.py"))
+    called = {key for text in texts for key in CALL.findall(text)}
     assert called == set(DEPRECATIONS)
 
 
