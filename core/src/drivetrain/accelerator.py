@@ -117,8 +117,8 @@ class Accelerator(ProcessControl):
         **engine_arguments: Any,
     ) -> None:
         self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
-        world_size = read_process_info().world_size
-        self._choice = choice = choose_backend(resolved, distributed_type, world_size, engine_arguments)
+        process = read_process_info()
+        self._choice = choice = choose_backend(resolved, distributed_type, process.world_size, engine_arguments)
         self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
         self._loader_config = run_setup.loader_configuration(resolved, dataloader_config, split_batches)
         self._project = run_setup.project_configuration(resolved, project_config, project_dir)
@@ -133,6 +133,7 @@ class Accelerator(ProcessControl):
             choice,
             resolved,
             handlers,
+            process,
             mixed_precision=mixed_precision,
             cpu=cpu,
             place_on_device=device_placement,

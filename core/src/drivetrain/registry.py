@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ class Plugin:
     reason: str = ""
     cure: str = ""
 
-    @property
+    @cached_property
     def owner(self) -> str:
         """Distribution and version, as error messages name them."""
         return f"{self.distribution} {self.version}".strip()
@@ -556,7 +557,7 @@ class Registry:
             return None
         from pydantic import BaseModel
 
-        owner = self.owner(info.name)
+        owner = self._find(info.name)[0].owner
         kind = import_object(info.config, owner)
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=REPORT_IT)

@@ -1,4 +1,4 @@
-"""From a configuration and the script's own arguments to a started backend."""
+"""Start the backend of a run from the configuration and the arguments of ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ from drivetrain.kwargs import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
 from drivetrain.loop.precision import policy_for
 from drivetrain.registry import get_registry
 from drivetrain.tracking import Trackers
 
-# ---- The end of a run: engines are let go before their process group, whether the script ends well or not
+logger = logging.getLogger(__name__)
+
+_SCRIPT = "the script"
+
+
+# ---- the end of a run -----------------------------------------------------------------------------------------------
+
 
 def at_exit(close: Callable[[], None]) -> None:
     """Call a bound method when the interpreter ends, if its object is still alive then."""
@@ -66,11 +71,7 @@ def on_failure(report: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-# ---- Which backend, and what its own section says about the run: settled before anything of it is imported
-
-logger = logging.getLogger(__name__)
-
-_SCRIPT = "the script"
+# ---- the choice of a backend, before anything of it is imported -----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def choose_backend(
         section = resolved.validated_section(section_type, info.name)
         prefix = f"{info.name}."
         found = {key: origin for key, origin in resolved.origins.items() if key.startswith(prefix)}
-        origins = {key.removeprefix(prefix): str(origin) for key, origin in found.items() if origin != DEFAULT}
+        origins = {key.removeprefix(prefix): str(origin) for key, origin in found.items()}
     return Choice(info, section, origins, info.implied(section, origins))
 
 
@@ -216,11 +217,12 @@ def _from_script(
     return script.validated_section(section_type, name), dict.fromkeys(values, _SCRIPT)
 
 
-# ---- From a configuration and the script's own arguments to a started backend
+# ---- the start of the backend ---------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
-
-_READ_BY_CORE = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_DEFAULTS = {
+    kind.__name__: kind() for kind in (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+}
+"""The handlers that the core reads, as they are when the script passes none."""
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,12 @@ class Handlers:
         return cls(by_name)
 
     def of_type(self, kind: type[Any]) -> Any:
-        """The handler of this class, or a fresh one with the defaults."""
-        return self.by_name.get(kind.__name__) or kind()
+        """The handler of this class, or one with the defaults."""
+        return self.by_name.get(kind.__name__) or _DEFAULTS[kind.__name__]
 
     def for_backend(self, info: BackendInfo) -> dict[str, Any]:
         """Those that the backend reads; says once which ones nobody does."""
-        core = {kind.__name__ for kind in _READ_BY_CORE}
-        unread = sorted(set(self.by_name) - core - info.capabilities.handlers)
+        unread = sorted(self.by_name.keys() - _DEFAULTS.keys() - info.capabilities.handlers)
         if unread:
             logger.warning("%s has no meaning under the backend %r and is not used.", ", ".join(unread), info.name)
         return {name: handler for name, handler in self.by_name.items() if name in info.capabilities.handlers}
@@ -295,13 +296,14 @@ def start_backend(
     choice: Choice,
     resolved: ResolvedConfig,
     handlers: Handlers,
+    process: ProcessInfo,
     *,
     mixed_precision: str | None,
     cpu: bool,
     place_on_device: bool,
     sync_batch_norm: bool | None = None,
 ) -> Backend:
-    """Check and start the chosen backend. Collective over all ranks.
+    """Check and start the chosen backend in this process. Collective over all ranks.
 
     Script arguments that are given win over the configuration.
 
@@ -310,7 +312,6 @@ def start_backend(
         UsageError: the backend's section contradicts what script or configuration say.
     """
     config, registry, info = resolved.config, get_registry(), choice.info
-    process = read_process_info(os.environ)
     spoken = None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)).lower()
     precision = choice.settle("mixed_precision", spoken, resolved)
     device_type = "cpu" if cpu or config.use_cpu else None
@@ -322,14 +323,21 @@ def start_backend(
         scaler=scaler.to_dict(),
         autocast_cache=autocast.cache_enabled,
     )
-    _check(info, process, policy.name, mesh, registry.owner(info.name))
+    if refusal := _refusal(info, process, policy.name, mesh):
+        raise BackendBlockedError(refusal[0], whose=registry.owner(info.name), cure=refusal[1])
+    given, group = handlers.of_type(InitProcessGroupKwargs), config.process_group
+    timeout = group.timeout_seconds if given.timeout is None else given.timeout.total_seconds()
     settings = RunSettings(
         process=process,
         mesh=mesh,
         section=choice.section,
         precision=policy,
         device_type=device_type,
-        process_group=_process_group(resolved, handlers),
+        process_group=ProcessGroupSettings(
+            communication_backend=given.backend or group.communication_backend,
+            init_method=given.init_method or group.init_method,
+            timeout_seconds=timeout,
+        ),
         handlers=handlers.for_backend(info),
         place_on_device=place_on_device,
         origins=choice.origins,
@@ -341,40 +349,28 @@ def start_backend(
     return backend
 
 
-def _check(info: BackendInfo, process: ProcessInfo, precision: str, mesh: Mapping[str, int], owner: str) -> None:
-    """Hold what was asked against what the backend declares, before anything of it is imported."""
-    capabilities = info.capabilities
-    if process.world_size > 1 and not capabilities.multi_process:
-        raise BackendBlockedError(
+def _refusal(
+    info: BackendInfo, process: ProcessInfo, precision: str, mesh: Mapping[str, int]
+) -> tuple[str, str] | None:
+    """What was asked and the backend does not declare, with the cure; ``None`` when it can do everything."""
+    able = info.capabilities
+    if process.world_size > 1 and not able.multi_process:
+        return (
             f"the backend {info.name!r} runs in one process, but {process.launcher} started {process.world_size}",
-            whose=owner,
-            cure="Start one process, or choose a backend for several (`drivetrain backends` lists them).",
+            "Start one process, or choose a backend for several (`drivetrain backends` lists them).",
         )
-    if precision not in capabilities.precisions:
-        raise BackendBlockedError(
+    if precision not in able.precisions:
+        return (
             f"the backend {info.name!r} has no mixed_precision={precision!r}",
-            whose=owner,
-            cure=f"Choose one of {', '.join(sorted(capabilities.precisions))}.",
+            f"Choose one of {', '.join(sorted(able.precisions))}.",
         )
-    unknown = [axis for axis, size in mesh.items() if size > 1 and axis not in capabilities.mesh_axes]
-    if unknown:
-        able = ", ".join(sorted(capabilities.mesh_axes)) or "none"
-        raise BackendBlockedError(
-            f"the backend {info.name!r} has no mesh axis {', '.join(unknown)} (it has: {able})",
-            whose=owner,
-            cure="Remove it from `mesh:`, or choose another backend.",
+    if unknown := [axis for axis, size in mesh.items() if size > 1 and axis not in able.mesh_axes]:
+        axes = ", ".join(sorted(able.mesh_axes)) or "none"
+        return (
+            f"the backend {info.name!r} has no mesh axis {', '.join(unknown)} (it has: {axes})",
+            "Remove it from `mesh:`, or choose another backend.",
         )
-
-
-def _process_group(resolved: ResolvedConfig, handlers: Handlers) -> ProcessGroupSettings:
-    """The configuration's process group, overridden by what the script's handler says."""
-    given, config = handlers.of_type(InitProcessGroupKwargs), resolved.config.process_group
-    timeout = config.timeout_seconds if given.timeout is None else given.timeout.total_seconds()
-    return ProcessGroupSettings(
-        communication_backend=given.backend or config.communication_backend,
-        init_method=given.init_method or config.init_method,
-        timeout_seconds=timeout,
-    )
+    return None
 
 
 def loader_configuration(

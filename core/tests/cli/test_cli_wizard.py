@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from drivetrain.cli.detected import Machine, backend_choices, detect
 from drivetrain.cli.prompts import NoAnswerError
-from drivetrain.cli.wizard import Wizard
+from drivetrain.cli.wizard import Machine, Wizard, backend_choices, detect
 from drivetrain.config import load_config
 from drivetrain.launch.devices import Device, Inventory
 from drivetrain.registry import get_registry
@@ -73,7 +72,7 @@ def test_axes_of_the_mesh_divide_what_is_left():
 
 
 def test_what_cannot_be_chosen_says_why_and_what_to_do(monkeypatch):
-    monkeypatch.setattr("drivetrain.cli.detected.known_extras", lambda: ("fsdp", "warp"))
+    monkeypatch.setattr("drivetrain.cli.wizard.known_extras", lambda: ("fsdp", "warp"))
     choices = {choice.value: choice for choice in backend_choices(get_registry(), 2)}
     assert (choices["fsdp"].blocked, choices["best"].about) == ("", "What fits the number of processes: now ddp.")
     assert choices["single"].blocked == "trains in one process, not in 2"
@@ -82,14 +81,14 @@ def test_what_cannot_be_chosen_says_why_and_what_to_do(monkeypatch):
 
 
 def test_no_backend_at_all_ends_the_questions(monkeypatch):
-    monkeypatch.setattr("drivetrain.cli.detected.known_extras", lambda: ("warp",))
+    monkeypatch.setattr("drivetrain.cli.wizard.known_extras", lambda: ("warp",))
     monkeypatch.setattr("drivetrain.cli.wizard.backend_choices", lambda *_: backend_choices(get_registry(), 2)[-1:])
     with pytest.raises(click.ClickException, match="no backend can train 2 processes here"):
         answer(CPU, "1", "2")
 
 
 def test_a_slurm_allocation_is_detected(monkeypatch):
-    monkeypatch.setattr("drivetrain.cli.detected.take_inventory", lambda *_: Inventory())
+    monkeypatch.setattr("drivetrain.cli.wizard.take_inventory", lambda *_: Inventory())
     found = detect({"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[07-09]"})
     assert (found.machines, found.first) == (3, "node07")
     assert answer(found, "", "", "", "1")[0]["main_process_ip"] == "node07"

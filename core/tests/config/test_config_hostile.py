@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.cli.imported import as_file, report
+from drivetrain.cli.config import as_file, report
 from drivetrain.compat.config_files import judge_file
 from drivetrain.compat.config_rules import RULES, SECTIONS, number, whole
 from drivetrain.config import ResolvedConfig, Section, default_file, load_config, rows, worker_config

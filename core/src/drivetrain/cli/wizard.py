@@ -1,9 +1,11 @@
-"""The questions of ``drivetrain config``: which, in which order, and what their answers mean for the file."""
+"""Ask for the values of a configuration file, without the questions that the machine answers by itself."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 import click
@@ -11,14 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from drivetrain.cli.detected import BEST, Machine, backend_choices
 from drivetrain.cli.prompts import Asker, Choice, NoAnswerError, Question, explain_blocked
 from drivetrain.config import load_config
 from drivetrain.config.locate import write
 from drivetrain.config.schema import MeshConfig
-from drivetrain.errors import DrivetrainError
-from drivetrain.launch.environment import DEFAULT_PORT
-from drivetrain.registry import Registry
+from drivetrain.errors import BackendError, DrivetrainError, sentences
+from drivetrain.launch.devices import Inventory, take_inventory
+from drivetrain.launch.environment import DEFAULT_PORT, available_cores, first_host
+from drivetrain.registry import Registry, known_extras, pip_line
 
 _ALL, _SOME, _CPU = "all accelerators", "some accelerators", "the CPU"
 _PRECISIONS = {
@@ -26,6 +28,76 @@ _PRECISIONS = {
     "bf16": "Computes in bfloat16; parameters stay float32.",
     "fp16": "Computes in float16 with a scaled loss; parameters stay float32.",
 }
+
+# ---- what need not be asked -----------------------------------------------------------------------------------------
+
+BEST = "best"
+"""The answer that leaves the backend to the core."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is here.
+
+    Args:
+        inventory: accelerators that the environment does not hide.
+        cores: that this process may use.
+        machines: of the Slurm allocation in which the wizard runs; 1 elsewhere.
+        first: name of the allocation's first machine; empty elsewhere.
+    """
+
+    inventory: Inventory
+    cores: int
+    machines: int = 1
+    first: str = ""
+
+    def __str__(self) -> str:
+        slurm = f"; Slurm gives {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.inventory}, and {self.cores} cores{slurm}"
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Machine:
+    """Look at this machine. Takes about as long as ``import torch``, which another process does."""
+    environ = os.environ if environ is None else environ
+    listed = environ.get("SLURM_JOB_NODELIST", "")
+    return Machine(
+        inventory=take_inventory((), environ),
+        cores=available_cores(),
+        machines=int(environ.get("SLURM_JOB_NUM_NODES") or 1),
+        first=first_host(listed) if listed else "",
+    )
+
+
+def backend_choices(registry: Registry, world_size: int) -> tuple[Choice, ...]:
+    """Every backend that is installed or could be, each with the reason why it cannot train here.
+
+    Args:
+        registry: who knows the backends.
+        world_size: processes over all machines.
+    """
+    try:
+        taken = registry.default(world_size).name
+        choices = [Choice(BEST, f"What fits the number of processes: now {taken}.")]
+    except BackendError as error:
+        choices = [Choice(BEST, blocked="none fits", cure=str(error))]
+    for report in registry.reports():
+        blocked = cure = ""
+        if not report.ready:
+            why = report.why.removeprefix(f"backend {report.name!r} cannot run here: ")
+            blocked, cure = "cannot run here", sentences(f"{why}.", report.cure)
+        elif world_size > 1 and report.capabilities is not None and not report.capabilities.multi_process:
+            blocked = f"trains in one process, not in {world_size}"
+        choices.append(Choice(report.name, report.summary, blocked, cure))
+    present = {choice.value for choice in choices}
+    choices += [
+        Choice(extra, blocked="not installed", cure=f"It is not installed. Run: {pip_line(extra)}")
+        for extra in known_extras()
+        if extra not in present
+    ]
+    return tuple(choices)
+
+
+# ---- the questions --------------------------------------------------------------------------------------------------
 
 
 class Wizard:

@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain.config.explain import Row, rows
     from drivetrain.config.load import load_config, worker_config
     from drivetrain.config.locate import Origin
-    from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.config.resolved import ResolvedConfig, Row, rows
     from drivetrain.config.schema import Config, Section
     from drivetrain.config.template import default_file
 
@@ -20,11 +19,11 @@ _HOME = {
     "Config": "schema",
     "Origin": "locate",
     "ResolvedConfig": "resolved",
-    "Row": "explain",
+    "Row": "resolved",
     "Section": "schema",
     "default_file": "template",
     "load_config": "load",
-    "rows": "explain",
+    "rows": "resolved",
     "worker_config": "load",
 }
 
