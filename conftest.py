@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["drivetrain_testing.plugin"]
 
 SLOW_FILES = {
-    # Each test starts a launcher with several programs; test_launch_local.py and test_launch_output.py show one of each.
+    # Each test starts a launcher with several programs; test_launch_local.py and test_launch_output.py start some too.
     "test_launch_blame.py", "test_launch_failures.py", "test_launch_interrupts.py", "test_cli_launch_shown.py",
     # Scripts, hooks and models one by one; the conformance tests of the same backend hold a script of each kind.
     "test_deepspeed_compiling.py", "test_deepspeed_elementwise.py", "test_deepspeed_native.py",
@@ -33,9 +33,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         requirements = getattr(getattr(item, "module", None), "Requirements", None)
         parameters = getattr(getattr(item, "callspec", None), "params", None)
-        if item.path.name in SLOW_FILES:
-            item.add_marker(pytest.mark.slow)
-        elif requirements and parameters and _left_out(item.originalname, parameters, requirements):
+        conformance = requirements is not None and parameters is not None
+        if item.path.name in SLOW_FILES or (conformance and _left_out(item.originalname, parameters, requirements)):
             item.add_marker(pytest.mark.slow)
 
 
