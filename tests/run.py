@@ -10,6 +10,7 @@ a file's fixtures prepare is prepared once.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from itertools import groupby
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +30,9 @@ QUIET_SECONDS = 15
 """How long nothing may be said of a file that takes longer."""
 
 MOST_PROCESSES = 8
+
+SLOW_SECONDS = 4.0
+"""Processor seconds from which a test that is not marked slow is named at the end."""
 
 
 def main() -> int:
@@ -58,6 +64,12 @@ def main() -> int:
         bad = [code for code in codes if code not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}]
         for log, code in zip(logs, codes, strict=False):
             print(closing_part(log.read_text(encoding="utf-8", errors="replace"), whole=code in bad), end="")
+        lines = [line for path in Path(folder).glob("*.costs") for line in path.read_text().splitlines()]
+        costs = [json.loads(line) for line in lines]
+    heavy = sorted((cost for cost in costs if cost[0] >= SLOW_SECONDS and not cost[1]), reverse=True)
+    for seconds, _, name in heavy[:20]:
+        print(f"{seconds:6.1f} processor seconds, and not marked slow: {name}")
+    print(f"{sum(cost[0] for cost in costs):.0f} processor seconds in {len(costs)} tests")
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)
     print(f"{'Failed' if bad else 'Passed'} in {minutes} min {seconds} s", flush=True)
     return int(bad[0]) if bad else 0
@@ -90,6 +102,7 @@ class SharedFiles:
     def __init__(self, folder: str, reports: int) -> None:
         self.folder = Path(folder)
         self.reports = reports
+        self.costs = Path(folder, f"{os.getpid()}.costs")
         self.total = 0
         self.unreported = 0
         self.last_report = time.monotonic()
@@ -121,8 +134,12 @@ class SharedFiles:
                 if last:  # claimed now, since fixtures of the session live until the last test of all
                     following = next(claimed, None)
                 coming = file[index + 1] if not last else following[0] if following else None
+                before = processor_seconds()
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=coming)
                 self.unreported += 1
+                slow = item.get_closest_marker("slow") is not None
+                with self.costs.open("a", encoding="utf-8") as costs:
+                    costs.write(json.dumps([processor_seconds() - before, slow, item.nodeid]) + "\n")
                 if session.shouldfail or session.shouldstop:
                     raise session.Interrupted(session.shouldfail or session.shouldstop)
                 if time.monotonic() - self.last_report > QUIET_SECONDS and not last:
@@ -160,6 +177,13 @@ class SharedFiles:
         watcher: Any = session.config.pluginmanager.get_plugin("drivetrain-conformance")
         if watcher is not None:
             watcher.modules = {name: module for name, module in watcher.modules.items() if watcher.saw(name)}
+
+
+def processor_seconds() -> float:
+    """What this process, the processes that it started, and the fork server with its ranks have used so far."""
+    used = sum(psutil.Process().cpu_times()[:4])
+    server = forkserver._forkserver._forkserver_pid  # its ranks are its own children, not ours
+    return used + (sum(psutil.Process(server).cpu_times()[:4]) if server else 0.0)
 
 
 def worker(folder: str, reports: str, *arguments: str) -> int:

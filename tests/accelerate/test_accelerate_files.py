@@ -222,6 +222,7 @@ def launch(folder, *arguments, **variables):
     return done
 
 
+@pytest.mark.slow
 def test_files_of_accelerate_start_a_run(tmp_path):
     """That of `accelerate config` on a CPU, and that of Hugging Face's page "Accelerate", which shards."""
     (tmp_path / "train.py").write_text(TRAIN)

@@ -17,7 +17,8 @@ SAMPLES, STEPS, HOLD, SAVED = 96, 16, 5, 3
 LOST = "rendezvous.lost_after_seconds=6"
 """A launcher that ten other programs keep from running for three seconds was seen to be taken for lost."""
 
-pytestmark = pytest.mark.timeout(900)  # on a machine that does ten other things
+# Launchers on one machine after another: core/tests/launch shows each of these cases on one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # on a machine that does ten other things
 
 
 def lines(path: Path) -> list[dict]:

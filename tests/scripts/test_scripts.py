@@ -370,6 +370,7 @@ def test_names_that_scripts_reach_for(tmp_path):
 zero = partial(pytest.param, marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [zero(2), zero(3)])
 def test_classification_under_zero(run, stage):
     alone = run("text_classification", 1, "--batch_size", 16, folder="alone")[0]
@@ -379,6 +380,7 @@ def test_classification_under_zero(run, stage):
     assert (found["seen"], found["accuracy"], found["lr"]) == (57, alone["accuracy"], alone["lr"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole", "half", "keys", "stage"),
     [
@@ -407,6 +409,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
 def test_classification_under_megatron(run, tmp_path, parts):
     alone = run("text_classification", 1, "--batch_size", 16, folder="alone")[0]
@@ -423,6 +426,7 @@ def test_classification_under_megatron(run, tmp_path, parts):
     assert list(saved) == list(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole", "half", "keys", "parts"),
     [

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Builds an environment, and starts Python in it for each line.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "examples/third_party/diloco"
 README = (PACKAGE / "README.md").read_text(encoding="utf-8")
@@ -58,7 +61,6 @@ def test_its_readme_works_as_it_stands(stranger, tmp_path):
     assert "rounds of 500" in stranger.run(traffic.split(), tmp_path).stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_its_own_tests_pass(stranger):
     """The conformance kit, the cases that hold in rounds, and the rounds themselves."""

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Builds an environment, and starts Python in it for each line.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/trackers.md").read_text(encoding="utf-8")
 SCRIPT, OWN, HOOK, OBSERVER = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Builds an environment, and starts Python in it for each line.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 CURE = 'pip install "deepspeed>='
 

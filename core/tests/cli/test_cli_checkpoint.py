@@ -82,7 +82,8 @@ def test_export_cuts_into_files_with_an_index(drivetrain, saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size", "size"), [("single", 1, "10GB"), ("ddp", 2, "20KB"), ("fsdp", 2, "20KB")]
+    ("backend", "world_size", "size"),
+    [("single", 1, "10GB"), ("ddp", 2, "20KB"), pytest.param("fsdp", 2, "20KB", marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_loads_the_export_of_any_backend(drivetrain, runs, tmp_path, backend, world_size, size):
