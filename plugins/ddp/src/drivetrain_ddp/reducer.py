@@ -249,7 +249,7 @@ class GradientReducer:
             zeros.append(told)
         if late:
             # What torch.autograd.backward calls; its own checks of arguments take as long again.
-            _engine_run_backward(  # type: ignore[no-untyped-call]
+            _engine_run_backward(
                 tuple(late), tuple(zeros), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         if self._flags is not None:
