@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from drivetrain.backends import torch_engine as clipping
     from drivetrain.backends.deferred_init import Recording, deferred, temporary
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
-    from drivetrain.backends.torch_engine import TorchEngine, original_module, place_model
+    from drivetrain.backends.torch_engine import TorchEngine, TorchTrainable, original_module, place_model
     from drivetrain.checkpoint import foreign
     from drivetrain.checkpoint.flatshard import FlatShard
     from drivetrain.checkpoint.formats import CheckpointFormat
@@ -89,6 +89,7 @@ _HEAVY = {
     "get_registry": "drivetrain.registry:get_registry",
     "pick_device": "drivetrain.distributed.device:pick_device",
     "TorchEngine": "drivetrain.backends.torch_engine:TorchEngine",
+    "TorchTrainable": "drivetrain.backends.torch_engine:TorchTrainable",
     "original_module": "drivetrain.backends.torch_engine:original_module",
     "place_model": "drivetrain.backends.torch_engine:place_model",
     "ProcessGroupHandle": "drivetrain.distributed.process_group:ProcessGroupHandle",
@@ -142,6 +143,7 @@ __all__ = [
     "TensorSpec",
     "Topology",
     "TorchEngine",
+    "TorchTrainable",
     "Trainable",
     "UnsupportedError",
     "UsageError",

@@ -1,13 +1,13 @@
 """What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step.
 
-A backend holds one :class:`TorchEngine` and calls it; nobody derives from it. It knows nothing of ranks: that
-gradients agree on all ranks when it looks at them is the backend's business.
+A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine knows nothing
+of ranks: that gradients agree on all ranks when it looks at them is the backend's business.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
@@ -18,7 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from drivetrain.backend import PrecisionPolicy, RunSettings, StepResult, Topology
+from drivetrain.backend import (
+    PortableState,
+    PrecisionPolicy,
+    RunSettings,
+    StepResult,
+    TensorSpec,
+    Topology,
+    Trainable,
+)
+from drivetrain.backends import portable
 from drivetrain.backends.local_steps import on_local_parts
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
@@ -332,3 +341,67 @@ def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[O
         if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
     ]
 
+
+class TorchTrainable(Trainable):
+    """One prepared model of a backend that keeps torch's autograd and optimizers. Complete for one process.
+
+    A backend over several processes overrides what it does differently: :meth:`backward` to reduce gradients,
+    :meth:`synchronise_gradients` to leave them local within an accumulation window, :meth:`release` to take its hooks
+    off. Where it replaces parameters, :meth:`add_optimizer` and :meth:`full_state_dict` too.
+
+    Args:
+        model: what the script calls: its module, or what ``torch.compile`` put around that.
+        optimizers: those that hold parameters of the model.
+        engine: precision, loss scaling, clipping and the step; one for all models of a backend.
+
+    Attributes:
+        model: what :meth:`forward` calls. A wrapper of the engine may take its place.
+        engine: as given.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> None:
+        self.model, self.module = model, original_module(model)
+        self.optimizers, self.engine = list(optimizers), engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.forward(self.model, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self.engine.backward(loss, scale)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        """Autograd accumulates either way, and one process has nothing to reduce."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        multiply(gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self.engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self.engine.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self.engine.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    def portable_state(self) -> PortableState:
+        """Tensors are the live ones, not copies; DTensors stay this rank's shards. Not collective."""
+        state = portable.portable_state(self.module, self.optimizers)
+        state.extra |= self.engine.state()
+        return state
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return portable.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, state: PortableState) -> None:
+        portable.load_portable_state(self.module, self.optimizers, state)
+        self.engine.load_state(state.extra)
+
+    def release(self) -> None:
+        """Nothing is held."""
