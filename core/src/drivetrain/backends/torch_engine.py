@@ -125,20 +125,17 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def multiply(grads: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply each gradient in place by a number or 0-d tensor, one kernel for each device, dtype and mesh."""
+def multiply_gradients(grads: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply each gradient in place by a number or 0-d tensor, one kernel for each device and dtype. Not collective.
+
+    Of DTensors this rank's parts are multiplied, since the operation on a DTensor would cost many times more.
+    """
     alike: dict[object, list[Tensor]] = {}
     for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-        alike.setdefault((mesh, grad.device, grad.dtype), []).append(grad)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        alike.setdefault((local.device, local.dtype), []).append(local)
     for group in alike.values():
         torch._foreach_mul_(group, factor)
-
-
-def clip_values(grads: list[Tensor], clip_value: float) -> None:
-    """Clamp each gradient element to ``[-clip_value, clip_value]`` in place."""
-    for grad in grads:
-        grad.clamp_(-clip_value, clip_value)
 
 
 # ---- What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step
@@ -236,7 +233,7 @@ class TorchEngine:
         value = norm.item()
         finite = math.isfinite(value)
         if finite and value > max_norm:
-            multiply(grads, max_norm / (value + 1e-6))
+            multiply_gradients(grads, max_norm / (value + 1e-6))
         for optimizer in optimizers:
             self._norms[id(optimizer)] = (norm, finite)
         return norm
@@ -247,7 +244,8 @@ class TorchEngine:
         """Clamp gradient elements, loss scale taken out first."""
         for optimizer in _owners(parameters, list(optimizers)):
             self.unscale(optimizer)
-        clip_values(gradients(parameters), clip_value)
+        for grad in gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
 
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, local: bool = False
@@ -373,7 +371,7 @@ class TorchTrainable(Trainable):
         """Autograd accumulates either way, and one process has nothing to reduce."""
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        multiply(gradients(self.module.parameters()), factor)
+        multiply_gradients(gradients(self.module.parameters()), factor)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self.engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)

@@ -19,11 +19,11 @@ from drivetrain.api import (
     TorchEngine,
     Trainable,
     UsageError,
+    cast_parameters,
     collectives,
     ensure_process_group,
     original_module,
     pick_device,
-    precision,
 )
 from drivetrain_deepspeed import effects, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
@@ -106,7 +106,7 @@ class DeepSpeedBackend(Backend):
             self.config.check_batches()
         module = original_module(model)
         self._refuse(module)
-        precision.cast_parameters(module, self.settings.precision)
+        cast_parameters(module, self.settings.precision)
         place(module, self.topology)
         if self.config.stage == 3:
             model = compiled_in_place(model, module)

@@ -30,16 +30,15 @@ from drivetrain.api import (
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
+    cast_parameters,
+    check_elementwise,
     collectives,
     deferred,
     ensure_process_group,
     is_taken,
-    optimizer_kinds,
     original_module,
     pick_device,
     plain_state_dict,
-    precision,
 )
 from drivetrain_fsdp import hidden
 from drivetrain_fsdp.config import FSDPConfig
@@ -191,11 +190,6 @@ class FSDPTrainable(TorchTrainable):
                 cure="Set hooks of parameters before the window's first micro-batch.",
             )
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        # In place on the shards: on DTensors the multiplication would cost many times more.
-        grads = clipping.gradients(self.module.parameters())
-        clipping.multiply([one.to_local() if isinstance(one, DTensor) else one for one in grads], factor)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._backend.check_held(parameters)
         with plain_gradients(parameters):
@@ -226,7 +220,7 @@ class FSDPTrainable(TorchTrainable):
         number = len(optimizer.param_groups)
         if self._groups_known.get(id(optimizer)) != number:
             if self._backend.topology.mesh.sizes["dp_shard"] > 1:
-                optimizer_kinds.check_elementwise(optimizer, "fsdp")
+                check_elementwise(optimizer, "fsdp")
             self._groups_known[id(optimizer)] = number
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -387,7 +381,7 @@ class FSDPBackend(Backend):
         filling = Filling(module, self._recordings, self.section.weights)
         former = FormerParameters(module)
         hooks = GradientHooks(module)
-        precision.cast_parameters(module, settings.precision)
+        cast_parameters(module, settings.precision)
         filling.fill_buffers(module, self.topology)
         Buffers.place(module, self.topology)
         cut = plan(module, self.section, settings.precision)

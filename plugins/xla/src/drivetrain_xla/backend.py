@@ -23,11 +23,12 @@ from drivetrain.api import (
     TorchEngine,
     Trainable,
     UnsupportedError,
-    clipping,
+    cast_parameters,
     collectives,
     ensure_process_group,
+    gradients,
+    multiply_gradients,
     original_module,
-    precision,
     register_device_generator,
 )
 from drivetrain_xla import moving, randomness, starting, state, stepping
@@ -94,10 +95,10 @@ class XLATrainable(Trainable):
             self._over_processes.enabled = enabled
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+        multiply_gradients(gradients(self.module.parameters()), factor)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        norm = stepping.clip(clipping.gradients(parameters), max_norm, norm_type, self._backend.topology.device)
+        norm = stepping.clip(gradients(parameters), max_norm, norm_type, self._backend.topology.device)
         finite = torch.isfinite(norm)
         held = {id(parameter) for parameter in parameters}
         for optimizer in self.optimizers:
@@ -106,7 +107,8 @@ class XLATrainable(Trainable):
         return norm
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        clipping.clip_values(clipping.gradients(parameters), clip_value)
+        for grad in gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         self._engine.check_reached(optimizer, closure)
@@ -188,7 +190,7 @@ class XLABackend(Backend):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module = original_module(model)
-        precision.cast_parameters(module, self.settings.precision)
+        cast_parameters(module, self.settings.precision)
         with torch.no_grad():
             for tensor in moving.each_tensor(module) if self.topology.world_size > 1 else ():
                 tensor.copy_(collectives.broadcast(tensor, 0, self._host))
