@@ -312,7 +312,7 @@ class HidesTheSkip(Mistake):
 
 
 class ClampsNothing(Mistake):
-    """Declares ``clip_by_value`` and does not do it."""
+    """Clips nothing by value."""
 
     caught_by = ("clipping.clips_by_value",)
 

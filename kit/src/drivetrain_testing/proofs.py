@@ -10,19 +10,14 @@ PROOFS: dict[str, tuple[str, str]] = {
     "mesh_axes": ("mesh.", "honesty.unlisted_mesh_axes"),
     "devices": ("honesty.devices_are_listed", ""),
     "precisions": ("precision.bf16_policy", "honesty.unlisted_precisions"),
-    "owns_optimizer": ("", "honesty.optimizer_is_the_users"),
     "pipelined": ("deferred.unrecordable_is_refused", "honesty.pipelined_means_deferred"),
-    "accumulates_without_sync": ("honesty.no_sync_keeps_gradients_local", "honesty.no_training_alone"),
     "replicated": ("honesty.replicas_are_whole_and_equal", "honesty.no_training_alone"),
-    "multiple_models": ("gradients.several_models", "honesty.one_model_only"),
     "optimizer_spans_models": ("gradients.one_loss_through_two_models", "honesty.one_optimizer_per_model"),
-    "clip_by_value": ("clipping.clips_by_value", "honesty.no_clip_by_value"),
-    "other_norms": ("clipping.other_norms", "honesty.no_other_norms"),
     "sharded_save": ("honesty.every_rank_saves_its_part", "honesty.every_rank_could_save_all"),
     "async_save": ("honesty.saves_beside_training", "honesty.no_saving_beside_training"),
     "join_uneven_inputs": ("honesty.joins_uneven_inputs", "honesty.no_uneven_inputs"),
     "handlers": ("honesty.unlisted_handlers", "honesty.unlisted_handlers"),
 }
 """By capability: the case that holds where it is declared, and the one where it is not. A name that ends in a dot is a
-room. Empty: a device that is not declared is not there to be tried; an engine that *may* replace an optimizer need not.
+room. Empty: a device that is not declared is not there to be tried.
 """

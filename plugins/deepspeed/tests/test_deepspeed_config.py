@@ -264,7 +264,7 @@ def everything_auto(**zero: object) -> dict[str, object]:
 
 def test_auto_is_filled_from_the_run(tmp_path):
     config = EngineConfig(section(tmp_path, **everything_auto()), BF16, 2)
-    config.meet_batches([8, 32], 4)
+    config.set_batches([8, 32], 4)
     config.check_batches()
     dictionary, open_keys = config.dictionary(hidden_size=64)
     assert open_keys == []
@@ -327,7 +327,7 @@ def test_auto_without_a_meaning_is_refused_with_its_line(tmp_path):
 )
 def test_batch_sizes_agree_with_the_script(tmp_path, values, sizes, steps, sentence):
     config = EngineConfig(section(tmp_path, **values), PLAIN, 2)
-    config.meet_batches(sizes, steps)
+    config.set_batches(sizes, steps)
     if sentence is None:
         config.check_batches()
         said = values.get("train_micro_batch_size_per_gpu", 4)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from drivetrain.backend import Backend
+from drivetrain.backend import Backend, FileConfiguredBackend
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import meet
 from drivetrain.errors import UnsupportedError, UsageError
@@ -17,7 +17,7 @@ from drivetrain.loop import batch_norm
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.model import PreparedModel, Record, make_prepared, record_of, restore, watch_registrations
 from drivetrain.loop.optimizer import PreparedOptimizer, watch_unprepared_steps
-from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine
+from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine, scheduler_without_engine
 from drivetrain.loop.scheduler import PreparedScheduler
 from drivetrain.loop.training import Trainer
 
@@ -69,11 +69,6 @@ class Preparer:
             # Another accelerator prepared it, which trains it no more.
             restore(model)
         capabilities = self._backend.capabilities
-        if self.models and not capabilities.multiple_models:
-            raise UnsupportedError(
-                f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
-                cure="Make one nn.Module of both.",
-            )
         meet("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, model)]
         for optimizer in mine:
@@ -103,7 +98,7 @@ class Preparer:
         """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        if not self._backend.capabilities.owns_optimizer:
+        if not isinstance(self._backend, FileConfiguredBackend):
             refuse_without_engine(optimizer, type(self._backend).__name__)
         prepared = PreparedOptimizer(optimizer, self._trainer)
         self.optimizers.append(prepared)
@@ -121,7 +116,10 @@ class Preparer:
         followed = [each for each in self.optimizers if its is each or its is each.source]
         if followed and followed[0].optimizer is not followed[0].source:
             scheduler.optimizer = followed[0].optimizer
-        scheduler = self._backend.prepare_scheduler(scheduler, [each.optimizer for each in followed])
+        theirs = None
+        if isinstance(self._backend, FileConfiguredBackend):
+            theirs = self._backend.file_scheduler(scheduler, [each.optimizer for each in followed])
+        scheduler = scheduler_without_engine(scheduler, type(self._backend).__name__) if theirs is None else theirs
         prepared = PreparedScheduler(
             scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
         )

@@ -329,11 +329,6 @@ class Trainer:
         else:
             meet("clip_grad_norm_")
         owners = self.owners(parameters)
-        if norm_type != 2.0 and not self.backend.capabilities.other_norms:
-            raise UnsupportedError(
-                f"{type(self.backend).__name__} clips by the 2-norm only, not by norm_type={norm_type}",
-                cure="Leave norm_type at 2.",
-            )
         if len(owners) > 1 and not self.backend.capabilities.optimizer_spans_models:
             raise UnsupportedError(
                 "these parameters belong to several models, which this backend clips one by one",
@@ -343,11 +338,6 @@ class Trainer:
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp gradient elements."""
-        if not self.backend.capabilities.clip_by_value:
-            raise UnsupportedError(
-                f"{type(self.backend).__name__} cannot clip by value",
-                cure="Use clip_grad_norm_.",
-            )
         self.owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
 
     def release(self) -> None:
