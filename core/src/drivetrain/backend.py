@@ -1,6 +1,6 @@
 """Abstract base classes that a backend implements.
 
-Nothing here imports torch. A plugin's light module (``plugin.py``) uses the records of ``description.py``, its heavy
+Nothing here imports torch. A plugin's light module (``plugin.py``) describes it by the records below, its heavy
 module (``backend.py``) implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
 """
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-# ---- What a plugin describes as data, and what a backend is told at birth: frozen records, no torch
 
 CONTRACT = 2
 """Version of this contract. It grows when an old plugin would be wrong under the new core, or the other way round."""
@@ -224,8 +222,6 @@ class RunSettings:
     name: str = ""
     sync_batch_norm: bool = False
 
-
-# ---- Abstract base classes that a backend implements
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -515,9 +511,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True
-    ) -> Trainable:
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         """Make a model ready, together with the optimizers that hold its parameters. Collective over all ranks.
 
         Joint, since sharding may change the parameters. Moves the model to the device (unless the settings forbid),
@@ -666,4 +660,3 @@ __all__ = [
     "Trainable",
     "always_ready",
 ]
-

@@ -1,4 +1,4 @@
-"""What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step.
+"""A base for backends that keep torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
 
 A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine knows nothing
 of ranks: that gradients agree on all ranks when it looks at them is the backend's business.
@@ -33,7 +33,6 @@ from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
 
-# ---- Getting a model ready for its device: what most backends do before they wrap it
 
 def original_module(model: nn.Module) -> nn.Module:
     """The user's module behind ``torch.compile``, whose parameters have the original names."""
@@ -65,8 +64,6 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 state[name] = value.to(parameter)
 
-
-# ---- Torch's loss scaler for gradients that may be plain tensors, DTensors, or both on several meshes
 
 @final
 class LossScaler(torch.amp.GradScaler):
@@ -100,8 +97,6 @@ class LossScaler(torch.amp.GradScaler):
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
         return flags
 
-
-# ---- Norms and clipping of gradients that may be plain tensors, DTensors, or both on several meshes
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that exist."""
@@ -138,8 +133,6 @@ def multiply_gradients(grads: Iterable[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(group, factor)
 
 
-# ---- What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step
-
 _APPLIED = StepResult()
 
 
@@ -165,18 +158,14 @@ class TorchEngine:
     ) -> None:
         self.policy, self.device = policy, device
         self._agree, self._norm = agree, norm
-        self.scaler = (
-            LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
-        )
+        self.scaler = LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
         self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
         self._output = None if policy.output is None else precision.dtype_of(policy.output)
         # Looked up once; the context itself is made anew, since a forward may run inside another.
         self._autocast = (
             None
             if self._compute is None
-            else partial(
-                torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache
-            )
+            else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
         self._unscaled: set[int] = set()
         self._norms: dict[int, tuple[Tensor, bool]] = {}
@@ -238,9 +227,7 @@ class TorchEngine:
             self._norms[id(optimizer)] = (norm, finite)
         return norm
 
-    def clip_grad_value(
-        self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]
-    ) -> None:
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]) -> None:
         """Clamp gradient elements, loss scale taken out first."""
         for optimizer in _owners(parameters, list(optimizers)):
             self.unscale(optimizer)
