@@ -43,7 +43,7 @@ def test_the_core_has_an_extra_of_its_name(plugin, core):
 
 
 def test_every_plugin_has_the_same_files(plugin):
-    for file in ("plugin.py", "config.py", "backend.py", "state.py", "py.typed", "__init__.py"):
+    for file in ("plugin.py", "config.py", "backend.py", "py.typed", "__init__.py"):
         assert (plugin.package / file).is_file(), file
     for file in ("README.md", "LICENSE", "tests"):
         assert (plugin.folder / file).exists(), file
