@@ -99,7 +99,7 @@ NAMED = {
     (
         "saysonedoesanother",
         "honesty.a_run_can_what_is_described",
-    ): "^clip_by_value is True in the description, False in",
+    ): "^join_uneven_inputs is True in the description, False in",
     ("claimstowait", "honesty.trains_alone_and_averages"): "^gradients were reduced in every step, although synchroni",
     ("keepsownbuffers", "gradients.buffers_start_alike"): "^after prepare the buffers are not those of rank 0: ",
     (

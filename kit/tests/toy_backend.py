@@ -5,9 +5,8 @@ It is registered by the tests, not installed. The wrong backends next door deriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,14 @@ from drivetrain.api import (
     Capabilities,
     LocalGradients,
     Mesh,
-    PortableState,
-    StepResult,
-    TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
-    clipping,
     ensure_process_group,
     hookimpl,
     pick_device,
     place_model,
-    portable,
 )
 from drivetrain.registry import get_registry
 
@@ -69,20 +64,15 @@ class FlatParameters:
         return torch.cat([each.flatten() for each in gradients] or [torch.zeros(0)])
 
 
-class ToyTrainable(Trainable):
+class ToyTrainable(TorchTrainable):
     """A module whose flat gradient is averaged after the backward that synchronises."""
 
-    def __init__(
-        self, backend: ToyBackend, model: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> None:
-        self.backend, self.model, self.module = backend, model, module
-        self.optimizers, self.engine = list(optimizers), backend.engine
-        self.flat = FlatParameters(module)
+    def __init__(self, backend: ToyBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(model, optimizers, backend.engine)
+        self.backend = backend
+        self.flat = FlatParameters(self.module)
         self.synchronising = True
-        self.local = LocalGradients(module, lambda: self.synchronising and backend.topology.dp_size > 1)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.forward(self.model, args, kwargs)
+        self.local = LocalGradients(self.module, lambda: self.synchronising and backend.topology.dp_size > 1)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self.engine.backward(loss, scale * self.backend.topology.dp_size)
@@ -101,33 +91,6 @@ class ToyTrainable(Trainable):
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self.synchronising = enabled
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self.engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
-
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self.engine.clip_grad_value(parameters, clip_value, self.optimizers)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        return self.engine.step(optimizer, closure)
-
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
-
-    def portable_state(self) -> PortableState:
-        state = portable.portable_state(self.module, self.optimizers)
-        state.extra = self.engine.state()
-        return state
-
-    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return portable.portable_template(self.module, self.optimizers, saved)
-
-    def load_portable_state(self, state: PortableState) -> None:
-        portable.load_portable_state(self.module, self.optimizers, state)
-        self.engine.load_state(state.extra)
 
     def release(self) -> None:
         self.backend.trainables = []
@@ -154,7 +117,7 @@ class ToyBackend(Backend):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module = place_model(model, optimizers, self.settings, self.topology)
         self.share(module)
-        trainable = self.trainable(self, model, module, optimizers)
+        trainable = self.trainable(self, model, optimizers)
         self.trainables.append(trainable)
         return trainable
 

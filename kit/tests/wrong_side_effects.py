@@ -35,12 +35,12 @@ class ClaimsAnAxis(Mistake):
 
 
 class SaysOneDoesAnother(Mistake):
-    """Is described as clipping by value and, once it runs, says that it cannot."""
+    """Is described as joining uneven inputs and, once it runs, says that it cannot."""
 
     caught_by = ("honesty.a_run_can_what_is_described",)
 
     def start(self) -> Topology:
-        self.capabilities = replace(self.capabilities, clip_by_value=False)
+        self.capabilities = replace(self.capabilities, join_uneven_inputs=False)
         return super().start()
 
 

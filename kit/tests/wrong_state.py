@@ -158,7 +158,7 @@ class CopiesTied(Mistake):
 
 
 class StepsACopy(Mistake):
-    """Steps an optimizer of its own making and does not declare ``owns_optimizer``."""
+    """Steps an optimizer of its own making, not the script's."""
 
     caught_by = ("honesty.optimizer_is_the_users",)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from toy_backend import ToyTrainable
 from wrong_base import Mistake
 
-from drivetrain.api import StepResult, clipping
+from drivetrain.api import StepResult, gradients, multiply_gradients
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ class ForgetsWorldSize(Mistake):
     class trainable(ToyTrainable):  # noqa: N801 - the toy's attribute of this name
         def average(self) -> None:
             super().average()
-            clipping.multiply(clipping.gradients(self.module.parameters()), self.backend.topology.dp_size)
+            multiply_gradients(gradients(self.module.parameters()), self.backend.topology.dp_size)
 
 
 class KeepsNoAccount(Mistake):
@@ -170,7 +170,7 @@ class DividesByThePresent(Mistake):
             super().average()
             if self.backend.joining:
                 factor = self.backend.topology.dp_size / self.backend.training
-                clipping.multiply(clipping.gradients(self.module.parameters()), factor)
+                multiply_gradients(gradients(self.module.parameters()), factor)
 
 
 class LeavesThoseThatEndBehind(Mistake):
@@ -312,7 +312,7 @@ class HidesTheSkip(Mistake):
 
 
 class ClampsNothing(Mistake):
-    """Declares ``clip_by_value`` and does not do it."""
+    """Clips nothing by value."""
 
     caught_by = ("clipping.clips_by_value",)
 

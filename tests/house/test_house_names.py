@@ -47,7 +47,7 @@ def test_the_core_has_an_extra_of_its_name(plugin, core):
 
 
 def test_every_backend_has_the_same_files(engine):
-    for file in ("plugin.py", "config.py", "backend.py", "state.py"):
+    for file in ("plugin.py", "config.py", "backend.py"):
         assert (engine.package / file).is_file(), file
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import checkpoint, run_setup
+from drivetrain.backend import FileConfiguredBackend
 from drivetrain.backends.portable import tied_names
 from drivetrain.checkpoint.run import RemovableHandle, RunCheckpoints
 from drivetrain.compat import state
@@ -206,7 +207,7 @@ class Accelerator(ProcessControl):
 
         # Loaders first, since an engine may have to know their batch size when it prepares the model.
         loaded = [load(each) for each in args]
-        self._meet_batches()
+        self._set_batches()
         prepared = self._preparer.prepare(loaded)
         registry = get_registry()
         if registry.listens("prepared"):
@@ -237,7 +238,7 @@ class Accelerator(ProcessControl):
     ) -> Any:
         """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks at the first one."""
         prepared = self._prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        self._meet_batches()
+        self._set_batches()
         return prepared
 
     def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
@@ -750,13 +751,15 @@ class Accelerator(ProcessControl):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self._loop.set_steps(value)
-        self._meet_batches()
+        self._set_batches()
 
-    def _meet_batches(self) -> None:
-        """Tell the backend how the script batches its data; see :meth:`drivetrain.api.Backend.meet_batches`."""
+    def _set_batches(self) -> None:
+        """Tell an engine with a configuration file of its own how the script batches its data."""
+        if not isinstance(self._job, FileConfiguredBackend):
+            return
         totals = [loader.total_batch_size for loader in self._dataloaders]
         sizes = [total // self._topology.dp_size for total in totals if total is not None]
-        self._job.meet_batches(sizes, self._loop.steps)
+        self._job.set_batches(sizes, self._loop.steps)
 
     def _along(self, axis: str) -> int:
         return self._topology.mesh.coordinates(self._topology.rank)[axis]

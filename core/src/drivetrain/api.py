@@ -14,17 +14,15 @@ from drivetrain.backend import (
     Backend,
     BackendInfo,
     Capabilities,
+    FileConfiguredBackend,
     PortableState,
     PrecisionPolicy,
-    ProcessGroupSettings,
     Readiness,
     ReduceOp,
     RunSettings,
-    Statement,
     StepResult,
     TensorSpec,
     Trainable,
-    always_ready,
 )
 from drivetrain.compat.config_rules import Rule, flag, number, section_from_arguments, whole
 from drivetrain.errors import (
@@ -39,58 +37,72 @@ from drivetrain.errors import (
     UsageError,
 )
 from drivetrain.hookspecs import hookimpl
-from drivetrain.topology import AXES, DATA_AXES, Mesh, ProcessInfo, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
     from drivetrain import checkpoint
-    from drivetrain.backends import elementwise as optimizer_kinds
-    from drivetrain.backends import local_steps, portable
-    from drivetrain.backends import torch_engine as clipping
+    from drivetrain.backends import portable
     from drivetrain.backends.deferred_init import Recording, deferred, temporary
+    from drivetrain.backends.elementwise import ELEMENTWISE, check_elementwise
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
-    from drivetrain.backends.torch_engine import TorchEngine, original_module, place_model
+    from drivetrain.backends.local_steps import STEPPED_LOCALLY, laid_out_as
+    from drivetrain.backends.torch_engine import (
+        TorchEngine,
+        TorchTrainable,
+        gradients,
+        multiply_gradients,
+        original_module,
+        place_model,
+        total_norm,
+    )
     from drivetrain.config.load import load_config
     from drivetrain.distributed import collectives, trees
     from drivetrain.distributed.device import pick_device
-    from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
+    from drivetrain.distributed.process_group import ensure_process_group
     from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
     from drivetrain.distributed.same_order import SameOrder
-    from drivetrain.loop import precision
     from drivetrain.loop.buffers import Buffers
     from drivetrain.loop.model import call_plainly, plain_state_dict
     from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
+    from drivetrain.loop.precision import autocast, cast_parameters, dtype_of
     from drivetrain.registry import get_registry
 
 _HEAVY = {
+    "ELEMENTWISE": "drivetrain.backends.elementwise:ELEMENTWISE",
+    "STEPPED_LOCALLY": "drivetrain.backends.local_steps:STEPPED_LOCALLY",
     "Buffers": "drivetrain.loop.buffers:Buffers",
-    "checkpoint": "drivetrain.checkpoint",
     "DeviceGenerator": "drivetrain.distributed.rng:DeviceGenerator",
     "DummyOptim": "drivetrain.loop.placeholders:DummyOptim",
     "DummyScheduler": "drivetrain.loop.placeholders:DummyScheduler",
-    "load_config": "drivetrain.config.load:load_config",
-    "clipping": "drivetrain.backends.torch_engine",
-    "collectives": "drivetrain.distributed.collectives",
-    "local_steps": "drivetrain.backends.local_steps",
-    "optimizer_kinds": "drivetrain.backends.elementwise",
-    "portable": "drivetrain.backends.portable",
-    "precision": "drivetrain.loop.precision",
-    "trees": "drivetrain.distributed.trees",
-    "Recording": "drivetrain.backends.deferred_init:Recording",
-    "deferred": "drivetrain.backends.deferred_init:deferred",
     "LocalGradients": "drivetrain.backends.local_gradients:LocalGradients",
+    "Recording": "drivetrain.backends.deferred_init:Recording",
     "SameOrder": "drivetrain.distributed.same_order:SameOrder",
-    "is_taken": "drivetrain.backends.local_gradients:is_taken",
-    "call_plainly": "drivetrain.loop.model:call_plainly",
-    "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
-    "temporary": "drivetrain.backends.deferred_init:temporary",
-    "get_registry": "drivetrain.registry:get_registry",
-    "pick_device": "drivetrain.distributed.device:pick_device",
+    "checkpoint": "drivetrain.checkpoint",
     "TorchEngine": "drivetrain.backends.torch_engine:TorchEngine",
-    "original_module": "drivetrain.backends.torch_engine:original_module",
-    "place_model": "drivetrain.backends.torch_engine:place_model",
-    "ProcessGroupHandle": "drivetrain.distributed.process_group:ProcessGroupHandle",
+    "TorchTrainable": "drivetrain.backends.torch_engine:TorchTrainable",
+    "autocast": "drivetrain.loop.precision:autocast",
+    "call_plainly": "drivetrain.loop.model:call_plainly",
+    "cast_parameters": "drivetrain.loop.precision:cast_parameters",
+    "check_elementwise": "drivetrain.backends.elementwise:check_elementwise",
+    "collectives": "drivetrain.distributed.collectives",
+    "deferred": "drivetrain.backends.deferred_init:deferred",
+    "dtype_of": "drivetrain.loop.precision:dtype_of",
     "ensure_process_group": "drivetrain.distributed.process_group:ensure_process_group",
+    "get_registry": "drivetrain.registry:get_registry",
+    "gradients": "drivetrain.backends.torch_engine:gradients",
+    "is_taken": "drivetrain.backends.local_gradients:is_taken",
+    "laid_out_as": "drivetrain.backends.local_steps:laid_out_as",
+    "load_config": "drivetrain.config.load:load_config",
+    "multiply_gradients": "drivetrain.backends.torch_engine:multiply_gradients",
+    "original_module": "drivetrain.backends.torch_engine:original_module",
+    "pick_device": "drivetrain.distributed.device:pick_device",
+    "place_model": "drivetrain.backends.torch_engine:place_model",
+    "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
+    "portable": "drivetrain.backends.portable",
     "register_device_generator": "drivetrain.distributed.rng:register_device_generator",
+    "temporary": "drivetrain.backends.deferred_init:temporary",
+    "total_norm": "drivetrain.backends.torch_engine:total_norm",
+    "trees": "drivetrain.distributed.trees",
 }
 
 
@@ -103,9 +115,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "AXES",
     "CONTRACT",
-    "DATA_AXES",
+    "ELEMENTWISE",
+    "STEPPED_LOCALLY",
     "Backend",
     "BackendBlockedError",
     "BackendInfo",
@@ -120,12 +132,11 @@ __all__ = [
     "DrivetrainError",
     "DummyOptim",
     "DummyScheduler",
+    "FileConfiguredBackend",
     "LocalGradients",
     "Mesh",
     "PortableState",
     "PrecisionPolicy",
-    "ProcessGroupHandle",
-    "ProcessGroupSettings",
     "ProcessInfo",
     "Readiness",
     "Recording",
@@ -133,38 +144,41 @@ __all__ = [
     "Rule",
     "RunSettings",
     "SameOrder",
-    "Statement",
     "StepResult",
     "TensorSpec",
     "Topology",
     "TorchEngine",
+    "TorchTrainable",
     "Trainable",
     "UnsupportedError",
     "UsageError",
-    "always_ready",
+    "autocast",
     "call_plainly",
+    "cast_parameters",
+    "check_elementwise",
     "checkpoint",
-    "clipping",
     "collectives",
     "deferred",
+    "dtype_of",
     "ensure_process_group",
     "flag",
     "get_registry",
+    "gradients",
     "hookimpl",
     "is_taken",
+    "laid_out_as",
     "load_config",
-    "local_steps",
+    "multiply_gradients",
     "number",
-    "optimizer_kinds",
     "original_module",
     "pick_device",
     "place_model",
     "plain_state_dict",
     "portable",
-    "precision",
     "register_device_generator",
     "section_from_arguments",
     "temporary",
+    "total_norm",
     "trees",
     "whole",
 ]

@@ -1,6 +1,6 @@
 """Abstract base classes that a backend implements.
 
-Nothing here imports torch. A plugin's light module (``plugin.py``) uses the records of ``description.py``, its heavy
+Nothing here imports torch. A plugin's light module (``plugin.py``) describes it by the records below, its heavy
 module (``backend.py``) implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
 """
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-# ---- What a plugin describes as data, and what a backend is told at birth: frozen records, no torch
-
-CONTRACT = 1
+CONTRACT = 2
 """Version of this contract. It grows when an old plugin would be wrong under the new core, or the other way round."""
 
 
@@ -37,15 +35,11 @@ class Capabilities:
         mesh_axes: mesh axes that may be larger than 1.
         devices: device types it runs on; empty means every type that torch knows.
         precisions: values of ``mixed_precision`` that it interprets.
-        owns_optimizer: ``prepare`` may replace the optimizer by the engine's own.
         pipelined: a forward in training mode is deferred until the loss is known.
-        accumulates_without_sync: ``synchronise_gradients(False)`` really skips communication; what then stays on a rank
-            is the gradient of ``loss * scale * dp_size``, with which LocalSGD steps.
-        replicated: every rank of the data-parallel group holds all parameters, so they may be averaged (LocalSGD).
-        multiple_models: several models can be prepared in one process.
+        replicated: every rank of the data-parallel group holds all parameters, and ``synchronise_gradients(False)``
+            leaves a rank's own gradients on it, those of ``loss * scale * dp_size``: ranks may step alone and be
+            averaged (LocalSGD).
         optimizer_spans_models: one optimizer may hold parameters of several models.
-        clip_by_value: ``clip_grad_value`` works.
-        other_norms: ``clip_grad_norm`` takes norms other than 2.
         sharded_save: a save writes from every rank at once, each its own part.
         async_save: tensors can be staged so that a save runs beside the training.
         join_uneven_inputs: ``join`` works.
@@ -56,14 +50,9 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"no", "bf16", "fp16"})
-    owns_optimizer: bool = False
     pipelined: bool = False
-    accumulates_without_sync: bool = True
     replicated: bool = True
-    multiple_models: bool = True
     optimizer_spans_models: bool = True
-    clip_by_value: bool = True
-    other_norms: bool = True
     sharded_save: bool = False
     async_save: bool = False
     join_uneven_inputs: bool = False
@@ -90,24 +79,6 @@ def always_ready() -> Readiness:
     return Readiness(True)
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One value that somebody wrote, and where, for an error that shows both sides.
-
-    Args:
-        value: as it was read.
-        where: in words: ``ds.json:12``, ``train.yaml:3:18``, ``the script``.
-    """
-
-    value: Any
-    where: str
-
-
-def nothing_implied(_section: Any, _origins: Mapping[str, str]) -> Mapping[str, Statement]:
-    """A section that says nothing about the core's keys."""
-    return {}
-
-
 @dataclass(frozen=True)
 class BackendInfo:
     """A backend's description, returned by the hook ``drivetrain_backends``.
@@ -124,9 +95,11 @@ class BackendInfo:
         probe: can it run here? Imports nothing heavy.
         preference: who is taken when the user names no backend: the highest that fits the world (a backend that is
             not ``multi_process`` fits a world of 1). ``None``: only when named.
-        implied: what the backend's own section says about ``mixed_precision`` and ``gradient_accumulation_steps``, by
-            key, given the validated section and where each of its keys was written (``RunSettings.origins``). It holds
-            where neither script nor configuration says anything; where one does and differs, the core raises.
+        implied: for an engine with a configuration file of its own, named by the section: what it says about
+            ``mixed_precision`` and ``gradient_accumulation_steps``, by key a pair of the value and, in words, where it
+            is written (``ds.json:12``); given the validated section and where each of its keys was written
+            (``RunSettings.origins``). It holds where neither script nor configuration says anything; where one does and
+            differs, the core raises.
         names: ``{"Name": "package.module:Name"}``: what scripts of Accelerate import for this engine, found by
             ``from drivetrain.utils import Name`` too.
         imports: by the name of a section of Accelerate's configuration files, ``"package.module:RULES"``: a mapping
@@ -144,7 +117,7 @@ class BackendInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
     probe: Callable[[], Readiness] = always_ready
     preference: int | None = None
-    implied: Callable[[Any, Mapping[str, str]], Mapping[str, Statement]] = nothing_implied
+    implied: Callable[[Any, Mapping[str, str]], Mapping[str, tuple[Any, str]]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     imports: Mapping[str, str] = field(default_factory=dict)
 
@@ -230,8 +203,6 @@ class RunSettings:
     name: str = ""
     sync_batch_norm: bool = False
 
-
-# ---- Abstract base classes that a backend implements
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -343,7 +314,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Clamp each gradient element to ``[-clip_value, clip_value]``; needs the capability ``clip_by_value``."""
+        """Clamp each gradient element to ``[-clip_value, clip_value]``."""
 
     @abstractmethod
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
@@ -520,9 +491,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True
-    ) -> Trainable:
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         """Make a model ready, together with the optimizers that hold its parameters. Collective over all ranks.
 
         Joint, since sharding may change the parameters. Moves the model to the device (unless the settings forbid),
@@ -541,30 +510,6 @@ class Backend(ABC):
     def init_context(self) -> AbstractContextManager[Any]:
         """Entered around model construction (meta device, ``zero.Init``); default nothing."""
         return nullcontext()
-
-    def meet_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
-        """Learn how the script batches its data; default nothing. Not collective.
-
-        Called before each :meth:`prepare`, and again when a loader is prepared or the window's length changes, for
-        engines whose own configuration may say the same. It raises :class:`~drivetrain.api.UsageError` where that
-        differs.
-
-        Args:
-            sizes: samples in a full batch of one data-parallel rank, for each prepared loader that has such a number.
-            accumulation_steps: micro-batches in a full window.
-        """
-        return
-
-    def prepare_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
-        """The scheduler that moves where the script prepared ``scheduler``; default itself. Not collective.
-
-        Args:
-            scheduler: the script's; a ``DummyScheduler`` asks for the one that the engine's configuration describes.
-            optimizers: what really steps, of those whose learning rate it sets.
-        """
-        from drivetrain.loop.placeholders import scheduler_without_engine
-
-        return scheduler_without_engine(scheduler, type(self).__name__)
 
     def synchronise_batch_norm(self, model: nn.Module) -> None:
         """Let batch norms take their statistics over all data-parallel ranks. Not collective.
@@ -659,6 +604,41 @@ class Backend(ABC):
         collectives.barrier(self.topology)
 
 
+class FileConfiguredBackend(Backend):
+    """A backend whose engine has a configuration file of its own, which may say what the script says too.
+
+    The file is what the section names or holds. ``BackendInfo.implied`` tells the core what it says of precision and
+    accumulation; here it is compared with the script's batches, and may describe optimizer and schedule. Only under
+    such a backend do ``DummyOptim`` and ``DummyScheduler`` stand for something.
+    """
+
+    @abstractmethod
+    def set_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
+        """Compare how the script batches its data with what the file says. Not collective.
+
+        Called before each :meth:`prepare`, and again when a loader is prepared or the window's length changes.
+
+        Args:
+            sizes: samples in a full batch of one data-parallel rank, for each prepared loader that has such a number.
+            accumulation_steps: micro-batches in a full window.
+
+        Raises:
+            UsageError: the file says something else.
+        """
+
+    @abstractmethod
+    def file_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any | None:
+        """The scheduler of the file in the place of the script's, ``None`` where the file names none. Not collective.
+
+        Args:
+            scheduler: what the script prepared, a ``DummyScheduler`` where it leaves the schedule to the file.
+            optimizers: what really steps, of those whose learning rate it sets.
+
+        Raises:
+            UsageError: both name a schedule.
+        """
+
+
 __all__ = [
     "CONTRACT",
     "Backend",
@@ -672,12 +652,9 @@ __all__ = [
     "Readiness",
     "ReduceOp",
     "RunSettings",
-    "Statement",
     "StepResult",
     "TensorSpec",
     "Topology",
     "Trainable",
     "always_ready",
-    "nothing_implied",
 ]
-

@@ -16,7 +16,7 @@ from weakref import WeakMethod, ref
 import torch
 from pydantic import BaseModel
 
-from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, ProcessInfo, RunSettings, Statement
+from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, ProcessInfo, RunSettings
 from drivetrain.config import ResolvedConfig, load_config, worker_config
 from drivetrain.config.locate import DEFAULT
 from drivetrain.config.schema import MeshConfig
@@ -88,7 +88,7 @@ class Choice:
     info: BackendInfo
     section: Any = None
     origins: Mapping[str, str] = field(default_factory=dict)
-    implied: Mapping[str, Statement] = field(default_factory=dict)
+    implied: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     def settle(self, key: str, script: Any, resolved: ResolvedConfig) -> Any:
         """The value of a key of the core: the script's, else the configuration's, else what the section says of it.
@@ -104,21 +104,21 @@ class Choice:
         configured, origin = getattr(resolved.config, key), resolved.origin(key)
         said = None
         if script is not None:
-            said = Statement(script, _SCRIPT)
+            said = script, _SCRIPT
         elif origin != DEFAULT:
-            said = Statement(configured, str(origin))
+            said = configured, str(origin)
         theirs = self.implied.get(key)
         if theirs is None:
-            return configured if said is None else said.value
+            return configured if said is None else said[0]
+        value, where = theirs
         if said is None:
-            logger.info("%s: %s is taken from %s", key, theirs.value, theirs.where)
-            return theirs.value
-        if said.value != theirs.value:
+            logger.info("%s: %s is taken from %s", key, value, where)
+        elif said[0] != value:
             raise UsageError(
-                f"{key} is {said.value!r} ({said.where}) and {theirs.value!r} ({theirs.where})",
+                f"{key} is {said[0]!r} ({said[1]}) and {value!r} ({where})",
                 cure="Say it in one place, or the same in both.",
             )
-        return said.value
+        return value
 
 
 def choose_backend(
@@ -159,7 +159,7 @@ def choose_backend(
         prefix = f"{info.name}."
         found = {key: origin for key, origin in resolved.origins.items() if key.startswith(prefix)}
         origins = {key.removeprefix(prefix): str(origin) for key, origin in found.items()}
-    return Choice(info, section, origins, info.implied(section, origins))
+    return Choice(info, section, origins, {} if info.implied is None else info.implied(section, origins))
 
 
 def section_at_hand(choice: Choice, engine: str) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Accelerator, DummyOptim, DummyScheduler
-from drivetrain.api import BackendInfo, Statement, hookimpl
+from drivetrain.api import BackendInfo, FileConfiguredBackend, hookimpl
 from drivetrain.backends.single import SingleBackend
 from drivetrain.config import ResolvedConfig, load_config
 from drivetrain.errors import BackendBrokenError, BackendNotFoundError, ConfigError, UsageError
@@ -36,7 +36,7 @@ def implied(section, origins):
     """The file of an engine that says precision and accumulation too."""
     found = {"mixed_precision": section.precision, "gradient_accumulation_steps": section.steps}
     where = {"mixed_precision": "precision", "gradient_accumulation_steps": "steps"}
-    return {key: Statement(value, origins[where[key]]) for key, value in found.items() if value is not None}
+    return {key: (value, origins[where[key]]) for key, value in found.items() if value is not None}
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_a_contradiction_shows_both_sides(tmp_path):
 def test_a_script_may_pass_the_section(given):
     choice = choose_backend(ResolvedConfig(), None, 1, {"toy_plugin": given, "fsdp_plugin": None})
     assert (choice.info.name, choice.section) == ("toy", ToySection(steps=3))
-    assert choice.implied["gradient_accumulation_steps"] == Statement(3, "the script")
+    assert choice.implied["gradient_accumulation_steps"] == (3, "the script")
     assert choose_backend(ResolvedConfig(), "TOYS", 1, {"toy_plugin": given}).info.name == "toy"
 
 
@@ -141,16 +141,24 @@ def test_a_script_may_ask_whose_section_holds():
 # ---- what a backend is told of batches ------------------------------------------------------------------------------
 
 
-def test_a_backend_is_told_how_the_script_batches(monkeypatch):
+def test_an_engine_with_a_file_is_told_how_the_script_batches(monkeypatch):
     told = []
-    monkeypatch.setattr(SingleBackend, "meet_batches", lambda _, sizes, steps: told.append((list(sizes), steps)))
-    prepare = SingleBackend.prepare
 
-    def noted(self, *args, **kwargs):
-        told.append("prepare")
-        return prepare(self, *args, **kwargs)
+    class WithFile(FileConfiguredBackend):
+        capabilities = SingleBackend.capabilities
+        start, stop = SingleBackend.start, SingleBackend.stop
 
-    monkeypatch.setattr(SingleBackend, "prepare", noted)
+        def set_batches(self, sizes, accumulation_steps):
+            told.append((list(sizes), accumulation_steps))
+
+        def file_scheduler(self, scheduler, optimizers):
+            return None
+
+        def prepare(self, *args, **kwargs):
+            told.append("prepare")
+            return SingleBackend.prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr("drivetrain.backends.single.SingleBackend", WithFile)
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = torch.nn.Linear(1, 1)
     loader, whole = DataLoader(range(12), batch_size=4), DataLoader(range(12), batch_size=None)

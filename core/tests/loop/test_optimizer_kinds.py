@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import UnsupportedError, optimizer_kinds
+from drivetrain.api import UnsupportedError, check_elementwise
+from drivetrain.backends import elementwise
+from drivetrain.backends.elementwise import why_not_elementwise
 
 
 def parameters() -> list[nn.Parameter]:
@@ -112,7 +114,7 @@ class SlowAdamW(torch.optim.AdamW):
 
 @pytest.mark.parametrize("kind", [Signs, WithMode, SlowAdamW, torch.optim.AdamW, torch.optim.Adagrad])
 def test_elementwise_optimizers_pass(kind):
-    assert optimizer_kinds.why_not_elementwise(kind(parameters())) is None
+    assert why_not_elementwise(kind(parameters())) is None
 
 
 @pytest.mark.parametrize(
@@ -132,15 +134,15 @@ def test_elementwise_optimizers_pass(kind):
 )
 def test_others_are_refused_with_what_was_found(kind, why):
     with pytest.raises(UnsupportedError, match="is not element-wise") as caught:
-        optimizer_kinds.check_elementwise(kind(parameters()), "fsdp")
+        check_elementwise(kind(parameters()), "fsdp")
     assert why in str(caught.value)
     assert "torch.optim.AdamW" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_every_known_class_would_pass_its_trial(kind, monkeypatch):
-    monkeypatch.setattr(optimizer_kinds, "ELEMENTWISE", frozenset())
-    assert optimizer_kinds.why_not_elementwise(kind(parameters())) is None
+    monkeypatch.setattr(elementwise, "ELEMENTWISE", frozenset())
+    assert why_not_elementwise(kind(parameters())) is None
 
 
 def test_a_trial_leaves_no_trace():
@@ -152,7 +154,7 @@ def test_a_trial_leaves_no_trace():
     scheduler.step()
     before = copy.deepcopy(optimizer.state_dict()), [one.clone() for one in optimizer.param_groups[0]["params"]]
     random = torch.get_rng_state()
-    assert optimizer_kinds.why_not_elementwise(optimizer) is None
+    assert why_not_elementwise(optimizer) is None
     assert torch.equal(torch.get_rng_state(), random)
     assert str(optimizer.state_dict()) == str(before[0])
     for one, was in zip(optimizer.param_groups[0]["params"], before[1], strict=True):
@@ -163,7 +165,7 @@ def test_a_trial_leaves_no_trace():
 def test_a_learning_rate_of_0_hides_nothing():
     """As schedules with a warm-up set it before ``prepare``."""
     with pytest.raises(UnsupportedError, match="in two parts"):
-        optimizer_kinds.check_elementwise(Layerwise(parameters(), lr=0.0), "fsdp")
+        check_elementwise(Layerwise(parameters(), lr=0.0), "fsdp")
 
 
 class DecaysMatrices(Own):
@@ -175,6 +177,6 @@ class DecaysMatrices(Own):
 
 def test_flat_parts_have_one_dim():
     optimizer = DecaysMatrices(parameters())
-    assert optimizer_kinds.why_not_elementwise(optimizer) is None
+    assert why_not_elementwise(optimizer) is None
     with pytest.raises(UnsupportedError, match=r"in two parts.*zero_stage: 0"):
-        optimizer_kinds.check_elementwise(optimizer, "ZeRO stage 1", flat=True, instead="zero_stage: 0")
+        check_elementwise(optimizer, "ZeRO stage 1", flat=True, instead="zero_stage: 0")

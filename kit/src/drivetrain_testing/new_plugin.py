@@ -21,7 +21,6 @@ FILES = {
     "src/{package}/config.py": "config.py",
     "src/{package}/plugin.py": "plugin.py",
     "src/{package}/py.typed": "py.typed",
-    "src/{package}/state.py": "state.py",
     "tests/test_{name}_conformance.py": "test_conformance.py",
 }
 """What is written, by path in the new folder: the file in ``plugin_template``, without its suffix ``.txt``."""

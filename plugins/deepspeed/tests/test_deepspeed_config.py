@@ -264,7 +264,7 @@ def everything_auto(**zero: object) -> dict[str, object]:
 
 def test_auto_is_filled_from_the_run(tmp_path):
     config = EngineConfig(section(tmp_path, **everything_auto()), BF16, 2)
-    config.meet_batches([8, 32], 4)
+    config.set_batches([8, 32], 4)
     config.check_batches()
     dictionary, open_keys = config.dictionary(hidden_size=64)
     assert open_keys == []
@@ -327,7 +327,7 @@ def test_auto_without_a_meaning_is_refused_with_its_line(tmp_path):
 )
 def test_batch_sizes_agree_with_the_script(tmp_path, values, sizes, steps, sentence):
     config = EngineConfig(section(tmp_path, **values), PLAIN, 2)
-    config.meet_batches(sizes, steps)
+    config.set_batches(sizes, steps)
     if sentence is None:
         config.check_batches()
         said = values.get("train_micro_batch_size_per_gpu", 4)
@@ -340,13 +340,13 @@ def test_batch_sizes_agree_with_the_script(tmp_path, values, sizes, steps, sente
 def test_a_section_speaks_for_precision_and_accumulation(tmp_path):
     values = {"bf16": {"enabled": True}, "fp16": {"enabled": False}, "gradient_accumulation_steps": 4}
     found = implied(section(tmp_path, **values), {})
-    assert {key: each.value for key, each in found.items()} == {
+    assert {key: value for key, (value, _) in found.items()} == {
         "mixed_precision": "bf16",
         "gradient_accumulation_steps": 4,
     }
-    assert found["mixed_precision"].where.endswith("ds.json:3")
+    assert found["mixed_precision"][1].endswith("ds.json:3")
     autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-    assert implied(DeepSpeedConfig(config=autocast), {})["mixed_precision"].value == "fp16"
+    assert implied(DeepSpeedConfig(config=autocast), {})["mixed_precision"][0] == "fp16"
     assert implied(section(tmp_path, **everything_auto()), {}) == {}
     with pytest.raises(ConfigError, match=r"bf16.enabled .* contradicts fp16.enabled"):
         implied(section(tmp_path, bf16={"enabled": True}, fp16={"enabled": True}), {})

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import local_steps
+from drivetrain.api import STEPPED_LOCALLY
+from drivetrain.backends.local_steps import applies
 from drivetrain_testing import spawn
 
-KINDS = sorted(local_steps.ELEMENTWISE, key=lambda kind: kind.__name__)
+KINDS = sorted(STEPPED_LOCALLY, key=lambda kind: kind.__name__)
 WIDTH, STEPS = 5, 4
 
 
@@ -55,7 +56,7 @@ def train(kind, backend, section):
         accelerator.backward(model(x).square().mean())
         if step % 2:
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-        applied = local_steps.applies(optimizer.optimizer)
+        applied = applies(optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
     inner = optimizer.optimizer
@@ -111,11 +112,11 @@ def before_and_after_compiling():
     model = Pair()
     _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     inner = optimizer.optimizer
-    found = [local_steps.applies(inner)]
+    found = [applies(inner)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it imports its compiler
         inner.step = torch.compile(inner.step)
-    found.append(local_steps.applies(inner))
+    found.append(applies(inner))
     accelerator.end_training()
     return found
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import local_steps
+from drivetrain.api import STEPPED_LOCALLY
+from drivetrain.backends.local_steps import applies
 from drivetrain_testing import spawn
 
 pytestmark = pytest.mark.timeout(240)
@@ -55,7 +56,7 @@ def train(kind, overrides, *, hook=False):
         x = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step
         accelerator.backward(model(x).square().mean())
         if step == STEPS - 1:
-            plain = local_steps.applies(inner)
+            plain = applies(inner)
         optimizer.step()
         optimizer.zero_grad()
     whole = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()}
@@ -87,7 +88,7 @@ TENSOR_PARALLEL = {"distributed_type": "megatron", "megatron.tensor_parallel_siz
 
 
 def test_every_elementwise_optimizer_steps_as_in_one_process():
-    kinds = sorted(local_steps.ELEMENTWISE, key=lambda kind: kind.__name__)
+    kinds = sorted(STEPPED_LOCALLY, key=lambda kind: kind.__name__)
     alone = spawn(several, 1, kinds, {"distributed_type": "single"}, timeout=100)[0]
     for number, rank in enumerate(spawn(several, 2, kinds, TENSOR_PARALLEL, timeout=200)):
         for name, found in rank.items():

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from drivetrain.errors import UnsupportedError
 
-# ---- Memory for a moment that really goes back to the system
 
 def temporary(num_bytes: int) -> Tensor:
     """CPU memory of its own, ``uint8``, zeros; its pages are touched when they are written.
@@ -39,8 +38,6 @@ def temporary_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dty
     extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
     return temporary(extent * dtype.itemsize).view(dtype).as_strided(shape, stride)
 
-
-# ---- Construct a model without its memory, and give each parameter later the value that construction would have give
 
 SMALL = 1 << 12
 """Tensors of fewer elements are made for real: scripts read values from them, and 16 KiB are no burden."""
@@ -320,4 +317,3 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, list | tuple) else [value]
-

@@ -19,7 +19,7 @@ from torch.optim import optimizer as hooks
 
 from drivetrain.loop.optimizer import before_step
 
-ELEMENTWISE = frozenset(
+STEPPED_LOCALLY = frozenset(
     {
         torch.optim.SGD,
         torch.optim.Adam,
@@ -74,7 +74,7 @@ def applies(optimizer: Optimizer) -> bool:
     watching = hooks._global_optimizer_pre_hooks.values()  # noqa: SLF001
     everybodys = any(hook is not before_step for hook in watching) or hooks._global_optimizer_post_hooks  # noqa: SLF001
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-    if type(optimizer) not in ELEMENTWISE or own or everybodys:
+    if type(optimizer) not in STEPPED_LOCALLY or own or everybodys:
         return False
     if hasattr(optimizer.step, "_torchdynamo_orig_callable"):  # compiled for these very tensors
         return False
@@ -149,4 +149,4 @@ def _as_before(parameter: Tensor, before: dict[str, Any], after: dict[str, Any])
     return found
 
 
-__all__ = ["ELEMENTWISE", "applies", "laid_out_as", "on_local_parts"]
+__all__ = ["STEPPED_LOCALLY", "applies", "laid_out_as", "on_local_parts"]

@@ -1,13 +1,13 @@
-"""What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step.
+"""A base for backends that keep torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
 
-A backend holds one :class:`TorchEngine` and calls it; nobody derives from it. It knows nothing of ranks: that
-gradients agree on all ranks when it looks at them is the backend's business.
+A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine knows nothing
+of ranks: that gradients agree on all ranks when it looks at them is the backend's business.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
@@ -18,13 +18,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from drivetrain.backend import PrecisionPolicy, RunSettings, StepResult, Topology
+from drivetrain.backend import (
+    PortableState,
+    PrecisionPolicy,
+    RunSettings,
+    StepResult,
+    TensorSpec,
+    Topology,
+    Trainable,
+)
+from drivetrain.backends import portable
 from drivetrain.backends.local_steps import on_local_parts
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
 
-# ---- Getting a model ready for its device: what most backends do before they wrap it
 
 def original_module(model: nn.Module) -> nn.Module:
     """The user's module behind ``torch.compile``, whose parameters have the original names."""
@@ -56,8 +64,6 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 state[name] = value.to(parameter)
 
-
-# ---- Torch's loss scaler for gradients that may be plain tensors, DTensors, or both on several meshes
 
 @final
 class LossScaler(torch.amp.GradScaler):
@@ -92,8 +98,6 @@ class LossScaler(torch.amp.GradScaler):
         return flags
 
 
-# ---- Norms and clipping of gradients that may be plain tensors, DTensors, or both on several meshes
-
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that exist."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -116,23 +120,18 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def multiply(grads: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply each gradient in place by a number or 0-d tensor, one kernel for each device, dtype and mesh."""
+def multiply_gradients(grads: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply each gradient in place by a number or 0-d tensor, one kernel for each device and dtype. Not collective.
+
+    Of DTensors this rank's parts are multiplied, since the operation on a DTensor would cost many times more.
+    """
     alike: dict[object, list[Tensor]] = {}
     for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-        alike.setdefault((mesh, grad.device, grad.dtype), []).append(grad)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        alike.setdefault((local.device, local.dtype), []).append(local)
     for group in alike.values():
         torch._foreach_mul_(group, factor)
 
-
-def clip_values(grads: list[Tensor], clip_value: float) -> None:
-    """Clamp each gradient element to ``[-clip_value, clip_value]`` in place."""
-    for grad in grads:
-        grad.clamp_(-clip_value, clip_value)
-
-
-# ---- What engines built on autograd and torch optimizers share: forward under a policy, loss scaling, clipping, step
 
 _APPLIED = StepResult()
 
@@ -159,18 +158,14 @@ class TorchEngine:
     ) -> None:
         self.policy, self.device = policy, device
         self._agree, self._norm = agree, norm
-        self.scaler = (
-            LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
-        )
+        self.scaler = LossScaler(torch.device(device).type, **policy.scaler) if policy.loss_scaling else None
         self._compute = None if policy.compute is None else precision.dtype_of(policy.compute)
         self._output = None if policy.output is None else precision.dtype_of(policy.output)
         # Looked up once; the context itself is made anew, since a forward may run inside another.
         self._autocast = (
             None
             if self._compute is None
-            else partial(
-                torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache
-            )
+            else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
         self._unscaled: set[int] = set()
         self._norms: dict[int, tuple[Tensor, bool]] = {}
@@ -227,18 +222,17 @@ class TorchEngine:
         value = norm.item()
         finite = math.isfinite(value)
         if finite and value > max_norm:
-            multiply(grads, max_norm / (value + 1e-6))
+            multiply_gradients(grads, max_norm / (value + 1e-6))
         for optimizer in optimizers:
             self._norms[id(optimizer)] = (norm, finite)
         return norm
 
-    def clip_grad_value(
-        self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]
-    ) -> None:
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]) -> None:
         """Clamp gradient elements, loss scale taken out first."""
         for optimizer in _owners(parameters, list(optimizers)):
             self.unscale(optimizer)
-        clip_values(gradients(parameters), clip_value)
+        for grad in gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
 
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, local: bool = False
@@ -332,3 +326,67 @@ def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[O
         if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
     ]
 
+
+class TorchTrainable(Trainable):
+    """One prepared model of a backend that keeps torch's autograd and optimizers. Complete for one process.
+
+    A backend over several processes overrides what it does differently: :meth:`backward` to reduce gradients,
+    :meth:`synchronise_gradients` to leave them local within an accumulation window, :meth:`release` to take its hooks
+    off. Where it replaces parameters, :meth:`add_optimizer` and :meth:`full_state_dict` too.
+
+    Args:
+        model: what the script calls: its module, or what ``torch.compile`` put around that.
+        optimizers: those that hold parameters of the model.
+        engine: precision, loss scaling, clipping and the step; one for all models of a backend.
+
+    Attributes:
+        model: what :meth:`forward` calls. A wrapper of the engine may take its place.
+        engine: as given.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> None:
+        self.model, self.module = model, original_module(model)
+        self.optimizers, self.engine = list(optimizers), engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.forward(self.model, args, kwargs)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self.engine.backward(loss, scale)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        """Autograd accumulates either way, and one process has nothing to reduce."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        multiply_gradients(gradients(self.module.parameters()), factor)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        self.engine.clip_grad_value(parameters, clip_value, self.optimizers)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self.engine.unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        return self.engine.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        optimizer.zero_grad(set_to_none)
+
+    def portable_state(self) -> PortableState:
+        """Tensors are the live ones, not copies; DTensors stay this rank's shards. Not collective."""
+        state = portable.portable_state(self.module, self.optimizers)
+        state.extra |= self.engine.state()
+        return state
+
+    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
+        return portable.portable_template(self.module, self.optimizers, saved)
+
+    def load_portable_state(self, state: PortableState) -> None:
+        portable.load_portable_state(self.module, self.optimizers, state)
+        self.engine.load_state(state.extra)
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class World(Backend):
     """All processes of the job and their collectives; trains nothing, so it has no name in the registry."""
 
-    capabilities = Capabilities(replicated=False, multiple_models=False)
+    capabilities = Capabilities(replicated=False)
 
     def __init__(self, settings: RunSettings) -> None:
         super().__init__(settings)

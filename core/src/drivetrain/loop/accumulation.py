@@ -510,11 +510,6 @@ class TrainingLoop:
         (log_call if capabilities.replicated else check_collective)("clip_grad_norm_")
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         owners = self.models if len(self.models) == 1 else self._owners(parameters)
-        if norm_type != 2.0 and not capabilities.other_norms:
-            raise UnsupportedError(
-                f"{type(self.backend).__name__} clips by the 2-norm only, not by norm_type={norm_type}",
-                cure="Leave norm_type at 2.",
-            )
         if len(owners) > 1 and not capabilities.optimizer_spans_models:
             raise UnsupportedError(
                 "these parameters belong to several models, which this backend clips one by one",
@@ -527,11 +522,6 @@ class TrainingLoop:
         """Clamp gradient elements where a window ends."""
         if not self.window.closing:
             return
-        if not self.backend.capabilities.clip_by_value:
-            raise UnsupportedError(
-                f"{type(self.backend).__name__} cannot clip by value",
-                cure="Use clip_grad_norm_.",
-            )
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
 

@@ -46,7 +46,7 @@ class LocalSGD:
         self.num_steps = 0
         """Optimizer steps since the block was entered."""
         able = self._backend.capabilities
-        if self.enabled and not (able.replicated and able.accumulates_without_sync):
+        if self.enabled and not able.replicated:
             why = "does not hold all parameters on every rank" if not able.replicated else "always reduces gradients"
             raise UnsupportedError(
                 f"{type(self._backend).__name__} {why}, so ranks cannot train alone",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from drivetrain.backend import Backend
+from drivetrain.backend import Backend, FileConfiguredBackend
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UnsupportedError, UsageError
@@ -25,7 +25,7 @@ from drivetrain.loop.model import (
     watch_registrations,
 )
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watch_unprepared_steps
-from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine
+from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine, scheduler_without_engine
 
 
 @final
@@ -79,11 +79,6 @@ class Preparer:
             # Another accelerator prepared it, which trains it no more.
             restore(module)
         capabilities = self._backend.capabilities
-        if self._loop.models and not capabilities.multiple_models:
-            raise UnsupportedError(
-                f"{type(self._backend).__name__} trains one model in a process, and one is prepared already",
-                cure="Make one nn.Module of both.",
-            )
         check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
         for optimizer in mine:
@@ -119,7 +114,7 @@ class Preparer:
         """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        if not self._backend.capabilities.owns_optimizer:
+        if not isinstance(self._backend, FileConfiguredBackend):
             refuse_without_engine(optimizer, type(self._backend).__name__)
         prepared = PreparedOptimizer(optimizer, self._loop)
         self.optimizers.append(prepared)
@@ -137,7 +132,10 @@ class Preparer:
         followed = [each for each in self.optimizers if its is each or its is each.source]
         if followed and followed[0].optimizer is not followed[0].source:
             scheduler.optimizer = followed[0].optimizer
-        scheduler = self._backend.prepare_scheduler(scheduler, [each.optimizer for each in followed])
+        theirs = None
+        if isinstance(self._backend, FileConfiguredBackend):
+            theirs = self._backend.file_scheduler(scheduler, [each.optimizer for each in followed])
+        scheduler = scheduler_without_engine(scheduler, type(self._backend).__name__) if theirs is None else theirs
         prepared = PreparedScheduler(
             scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
         )

@@ -82,9 +82,9 @@ def not_finite_is_skipped(kit: Kit) -> None:
     assert rates == [0.05, 0.05, 0.1 / 3], f"learning rates {rates}"
 
 
-@case(applies=lambda capabilities: capabilities.other_norms)
+@case()
 def other_norms(kit: Kit) -> None:
-    """The 1-norm and the largest element, where the backend says that it can."""
+    """The 1-norm and the largest element."""
     x, y = models.dense_data(12)
     accelerator = kit.accelerator()
     model: Any = models.build("dense")
@@ -106,9 +106,9 @@ def other_norms(kit: Kit) -> None:
     assert_same_state(full_state(accelerator, model), dict(plain.state_dict()), kit.atol)
 
 
-@case(applies=lambda capabilities: capabilities.clip_by_value)
+@case()
 def clips_by_value(kit: Kit) -> None:
-    """Each element of the reduced gradient is clamped, where the backend says that it can."""
+    """Each element of the reduced gradient is clamped."""
     x, y = models.dense_data(12)
     accelerator = kit.accelerator()
     model: Any = models.build("dense")

@@ -177,7 +177,7 @@ def parameter_groups(kit: Kit) -> None:
     compare(kit, Scenario(optimizer=two_groups))
 
 
-@case(applies=lambda capabilities: capabilities.multiple_models, guards="accelerate#3585")
+@case(guards="accelerate#3585")
 def several_models(kit: Kit) -> None:
     """Two models with an optimizer each, stepping in turns as a generator and a discriminator do."""
     accelerator = kit.accelerator()
@@ -203,7 +203,7 @@ def several_models(kit: Kit) -> None:
             assert_same_state(full_state(accelerator, model), dict(expected.state_dict()), kit.atol)
 
 
-@case(applies=lambda capabilities: capabilities.multiple_models and capabilities.optimizer_spans_models)
+@case(applies=lambda capabilities: capabilities.optimizer_spans_models)
 def one_loss_through_two_models(kit: Kit) -> None:
     """A loss that depends on two models reaches both; one optimizer holds the parameters of both."""
     accelerator = kit.accelerator()

@@ -33,14 +33,9 @@ PROOFS: dict[str, tuple[str, str]] = {
     "mesh_axes": ("mesh.", "honesty.unlisted_mesh_axes"),
     "devices": ("honesty.devices_are_listed", ""),
     "precisions": ("precision.bf16_policy", "honesty.unlisted_precisions"),
-    "owns_optimizer": ("", "honesty.optimizer_is_the_users"),
     "pipelined": ("deferred.unrecordable_is_refused", "honesty.pipelined_means_deferred"),
-    "accumulates_without_sync": ("honesty.no_sync_keeps_gradients_local", "honesty.no_training_alone"),
     "replicated": ("honesty.replicas_are_whole_and_equal", "honesty.no_training_alone"),
-    "multiple_models": ("gradients.several_models", "honesty.one_model_only"),
     "optimizer_spans_models": ("gradients.one_loss_through_two_models", "honesty.one_optimizer_per_model"),
-    "clip_by_value": ("clipping.clips_by_value", "honesty.no_clip_by_value"),
-    "other_norms": ("clipping.other_norms", "honesty.no_other_norms"),
     "sharded_save": ("honesty.every_rank_saves_its_part", "honesty.every_rank_could_save_all"),
     "async_save": ("honesty.saves_beside_training", "honesty.no_saving_beside_training"),
     "join_uneven_inputs": ("honesty.joins_uneven_inputs", "honesty.no_uneven_inputs"),
@@ -101,31 +96,7 @@ def unlisted_precisions(kit: Kit) -> None:
         kit.accelerator(mixed_precision="fp7")
 
 
-@case(applies=lambda capabilities: not capabilities.clip_by_value)
-def no_clip_by_value(kit: Kit) -> None:
-    """``clip_grad_value_`` is refused."""
-    accelerator, model, _ = _ready(kit)
-    _backward(accelerator, model)
-    _refuses(lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
-
-
-@case(applies=lambda capabilities: not capabilities.other_norms)
-def no_other_norms(kit: Kit) -> None:
-    """A norm other than 2 is refused."""
-    accelerator, model, _ = _ready(kit)
-    _backward(accelerator, model)
-    _refuses(lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=1))
-
-
-@case(applies=lambda capabilities: not capabilities.multiple_models)
-def one_model_only(kit: Kit) -> None:
-    """A second model is refused."""
-    accelerator, _, _ = _ready(kit)
-    second = models.build("normed")
-    _refuses(lambda: accelerator.prepare(second, SGD(second.parameters(), lr=0.1)))
-
-
-@case(applies=lambda capabilities: capabilities.multiple_models and not capabilities.optimizer_spans_models)
+@case(applies=lambda capabilities: not capabilities.optimizer_spans_models)
 def one_optimizer_per_model(kit: Kit) -> None:
     """An optimizer that holds parameters of two models is refused."""
     accelerator = kit.accelerator()
@@ -163,7 +134,7 @@ def no_uneven_inputs(kit: Kit) -> None:
     _refuses(join)
 
 
-@case(applies=lambda capabilities: capabilities.accumulates_without_sync and capabilities.replicated)
+@case(applies=lambda capabilities: capabilities.replicated)
 def no_sync_keeps_gradients_local(kit: Kit) -> None:
     """Inside ``no_sync`` gradients are this rank's own; the backward after it reduces them all."""
     accelerator, model, optimizer = _ready(kit)
@@ -182,9 +153,9 @@ def no_sync_keeps_gradients_local(kit: Kit) -> None:
     optimizer.step()
 
 
-@case(applies=lambda capabilities: not (capabilities.replicated and capabilities.accumulates_without_sync))
+@case(applies=lambda capabilities: not capabilities.replicated)
 def no_training_alone(kit: Kit) -> None:
-    """Parameters in parts, or gradients that are always reduced: ``LocalSGD`` over several ranks is refused."""
+    """Parameters in parts: ``LocalSGD`` over several ranks is refused."""
     from drivetrain.local_sgd import LocalSGD
 
     accelerator, model, _ = _ready(kit)
@@ -193,7 +164,7 @@ def no_training_alone(kit: Kit) -> None:
     LocalSGD(accelerator, model, local_sgd_steps=2, enabled=False)
 
 
-@case(applies=lambda capabilities: capabilities.replicated and capabilities.accumulates_without_sync)
+@case(applies=lambda capabilities: capabilities.replicated)
 def trains_alone_and_averages(kit: Kit) -> None:
     """``LocalSGD``: ranks take two steps on their own data, then all hold the mean of their parameters."""
     from drivetrain.local_sgd import LocalSGD
@@ -279,9 +250,9 @@ def devices_are_listed(kit: Kit) -> None:
     assert not listed or accelerator.device.type in listed, f"trains on {accelerator.device}, declares {sorted(listed)}"
 
 
-@case(applies=lambda capabilities: not capabilities.owns_optimizer)
+@case()
 def optimizer_is_the_users(kit: Kit) -> None:
-    """Not ``owns_optimizer``: the user's own object steps, and a setting changed on it is used."""
+    """The user's own object steps, and a setting changed on it is used."""
     accelerator = kit.accelerator()
     model: Any = models.build("dense")
     own = SGD(model.parameters(), lr=0.5)

@@ -17,18 +17,16 @@ from torch.optim import Optimizer
 from drivetrain.api import (
     Backend,
     Mesh,
-    PortableState,
     StepResult,
-    TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
-    clipping,
     ensure_process_group,
     pick_device,
     place_model,
 )
-from drivetrain_ddp import hooks, state
+from drivetrain_ddp import hooks
 from drivetrain_ddp.config import DDPConfig
 from drivetrain_ddp.plugin import DDP
 from drivetrain_ddp.reducer import GradientReducer
@@ -42,7 +40,7 @@ _BUFFERS = next(
 
 
 @final
-class DDPTrainable(Trainable):
+class DDPTrainable(TorchTrainable):
     """A module whose gradients are averaged over ranks at the end of each accumulation window.
 
     DDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Forward runs the module itself: it needs no
@@ -54,21 +52,20 @@ class DDPTrainable(Trainable):
         backend: DDPBackend,
         reducer: GradientReducer | None,
         model: nn.Module,
-        module: nn.Module,
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._backend, self.reducer, self._model, self.module = backend, reducer, model, module
-        self.optimizers, self._engine = list(optimizers), backend.engine
+        super().__init__(model, optimizers, backend.engine)
+        self._backend, self.reducer = backend, reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         reducer = self.reducer
         if reducer is None or not torch.is_grad_enabled():
-            return self._engine.forward(self._model, args, kwargs)
+            return self.engine.forward(self.model, args, kwargs)
         reducer.refresh_if_changed()
-        if self._model is self.module and self.module._compiled_call_impl is None:  # noqa: SLF001
-            return self._engine.forward(self._model, args, kwargs)
+        if self.model is self.module and self.module._compiled_call_impl is None:  # noqa: SLF001
+            return self.engine.forward(self.model, args, kwargs)
         with reducer.compiling():
-            return self._engine.forward(self._model, args, kwargs)
+            return self.engine.forward(self.model, args, kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._backend.backward(loss, scale)
@@ -89,34 +86,10 @@ class DDPTrainable(Trainable):
         if self.reducer is not None:
             self.reducer.model_changed()
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
-
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._engine.unscale(optimizer)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        result = self._engine.step(optimizer, closure)
+        result = super().optimizer_step(optimizer, closure)
         self._backend.updated()
         return result
-
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
-
-    def portable_state(self) -> PortableState:
-        return state.portable_state(self.module, self.optimizers, self._engine)
-
-    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return state.portable_template(self.module, self.optimizers, saved)
-
-    def load_portable_state(self, portable: PortableState) -> None:
-        state.load_portable_state(self.module, self.optimizers, self._engine, portable)
 
     def release(self) -> None:
         if self.reducer is not None:
@@ -166,7 +139,7 @@ class DDPBackend(Backend):
             if len(self._reducers) > 1:
                 for each in self._reducers:
                     each.arm_when_reached()
-        trainable = DDPTrainable(self, reducer, model, module, optimizers)
+        trainable = DDPTrainable(self, reducer, model, optimizers)
         trainable.settles_buffers = keep_buffers_apart
         return trainable
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
     DummyScheduler,
+    FileConfiguredBackend,
     Mesh,
     Topology,
     TorchEngine,
     Trainable,
     UsageError,
+    cast_parameters,
     collectives,
     ensure_process_group,
     original_module,
     pick_device,
-    precision,
 )
 from drivetrain_deepspeed import effects, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @final
-class DeepSpeedBackend(Backend):
+class DeepSpeedBackend(FileConfiguredBackend):
     """One engine for each model that is trained."""
 
     capabilities = DEEPSPEED.capabilities
@@ -70,18 +70,18 @@ class DeepSpeedBackend(Backend):
         self._stopped = False
         return self.topology
 
-    def meet_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
+    def set_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
         """The section may say batch sizes and windows too; they must be the script's."""
-        self.config.meet_batches(sizes, accumulation_steps)
+        self.config.set_batches(sizes, accumulation_steps)
         if self._trainables:
             # Before that, the loader whose batches train may be still to come.
             self.config.check_batches()
 
-    def prepare_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
+    def file_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any | None:
         """The file's schedule in the place of a ``DummyScheduler``; a scheduler of the script contradicts it."""
         written = self.config.written
         if not schedules.names_one(written):
-            return super().prepare_scheduler(scheduler, optimizers)
+            return None
         if not isinstance(scheduler, DummyScheduler):
             schedules.refuse_two(written, type(scheduler).__name__)
         if not optimizers:
@@ -106,7 +106,7 @@ class DeepSpeedBackend(Backend):
             self.config.check_batches()
         module = original_module(model)
         self._refuse(module)
-        precision.cast_parameters(module, self.settings.precision)
+        cast_parameters(module, self.settings.precision)
         place(module, self.topology)
         if self.config.stage == 3:
             model = compiled_in_place(model, module)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, clipping, collectives, is_taken
+from drivetrain.api import (
+    StepResult,
+    Topology,
+    UnsupportedError,
+    UsageError,
+    collectives,
+    is_taken,
+    multiply_gradients,
+)
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
 from drivetrain_deepspeed.guard import Guard
@@ -362,7 +370,7 @@ class Driver:
                 self.gradients.multiply(ratio)
             else:
                 self._norm = None
-                clipping.multiply(self.gradients.pieces(wanted), ratio)
+                multiply_gradients(self.gradients.pieces(wanted), ratio)
         return norm
 
     def clip_value(self, wanted: frozenset[int] | None, clip_value: float) -> None:
@@ -372,7 +380,8 @@ class Driver:
         self.unscale()
         self.gradients.settle()
         self._norm = None
-        clipping.clip_values(self.gradients.pieces(wanted), clip_value)
+        for piece in self.gradients.pieces(wanted):
+            piece.clamp_(-clip_value, clip_value)
 
     def _raw_norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
         """Norm of the pieces of all ranks, as they are. Collective where they are parts."""

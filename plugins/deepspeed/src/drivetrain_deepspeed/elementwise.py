@@ -11,11 +11,11 @@ import logging
 
 from torch.optim import Optimizer
 
-from drivetrain.api import DummyOptim, UnsupportedError, optimizer_kinds
+from drivetrain.api import ELEMENTWISE, DummyOptim, UnsupportedError, check_elementwise
 
 logger = logging.getLogger(__name__)
 
-_DESCRIBED = frozenset({"lion", *(each.__name__.lower() for each in optimizer_kinds.ELEMENTWISE)}) - {"adagrad"}
+_DESCRIBED = frozenset({"lion", *(each.__name__.lower() for each in ELEMENTWISE)}) - {"adagrad"}
 """What a section may name. Of torch's Adagrad DeepSpeed makes a second one, which no schedule reaches."""
 
 
@@ -28,9 +28,9 @@ def check(optimizer: Optimizer, stage: int) -> None:
         optimizer: the script's, before its first step; it is left as it is.
         stage: of ZeRO; 0 cuts nothing.
     """
-    if not stage or type(optimizer) in optimizer_kinds.ELEMENTWISE or isinstance(optimizer, DummyOptim):
+    if not stage or type(optimizer) in ELEMENTWISE or isinstance(optimizer, DummyOptim):
         return
-    optimizer_kinds.check_elementwise(optimizer, f"ZeRO stage {stage}", flat=True, instead="zero_stage: 0")
+    check_elementwise(optimizer, f"ZeRO stage {stage}", flat=True, instead="zero_stage: 0")
     logger.warning(
         "DeepSpeed has not tested %s under ZeRO. Steps of a copy, whole and in flat parts, were equal: it is taken to "
         "be element-wise.",

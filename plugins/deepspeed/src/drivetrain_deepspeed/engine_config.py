@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, final
 
-from drivetrain.api import ConfigError, PrecisionPolicy, Statement, UsageError
+from drivetrain.api import ConfigError, PrecisionPolicy, UsageError
 from drivetrain_deepspeed.config import MISSING, DeepSpeedConfig, leaves
 from drivetrain_deepspeed.jsonfile import Keys
 from drivetrain_deepspeed.vocabulary import without_requests
@@ -28,7 +28,7 @@ _FURTHER_SCALER = {
 """DeepSpeed's numbers that torch's scaler does not have, and ours."""
 
 
-def implied(section: DeepSpeedConfig, origins: Mapping[str, str]) -> dict[str, Statement]:
+def implied(section: DeepSpeedConfig, origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """What the section says about keys of the core: ``mixed_precision`` and ``gradient_accumulation_steps``.
 
     Raises:
@@ -40,7 +40,7 @@ def implied(section: DeepSpeedConfig, origins: Mapping[str, str]) -> dict[str, S
     except ValueError as error:
         raise ConfigError(str(error), cure="Turn one of them off.") from error
     found: dict[str, Said | None] = {"mixed_precision": precision, _STEPS: written.said(_STEPS)}
-    return {key: Statement(said.value, f"{said.name}, {said.where}") for key, said in found.items() if said}
+    return {key: (said.value, f"{said.name}, {said.where}") for key, said in found.items() if said}
 
 
 @final
@@ -77,7 +77,7 @@ class EngineConfig:
 
     # ---- batches ------------------------------------------------------------------------------------------------
 
-    def meet_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
+    def set_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
         """Note how the script batches its data; see :meth:`check_batches`."""
         self._sizes, self._accumulation = tuple(sizes), accumulation_steps
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from drivetrain.api import clipping
+from drivetrain.api import gradients, multiply_gradients, total_norm
 
 
 class Gradients(ABC):
@@ -44,7 +44,7 @@ class Gradients(ABC):
     def norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
         """Norm of this rank's pieces, without :attr:`factor`, 0-d float32."""
         pieces = [piece for piece in self.pieces(wanted) if piece.numel()]
-        return clipping.total_norm(pieces, norm_type).float()
+        return total_norm(pieces, norm_type).float()
 
     @abstractmethod
     def drop(self) -> None:
@@ -69,7 +69,7 @@ class Gradients(ABC):
     def settle(self) -> None:
         """Apply :attr:`factor` to the pieces."""
         if isinstance(self.factor, Tensor) or self.factor != 1.0:
-            clipping.multiply(self.pieces(), self.factor)
+            multiply_gradients(self.pieces(), self.factor)
             self.factor = 1.0
 
 
@@ -89,7 +89,7 @@ class WholeGradients(Gradients):
         """Nothing is kept elsewhere."""
 
     def pieces(self, wanted: frozenset[int] | None = None) -> list[Tensor]:
-        return clipping.gradients(each for each in self._all if wanted is None or id(each) in wanted)
+        return gradients(each for each in self._all if wanted is None or id(each) in wanted)
 
     def drop(self) -> None:
         """They are the script's to drop, by ``optimizer.zero_grad``."""
@@ -98,7 +98,7 @@ class WholeGradients(Gradients):
         """Nothing is kept elsewhere."""
 
     def multiply(self, factor: float | Tensor) -> None:
-        clipping.multiply(self.pieces(), factor)
+        multiply_gradients(self.pieces(), factor)
 
     def keep(self) -> None:
         """A step takes nothing away."""

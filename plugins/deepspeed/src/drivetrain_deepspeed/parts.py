@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from drivetrain.api import clipping
+from drivetrain.api import multiply_gradients
 from drivetrain_deepspeed.gradients import Gradients
 
 
@@ -35,7 +35,7 @@ class PartitionedGradients(Gradients):
             # No forward came after the last backward: without this the next would overwrite what it left.
             zero.clear_backward_seen_flag()
         if isinstance(self.factor, Tensor) or self.factor != 1.0:
-            clipping.multiply([zero.grad_partitions_flat_buffer], self.factor)
+            multiply_gradients([zero.grad_partitions_flat_buffer], self.factor)
             self.factor = 1.0
 
     def after_backward(self, closing: bool) -> None:

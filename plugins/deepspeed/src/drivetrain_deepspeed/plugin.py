@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import BackendInfo, Capabilities, Statement, hookimpl
+from drivetrain.api import BackendInfo, Capabilities, hookimpl
 
 
-def _implied(section: Any, origins: Mapping[str, str]) -> Mapping[str, Statement]:
+def _implied(section: Any, origins: Mapping[str, str]) -> Mapping[str, tuple[Any, str]]:
     from drivetrain_deepspeed.engine_config import implied
 
     return implied(section, origins)
@@ -27,9 +27,6 @@ DEEPSPEED = BackendInfo(
         mesh_axes=frozenset({"dp_shard"}),
         # Stage 3 shares parameters out, stages 2 and 3 reduce each micro-batch: what holds for every stage is said.
         replicated=False,
-        accumulates_without_sync=False,
-        # In the place of a DummyOptim, the one that the section names; any other optimizer steps itself.
-        owns_optimizer=True,
         optimizer_spans_models=False,
         sharded_save=True,
         async_save=True,

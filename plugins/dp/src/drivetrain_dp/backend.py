@@ -7,30 +7,26 @@ core this is one data-parallel coordinate: nothing is averaged and no factor is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
     Backend,
     BackendBlockedError,
     Mesh,
-    PortableState,
-    StepResult,
-    TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
     UnsupportedError,
-    clipping,
     pick_device,
     place_model,
 )
-from drivetrain_dp import state
 from drivetrain_dp.config import DPConfig
 from drivetrain_dp.plugin import DP
 
@@ -38,53 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 @final
-class DPTrainable(Trainable):
-    """A module behind DataParallel, or the module itself where there is one device."""
+class DPTrainable(TorchTrainable):
+    """A module behind DataParallel, or the module itself where there is one device.
 
-    def __init__(
-        self, replicated: nn.Module, module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine
-    ) -> None:
-        self._replicated, self.module, self.optimizers, self._engine = replicated, module, list(optimizers), engine
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.forward(self._replicated, args, kwargs)
-
-    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        self._engine.backward(loss, scale)
-
-    def synchronise_gradients(self, enabled: bool) -> None:
-        """Replicas live for one forward and their gradients are summed by its backward; there is nothing to delay."""
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
-
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._engine.unscale(optimizer)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        return self._engine.step(optimizer, closure)
-
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
-
-    def portable_state(self) -> PortableState:
-        return state.portable_state(self.module, self.optimizers, self._engine)
-
-    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return state.portable_template(self.module, self.optimizers, saved)
-
-    def load_portable_state(self, portable: PortableState) -> None:
-        state.load_portable_state(self.module, self.optimizers, self._engine, portable)
+    Replicas live for one forward and their gradients are summed by its backward.
+    """
 
     def release(self) -> None:
         """Drop the wrapper."""
-        self._replicated = self.module
+        self.model = self.module
 
 
 @final
@@ -111,12 +69,12 @@ class DPBackend(Backend):
         return self.topology
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
-        module = place_model(model, optimizers, self.settings, self.topology)
-        replicated = model
+        place_model(model, optimizers, self.settings, self.topology)
+        trainable = DPTrainable(model, optimizers, self._engine)
         if len(self._device_ids) > 1:
             section = self.settings.section or DPConfig()
-            replicated = nn.DataParallel(model, device_ids=self._device_ids, dim=section.dim)
-        return DPTrainable(replicated, module, optimizers, self._engine)
+            trainable.model = nn.DataParallel(model, device_ids=self._device_ids, dim=section.dim)
+        return trainable
 
     def synchronise_batch_norm(self, model: nn.Module) -> None:
         """One device sees the whole batch; the threads of several have no way to share statistics."""

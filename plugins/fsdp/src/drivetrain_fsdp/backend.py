@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
@@ -25,20 +26,21 @@ from drivetrain.api import (
     TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
+    cast_parameters,
+    check_elementwise,
     collectives,
     deferred,
     ensure_process_group,
     is_taken,
-    optimizer_kinds,
     original_module,
     pick_device,
-    precision,
+    plain_state_dict,
 )
-from drivetrain_fsdp import hidden, state
+from drivetrain_fsdp import hidden
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
 from drivetrain_fsdp.hooks import GradientHooks
@@ -51,7 +53,7 @@ from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 
 
 @final
-class FSDPTrainable(Trainable):
+class FSDPTrainable(TorchTrainable):
     """A module whose parameters are shards.
 
     FSDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Every forward gathers parameters, so all
@@ -70,10 +72,10 @@ class FSDPTrainable(Trainable):
         hooks: GradientHooks,
         engine: TorchEngine,
     ) -> None:
-        self._backend, self._model, self._sharded = backend, model, sharded
-        self.module, self.optimizers = original_module(model), []
+        super().__init__(model, (), engine)
+        self._backend, self._sharded = backend, sharded
         self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
-        self._former, self._whole, self._hooks, self._engine = former, whole, hooks, engine
+        self._former, self._whole, self._hooks = former, whole, hooks
         self._groups_known: dict[int, int] = {}
         """By optimizer, the number of its parameter groups that are known to be element-wise."""
         self.keeps_whole = bool(whole.parameters)
@@ -103,12 +105,12 @@ class FSDPTrainable(Trainable):
             self._buffers.before_forward()
         if torch.is_grad_enabled():
             self._ran = True
-            output = self._engine.forward(self._model, args, kwargs)
+            output = super().forward(*args, **kwargs)
             self._output_type = type(output)
             return output
         # Parameters gathered first in inference mode could never be trained.
         with torch.inference_mode(mode=False), torch.no_grad():
-            output = self._engine.forward(self._model, args, kwargs)
+            output = super().forward(*args, **kwargs)
         self.reshard()
         return output
 
@@ -188,32 +190,25 @@ class FSDPTrainable(Trainable):
                 cure="Set hooks of parameters before the window's first micro-batch.",
             )
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        # In place on the shards: on DTensors the multiplication would cost many times more.
-        clipping.multiply([_local(grad) for grad in clipping.gradients(self.module.parameters())], factor)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._backend.check_held(parameters)
         with plain_gradients(parameters):
-            return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         self._backend.check_held(parameters)
         with plain_gradients(parameters):
-            self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
+            super().clip_grad_value(parameters, clip_value)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a gradient of this model can be found at this parameter."""
         return id(parameter) in self._known
 
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._engine.unscale(optimizer)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         # A forward without a backward (model.generate) leaves some parameters whole, and their copies would go stale.
         self._backend.reshard()
         self._check_kind(optimizer)
-        return self._engine.step(optimizer, closure, local=True)
+        return self.engine.step(optimizer, closure, local=True)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """An optimizer that was not prepared steps on the shards themselves, which is right if it is element-wise."""
@@ -225,11 +220,11 @@ class FSDPTrainable(Trainable):
         number = len(optimizer.param_groups)
         if self._groups_known.get(id(optimizer)) != number:
             if self._backend.topology.mesh.sizes["dp_shard"] > 1:
-                optimizer_kinds.check_elementwise(optimizer, "fsdp")
+                check_elementwise(optimizer, "fsdp")
             self._groups_known[id(optimizer)] = number
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
+        super().zero_grad(optimizer, set_to_none)
         # Of every model: the optimizer may hold parameters of several.
         for trainable in self._backend.trainables:
             if trainable.hides_gradients:
@@ -258,7 +253,7 @@ class FSDPTrainable(Trainable):
 
     def portable_state(self) -> PortableState:
         self._settle()
-        return state.portable_state(self.module, self.optimizers, self._engine)
+        return super().portable_state()
 
     def live_tensors(self) -> dict[str, Any]:
         self.reshard()
@@ -266,15 +261,16 @@ class FSDPTrainable(Trainable):
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         self._settle()
-        return state.portable_template(self.module, self.optimizers, saved)
+        return super().portable_template(saved)
 
-    def load_portable_state(self, portable: PortableState) -> None:
+    def load_portable_state(self, state: PortableState) -> None:
         self.reshard()
-        state.load_portable_state(self.module, self.optimizers, self._engine, portable)
+        super().load_portable_state(state)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         self._settle()
-        yield from state.full_tensors(self.module)
+        for name, tensor in plain_state_dict(self.module).items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
         """Refuse parameters that come after ``fully_shard``: nothing would gather them, or reduce their gradients."""
@@ -385,7 +381,7 @@ class FSDPBackend(Backend):
         filling = Filling(module, self._recordings, self.section.weights)
         former = FormerParameters(module)
         hooks = GradientHooks(module)
-        precision.cast_parameters(module, settings.precision)
+        cast_parameters(module, settings.precision)
         filling.fill_buffers(module, self.topology)
         Buffers.place(module, self.topology)
         cut = plan(module, self.section, settings.precision)
@@ -464,8 +460,3 @@ class FSDPBackend(Backend):
 
     def stop(self) -> None:
         self._group.release()
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.api import PrecisionPolicy, Topology, UnsupportedError, UsageError, collectives, precision
+from drivetrain.api import PrecisionPolicy, Topology, UnsupportedError, UsageError, collectives, dtype_of
 from drivetrain_fsdp.buffers import state_buffers, unchanged_buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.units import choose_units, owners
@@ -111,8 +111,8 @@ def shard(
     """
     low = MixedPrecisionPolicy(
         # Autocast runs too and casts what operators take, so that inputs keep the precision they come in.
-        param_dtype=None if policy.compute is None else precision.dtype_of(policy.compute),
-        reduce_dtype=None if policy.reduce is None else precision.dtype_of(policy.reduce),
+        param_dtype=None if policy.compute is None else dtype_of(policy.compute),
+        reduce_dtype=None if policy.reduce is None else dtype_of(policy.reduce),
         cast_forward_inputs=False,
     )
     full = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.api import clipping
+from drivetrain.api import total_norm
 
 
 @final
@@ -40,14 +40,14 @@ class GlobalNorm:
         """A plain 0-d float tensor, the same on every rank. Collective over the pipeline and the DTensors' meshes."""
         if self._shards is not None:
             counted = {id(one.grad) for ref, counts in self._shards if counts and (one := ref()) is not None}
-            norm = clipping.total_norm([grad for grad in grads if id(grad) in counted], norm_type)
+            norm = total_norm([grad for grad in grads if id(grad) in counted], norm_type)
             return self._over(None, norm, norm_type)
         if self._group is None:
-            return clipping.total_norm(grads, norm_type)
+            return total_norm(grads, norm_type)
         alive = [ref() for ref in self._elsewhere]
         elsewhere = {id(one.grad) for one in alive if one is not None}
         own = [grad for grad in grads if id(grad) not in elsewhere]
-        return self._over(self._group, clipping.total_norm(own, norm_type), norm_type)
+        return self._over(self._group, total_norm(own, norm_type), norm_type)
 
     def _over(self, group: dist.ProcessGroup | None, norm: Tensor, norm_type: float) -> Tensor:
         """Norms of other tensors on each rank of a group, together. Collective over it; ``None``: all ranks."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from drivetrain.api import UnsupportedError, local_steps
+from drivetrain.api import STEPPED_LOCALLY, UnsupportedError
 
 _STEPS = 2
 _MOST_DIMS = 4
@@ -42,7 +42,7 @@ class OptimizerTrial:
         Raises:
             UnsupportedError: it would compute something else than in one process.
         """
-        if type(optimizer) in local_steps.ELEMENTWISE or not (self._meshes or self._pipelined):
+        if type(optimizer) in STEPPED_LOCALLY or not (self._meshes or self._pipelined):
             return
         inner = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
         if inner:

@@ -20,7 +20,8 @@ from drivetrain.api import (
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
+    gradients,
+    multiply_gradients,
 )
 from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.config import MegatronConfig
@@ -35,7 +36,6 @@ from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
-from drivetrain_megatron.trainable import local_gradients
 from drivetrain_megatron.whole import WholeState
 
 
@@ -146,7 +146,7 @@ class PipelinedTrainable(Trainable):
 
     @passing_over
     def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(local_gradients(self.module.parameters()), factor)
+        multiply_gradients(gradients(self.module.parameters()), factor)
 
     @passing_over
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

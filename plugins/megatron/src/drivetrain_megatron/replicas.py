@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import local_steps
+from drivetrain.api import laid_out_as
 
 _BUCKET_BYTES = 25 << 20
 """As large as torch's DDP makes them: large enough that latency does not count, small enough to copy twice."""
@@ -93,7 +93,7 @@ class Replicas:
             if one.grad is not None:
                 local_part(one.grad).copy_(mean)
             elif somewhere is not None and somewhere[index] > 0:
-                one.grad = local_steps.laid_out_as(one, mean.clone())
+                one.grad = laid_out_as(one, mean.clone())
 
 
 def _in_shards(parameter: Tensor) -> bool:

@@ -21,7 +21,8 @@ from drivetrain.api import (
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
+    gradients,
+    multiply_gradients,
     plain_state_dict,
 )
 from drivetrain_megatron import agreement, state, tensor_parallel
@@ -88,7 +89,7 @@ class MegatronTrainable(Trainable):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         with engine_side():
-            clipping.multiply(local_gradients(self.module.parameters()), factor)
+            multiply_gradients(gradients(self.module.parameters()), factor)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
@@ -168,8 +169,3 @@ class MegatronTrainable(Trainable):
         self._replicas.forget(self.module)
         if self.whole is not None:
             self.whole.remove()
-
-
-def local_gradients(parameters: Any) -> list[Tensor]:
-    """This rank's parts of the gradients: on DTensors a multiplication would cost many times more."""
-    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in clipping.gradients(parameters)]

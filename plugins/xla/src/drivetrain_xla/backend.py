@@ -20,13 +20,14 @@ from drivetrain.api import (
     TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
     UnsupportedError,
-    clipping,
+    cast_parameters,
     collectives,
     ensure_process_group,
+    gradients,
     original_module,
-    precision,
     register_device_generator,
 )
 from drivetrain_xla import moving, randomness, starting, state, stepping
@@ -42,7 +43,7 @@ _APPLIED = StepResult()
 
 
 @final
-class XLATrainable(Trainable):
+class XLATrainable(TorchTrainable):
     """A module on an XLA device.
 
     Nothing here waits for the device: a loss, a norm, whether a step is skipped are tensors until somebody reads them.
@@ -55,8 +56,8 @@ class XLATrainable(Trainable):
     def __init__(
         self, backend: XLABackend, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine
     ) -> None:
-        self._backend, self._model, self.module = backend, model, original_module(model)
-        self.optimizers, self._engine = list(optimizers), engine
+        super().__init__(model, optimizers, engine)
+        self._backend = backend
         self._over_processes = OverProcesses(self.module, backend.reduction) if backend.reduction is not None else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +69,7 @@ class XLATrainable(Trainable):
         else:
             # Nothing else ends the graph of an evaluation, which would grow by each of its batches.
             backend.sync()
-        output = self._engine.forward(self._model, args, kwargs)
+        output = super().forward(*args, **kwargs)
         if backend.mesh is not None:
             backend.mesh.produced(output)
         return output
@@ -93,11 +94,8 @@ class XLATrainable(Trainable):
         if self._over_processes is not None:
             self._over_processes.enabled = enabled
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        norm = stepping.clip(clipping.gradients(parameters), max_norm, norm_type, self._backend.topology.device)
+        norm = stepping.clip(gradients(parameters), max_norm, norm_type, self._backend.topology.device)
         finite = torch.isfinite(norm)
         held = {id(parameter) for parameter in parameters}
         for optimizer in self.optimizers:
@@ -106,10 +104,11 @@ class XLATrainable(Trainable):
         return norm
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        clipping.clip_values(clipping.gradients(parameters), clip_value)
+        for grad in gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        self._engine.check_reached(optimizer, closure)
+        self.engine.check_reached(optimizer, closure)
         self._backend.watch.stepped()
         norm, finite = self._backend.finite.pop(id(optimizer), (None, None))
         if finite is None:
@@ -120,7 +119,7 @@ class XLATrainable(Trainable):
         return StepResult(grad_norm=norm, pending=step.was_skipped)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
+        super().zero_grad(optimizer, set_to_none)
         if self._over_processes is not None:
             self._over_processes.forget(optimizer)
 
@@ -185,7 +184,7 @@ class XLABackend(Backend):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module = original_module(model)
-        precision.cast_parameters(module, self.settings.precision)
+        cast_parameters(module, self.settings.precision)
         with torch.no_grad():
             for tensor in moving.each_tensor(module) if self.topology.world_size > 1 else ():
                 tensor.copy_(collectives.broadcast(tensor, 0, self._host))

@@ -12,7 +12,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from drivetrain.api import ReduceOp, Topology, clipping, collectives
+from drivetrain.api import ReduceOp, Topology, collectives, gradients
 
 _DEVICE_OPS = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
 
@@ -81,7 +81,7 @@ class DeviceReduction:
     @torch.no_grad()
     def gradients(self, parameters: list[Tensor]) -> None:
         """Those that are there: graphs are the same everywhere, so a parameter is used by all processes or by none."""
-        xm.all_reduce(xm.REDUCE_SUM, clipping.gradients(parameters), scale=1.0 / self._topology.dp_size)
+        xm.all_reduce(xm.REDUCE_SUM, gradients(parameters), scale=1.0 / self._topology.dp_size)
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         """Floating tensors on the device in the graph, others by way of the host."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.api import clipping
+from drivetrain.api import multiply_gradients, total_norm
 
 
 def clip(grads: list[Tensor], max_norm: float, norm_type: float, device: str) -> Tensor:
@@ -24,11 +24,11 @@ def clip(grads: list[Tensor], max_norm: float, norm_type: float, device: str) ->
     Returns:
         The norm before clipping, 0-d. A norm that is not finite clips nothing.
     """
-    norm = clipping.total_norm(grads, norm_type).to(device)
+    norm = total_norm(grads, norm_type).to(device)
     if grads:
         factor = max_norm / (norm + 1e-6)
         clips = torch.isfinite(norm) & (norm > max_norm)
-        clipping.multiply(grads, torch.where(clips, factor, torch.ones_like(norm)))
+        multiply_gradients(grads, torch.where(clips, factor, torch.ones_like(norm)))
     return norm
 
 

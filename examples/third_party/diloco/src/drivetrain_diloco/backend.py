@@ -6,7 +6,7 @@ Until ``synchronous_steps`` are over it holds on each worker, since gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -20,13 +20,12 @@ from drivetrain.api import (
     Mesh,
     PortableState,
     StepResult,
-    TensorSpec,
     Topology,
     TorchEngine,
+    TorchTrainable,
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
     collectives,
     ensure_process_group,
     pick_device,
@@ -53,7 +52,7 @@ class _Parameters(nn.Module):
 
 
 @final
-class DiLoCoTrainable(Trainable):
+class DiLoCoTrainable(TorchTrainable):
     """A worker's replica. ``DistributedDataParallel`` reduces its gradients while steps are synchronous."""
 
     settles_buffers = True
@@ -63,22 +62,21 @@ class DiLoCoTrainable(Trainable):
         self,
         wrapper: DistributedDataParallel | None,
         model: nn.Module,
-        module: nn.Module,
         optimizers: Sequence[Optimizer],
         backend: DiLoCoBackend,
     ) -> None:
-        self.wrapper, self._model, self.module, self._backend = wrapper, model, module, backend
-        self.optimizers, self._engine = [], backend.engine
+        super().__init__(model, (), backend.engine)
+        self.wrapper, self._backend = wrapper, backend
         self.rounds: list[Rounds] = []
         self._ran, self._synchronises = False, True
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._local = None if wrapper is None else LocalGradients(module, lambda: self._synchronises)
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._local = None if wrapper is None else LocalGradients(self.module, lambda: self._synchronises)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._ran = self._ran or torch.is_grad_enabled()
-        return self._engine.forward(self._model, args, kwargs)
+        return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         # The mean over the workers is taken by DDP of gradients, or at the end of the round of what they led to.
@@ -86,7 +84,7 @@ class DiLoCoTrainable(Trainable):
         reduced = [one for one in self._backend.trainables if one.reduces_next and (one is self or one._ran)]  # noqa: SLF001
         for trainable in reduced:
             loss = trainable.arm(loss)
-        self._engine.backward(loss, scale * self._backend.topology.dp_size)
+        self.engine.backward(loss, scale * self._backend.topology.dp_size)
         for trainable in reduced:
             trainable.reduced()
         for trainable in self._backend.trainables:
@@ -136,28 +134,15 @@ class DiLoCoTrainable(Trainable):
     def synchronise_gradients(self, enabled: bool) -> None:
         self._synchronises = enabled
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(clipping.gradients(self.module.parameters()), factor)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip this worker's gradients; in a round the norm is this worker's own, as in the paper."""
-        return self._engine.clip_grad_norm(parameters, max_norm, norm_type, self.optimizers)
-
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self._engine.clip_grad_value(parameters, clip_value, self.optimizers)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """One inner step, and the outer one when it was the round's last: then collective over the workers."""
         rounds = next(each for each in self.rounds if each.optimizer is optimizer)
         rounds.before_step()
-        result = self._engine.step(optimizer, closure)
+        result = super().optimizer_step(optimizer, closure)
         self._backend.note(rounds.after_step())
         if self.wrapper is not None and not any(each.synchronous for each in self.rounds):
             self.wrapper = None
         return result
-
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers.append(optimizer)
@@ -167,9 +152,6 @@ class DiLoCoTrainable(Trainable):
 
     def portable_state(self) -> PortableState:
         return state.portable_state(self.module, self.rounds, self._backend.mean)
-
-    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return state.portable_template(self.module, self.optimizers, saved)
 
     def load_portable_state(self, portable: PortableState) -> None:
         state.load_portable_state(self.module, self.rounds, portable)
@@ -228,7 +210,7 @@ class DiLoCoBackend(Backend):
         elif self.topology.world_size > 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
-        made = DiLoCoTrainable(wrapper, model, module, optimizers, self)
+        made = DiLoCoTrainable(wrapper, model, optimizers, self)
         self.trainables.append(made)
         return made
 

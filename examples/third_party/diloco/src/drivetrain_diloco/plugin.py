@@ -14,6 +14,7 @@ DILOCO = BackendInfo(
     aliases=("local_sgd_outer",),
     summary="DiLoCo: workers train alone for local_steps steps, then an outer Nesterov step joins them.",
     backend="drivetrain_diloco.backend:DiLoCoBackend",
+    api=2,
     config="drivetrain_diloco.config:DiLoCoConfig",
     capabilities=Capabilities(
         mesh_axes=frozenset({"dp_replicate"}),

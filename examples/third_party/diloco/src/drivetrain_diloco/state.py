@@ -7,13 +7,12 @@ loses. The outer momentum stands beside it as one more slot, ``optim.<fqn>.outer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from drivetrain.api import CheckpointError, DrivetrainError, PortableState, TensorSpec, portable
+from drivetrain.api import CheckpointError, DrivetrainError, PortableState, portable
 from drivetrain_diloco.rounds import SLOT, Rounds
 
 EXTRA = "diloco"
@@ -52,13 +51,6 @@ def portable_state(module: nn.Module, rounds: Sequence[Rounds], mean: Callable[[
         state.tensors |= {f"optim.{name}.{SLOT}": momentum for name, momentum in momenta.items()}
     state.extra[EXTRA] = {"steps": [each.steps for each in rounds]}
     return state
-
-
-def portable_template(
-    module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, TensorSpec]
-) -> PortableState:
-    """Whole tensors on every worker; the outer momentum is a slot like any other."""
-    return portable.portable_template(module, optimizers, saved)
 
 
 def load_portable_state(module: nn.Module, rounds: Sequence[Rounds], state: PortableState) -> None:

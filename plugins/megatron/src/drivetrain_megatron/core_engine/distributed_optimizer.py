@@ -22,15 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 
-from drivetrain.api import (
-    PortableState,
-    StepResult,
-    TensorSpec,
-    TorchEngine,
-    UnsupportedError,
-    UsageError,
-    local_steps,
-)
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError, laid_out_as
 from drivetrain_megatron import state
 from drivetrain_megatron.core_engine.parallel_state import ParallelState
 from drivetrain_megatron.core_engine.weights import Pair, Weights
@@ -249,7 +241,7 @@ class ShardedStepping:
             for index, mine in enumerate(pair.ours):
                 target = parts.part_of(mine)
                 written[0].state[target] = {"step": torch.tensor(steps)} | {
-                    name: parts.cut(local_steps.laid_out_as(mine, each[index]), mine) for name, each in slots.items()
+                    name: parts.cut(laid_out_as(mine, each[index]), mine) for name, each in slots.items()
                 }
         with parts.in_module():
             return state.portable_state(self._module, written, self._engine)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from drivetrain.api import RunSettings, Topology, TorchEngine, precision
+from drivetrain.api import RunSettings, Topology, TorchEngine, dtype_of
 from drivetrain_megatron import gradient_hooks
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine.building import build, with_gradient_buffers
@@ -154,7 +154,7 @@ def _compute_dtype(module: nn.Module, job: Job) -> torch.dtype:
     """In which dtype Megatron-Core computes: that of the precision policy, else that of the parameters."""
     named = job.settings.precision.compute
     if named is not None:
-        return precision.dtype_of(named)
+        return dtype_of(named)
     found = {one.dtype for one in module.parameters()}
     if len(found) > 1:
         raise refuse(module, f"its parameters have several dtypes: {', '.join(sorted(map(str, found)))}")

@@ -20,7 +20,8 @@ from drivetrain.api import (
     Trainable,
     UnsupportedError,
     UsageError,
-    clipping,
+    gradients,
+    multiply_gradients,
 )
 from drivetrain_megatron import state
 from drivetrain_megatron.core_engine.attributes import AttributeWatch
@@ -34,7 +35,6 @@ from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import FormerParameters, remap
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor import packing
-from drivetrain_megatron.trainable import local_gradients
 
 
 @final
@@ -123,7 +123,7 @@ class CoreTrainable(Trainable):
 
     @passing_over
     def scale_gradients(self, factor: float | Tensor) -> None:
-        clipping.multiply(local_gradients(self._gradients.held), factor)
+        multiply_gradients(gradients(self._gradients.held), factor)
 
     @passing_over
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

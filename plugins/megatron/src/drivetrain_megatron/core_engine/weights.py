@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import local_steps
+from drivetrain.api import laid_out_as
 from drivetrain_megatron.core_engine.calls import refuse
 from drivetrain_megatron.core_engine.description import EMBEDDING, OUTPUT, Description
 from drivetrain_megatron.core_engine.rearranging import Rearrangement
@@ -158,7 +158,7 @@ class Weights:
             return pair.views
         parts = pair.how.split([one.main_grad for one in pair.theirs])  # type: ignore[attr-defined]
         both = list(zip(pair.ours, parts, strict=True))
-        found = [local_steps.laid_out_as(mine, part.to(mine.dtype)) for mine, part in both]
+        found = [laid_out_as(mine, part.to(mine.dtype)) for mine, part in both]
         if pair.one_memory and all(mine.dtype == part.dtype for mine, part in both):
             pair.views = found
         return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import local_steps
+from drivetrain.api import STEPPED_LOCALLY, laid_out_as
 from drivetrain_megatron.pipeline.cutting import Cut
 from drivetrain_megatron.pipeline.skeleton import Blanks, Elsewhere
 from drivetrain_megatron.replicas import local_part
@@ -105,7 +105,7 @@ def exchange(optimizer: Optimizer, absent: dict[int, nn.Parameter]) -> None:
 @contextmanager
 def without_absent(optimizer: Optimizer) -> Iterator[None]:
     """In here a script's own optimizer has this rank's parameters alone: not all ask whether there is a gradient."""
-    if type(optimizer) in local_steps.ELEMENTWISE:
+    if type(optimizer) in STEPPED_LOCALLY:
         # Torch's ask.
         yield
         return
@@ -156,4 +156,4 @@ def add_shared_gradients(parameters: dict[str, nn.Parameter], share: Share, grou
         # In order of ranks, so that the sum has the same digits on all of them.
         pairs = sorted([(share.rank, total), *zip(elsewhere, others, strict=True)], key=lambda pair: pair[0])
         added = torch.stack([value for _, value in pairs]).sum(0)
-        parameters[name].grad = local_steps.laid_out_as(parameters[name], added)
+        parameters[name].grad = laid_out_as(parameters[name], added)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, call_plainly, precision
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast, call_plainly
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients
@@ -247,7 +247,7 @@ class Pipeline:
         intercepted = self.planner.interception.run
         if stage < len(self._rank_of) - 1:
             # Past the engine's cast of outputs: what goes to the next stage stays in the dtype of the computation.
-            with precision.autocast(self._engine.policy, str(self._device)):
+            with autocast(self._engine.policy, str(self._device)):
                 return intercepted(run, lambda: call_plainly(self._model, *args, **kwargs))
         with adjusting if adjusting is not None else nullcontext():
             return self._engine.forward(

@@ -16,8 +16,8 @@ from drivetrain.api import (
     UnsupportedError,
     UsageError,
     call_plainly,
+    dtype_of,
     get_registry,
-    precision,
 )
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import same_randomness, unchanged, without_gradients
@@ -76,7 +76,7 @@ class Planner:
         """Of the forward where that is not the parameters' own."""
         compute = self._engine.policy.compute
         if compute is not None:
-            return precision.dtype_of(compute)
+            return dtype_of(compute)
         return next((one.dtype for one in self._module.parameters() if one.is_floating_point()), None)
 
     def _written(self) -> None:
