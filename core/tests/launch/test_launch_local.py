@@ -56,6 +56,11 @@ def test_a_program_without_python(launch):
     assert sorted(done.stdout.splitlines()) == ["[rank0] 0", "[rank1] 1"], done.stderr
 
 
+def before(folder):
+    """Python's path with this folder in front."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def test_workers_meet_though_they_are_there_before_the_store(launch, script):
     """The launcher imports torch while the workers do; here its import takes much longer than theirs."""
     path = script("""
@@ -70,7 +75,7 @@ def test_workers_meet_though_they_are_there_before_the_store(launch, script):
     slow = path.parent / "slow"
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(SLOW_IMPORT)
-    done = launch("num_processes=2 output.local_ranks_filter=all", path, PYTHONPATH=str(slow))
+    done = launch("num_processes=2 output.local_ranks_filter=all", path, PYTHONPATH=before(slow))
     assert done.returncode == 0, done.stderr
     words = [line for line in sorted(done.stdout.splitlines()) if "Gloo" not in line]  # which torch 2.9 makes talk
     assert words == ["[rank0] met", "[rank1] met"]
@@ -95,7 +100,7 @@ def test_workers_are_stopped_when_there_will_be_no_store(launch, script):
     broken.mkdir()
     refuse = SLOW_IMPORT.replace("time.sleep(6)", "raise ImportError('no such library')")
     (broken / "sitecustomize.py").write_text(refuse)
-    done = launch("num_processes=2", path, PYTHONPATH=str(broken))
+    done = launch("num_processes=2", path, PYTHONPATH=before(broken))
     assert done.returncode == 1
     assert "ImportError: no such library" in done.stderr
 
