@@ -89,7 +89,7 @@ def test_the_kit_is_a_distribution_for_this_core(core, house, root):
     (kit,) = [found for found in house if found.folder.name == "kit"]
     assert kit.project["name"] == "drivetrain-testing"
     assert kit.project["entry-points"] == {
-        "drivetrain": {"testing": "drivetrain_testing.new_plugin"},
+        "drivetrain.hooks": {"commands": "drivetrain_testing.new_plugin"},
         "pytest11": {"drivetrain": "drivetrain_testing.options"},
     }
     assert "drivetrain>=0.1,<0.2" in kit.project["dependencies"]
