@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from drivetrain.backends.deferred_init import Recording, deferred, temporary
     from drivetrain.backends.elementwise import ELEMENTWISE, check_elementwise
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
-    from drivetrain.backends.local_steps import STEPPED_LOCALLY, laid_out_as
+    from drivetrain.backends.local_steps import STEPPED_LOCALLY, laid_out_as, steps_locally
     from drivetrain.backends.torch_engine import (
         TorchEngine,
         TorchTrainable,
@@ -100,6 +100,7 @@ _HEAVY = {
     "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
     "portable": "drivetrain.backends.portable",
     "register_device_generator": "drivetrain.distributed.rng:register_device_generator",
+    "steps_locally": "drivetrain.backends.local_steps:steps_locally",
     "temporary": "drivetrain.backends.deferred_init:temporary",
     "total_norm": "drivetrain.backends.torch_engine:total_norm",
     "trees": "drivetrain.distributed.trees",
@@ -177,6 +178,7 @@ __all__ = [
     "portable",
     "register_device_generator",
     "section_from_arguments",
+    "steps_locally",
     "temporary",
     "total_norm",
     "trees",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.api import ProcessGroupSettings, ProcessInfo
+from drivetrain.backend import ProcessGroupSettings, ProcessInfo
 from drivetrain.config import load_config
 from drivetrain.distributed.device import pick_device
 from drivetrain.distributed.process_group import ensure_process_group

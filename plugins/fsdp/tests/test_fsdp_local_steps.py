@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import STEPPED_LOCALLY
-from drivetrain.backends.local_steps import applies
+from drivetrain.api import STEPPED_LOCALLY, steps_locally
 from drivetrain_testing import spawn
 
 KINDS = sorted(STEPPED_LOCALLY, key=lambda kind: kind.__name__)
@@ -56,7 +55,7 @@ def train(kind, backend, section):
         accelerator.backward(model(x).square().mean())
         if step % 2:
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-        applied = applies(optimizer.optimizer)
+        applied = steps_locally(optimizer.optimizer)
         optimizer.step()
         optimizer.zero_grad()
     inner = optimizer.optimizer
@@ -112,11 +111,11 @@ def before_and_after_compiling():
     model = Pair()
     _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     inner = optimizer.optimizer
-    found = [applies(inner)]
+    found = [steps_locally(inner)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it imports its compiler
         inner.step = torch.compile(inner.step)
-    found.append(applies(inner))
+    found.append(steps_locally(inner))
     accelerator.end_training()
     return found
 

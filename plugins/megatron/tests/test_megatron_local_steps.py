@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import STEPPED_LOCALLY
-from drivetrain.backends.local_steps import applies
+from drivetrain.api import STEPPED_LOCALLY, steps_locally
 from drivetrain_testing import spawn
 
 pytestmark = pytest.mark.timeout(240)
@@ -56,7 +55,7 @@ def train(kind, overrides, *, hook=False):
         x = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step
         accelerator.backward(model(x).square().mean())
         if step == STEPS - 1:
-            plain = applies(inner)
+            plain = steps_locally(inner)
         optimizer.step()
         optimizer.zero_grad()
     whole = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()}

@@ -36,14 +36,14 @@ STEPPED_LOCALLY = frozenset(
 
 @contextmanager
 def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer has plain tensors that share memory with its DTensors, where :func:`applies` allows it.
+    """Inside, an optimizer has plain tensors that share memory with its DTensors, where :func:`steps_locally` allows it.
 
     Its state is DTensors again afterwards, and nobody but the optimizer's own step runs inside. Not collective.
     """
     # A subclass of DTensor may look at every attribute that a script reads; here nobody's code reads them.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
         groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        pairs = [(one, _local(one)) for params in groups for one in params] if applies(optimizer) else None
+        pairs = [(one, _local(one)) for params in groups for one in params] if steps_locally(optimizer) else None
     if pairs is None:
         yield
         return
@@ -68,7 +68,7 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
                     before[one].update(_as_before(one, before[one], state[part]))
 
 
-def applies(optimizer: Optimizer) -> bool:
+def steps_locally(optimizer: Optimizer) -> bool:
     """Whether stepping with plain parts is the same: it knows each element alone, and nobody watches its steps."""
     # Torch has no public word for who watches.
     watching = hooks._global_optimizer_pre_hooks.values()  # noqa: SLF001
@@ -149,4 +149,4 @@ def _as_before(parameter: Tensor, before: dict[str, Any], after: dict[str, Any])
     return found
 
 
-__all__ = ["STEPPED_LOCALLY", "applies", "laid_out_as", "on_local_parts"]
+__all__ = ["STEPPED_LOCALLY", "laid_out_as", "on_local_parts", "steps_locally"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.cli.foreign import advise
+from drivetrain.cli.other_launchers import advise
 
 
 @pytest.mark.parametrize(
