@@ -125,6 +125,7 @@ def test_a_port_of_the_users_choice_serves_every_restart(launch, script):
         dist.barrier()
         print(os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RESTART_COUNT"])
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
+        assert os.environ["TORCHELASTIC_RUN_ID"]
         dist.destroy_process_group()
     """)
     done = launch(f"num_processes=2 max_restarts=2 main_process_port={port}", path)

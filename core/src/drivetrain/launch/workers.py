@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Protocol, Self
@@ -256,6 +257,8 @@ def run_workers(
         OSError: the command cannot be started.
     """
     restart_count: int | None = None
+    # How scripts and torch know a worker that was launched: torch.distributed.is_torchelastic_launched().
+    job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     while True:
         current = rendezvous.next_round()
         if restart_count is not None:
@@ -265,7 +268,7 @@ def run_workers(
             sys.stderr.write(f"the workers are started again: {why}\n")
         restart_count = current.restart_count
         first_rank, group = current.node_rank * plan.processes_here, WorkerGroup(start)
-        inherited = {_NCCL: "1", **os.environ, **variables, **current.variables}
+        inherited = {_NCCL: "1", **os.environ, **job, **variables, **current.variables}
         environments = [inherited | rank_environment(current, plan, rank) for rank in range(plan.processes_here)]
         try:
             with signals.held():  # a process that is being started has to be known before it can be stopped
