@@ -246,7 +246,7 @@ def late_verdicts() -> dict[str, Any]:
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad()
-    unasked = run.optimizer.unsettled is not None
+    unasked = run.optimizer.pending is not None
     after = {name: tensor.cpu() for name, tensor in run.model.named_parameters()}
     run.step(*batches[2])
     result = {
