@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.checkpoint import Naming, folder, inspect
+from drivetrain.checkpoint import Naming, inspect
+from drivetrain.checkpoint import folder as owners
 from drivetrain.checkpoint.folder import commit, stage
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
 from drivetrain.errors import CheckpointError
@@ -27,7 +28,7 @@ from drivetrain_testing import spawn
 @pytest.fixture(autouse=True)
 def nothing_held():
     yield
-    folder.release()
+    owners.release()
 
 
 # ---- numbers and pruning --------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_a_second_writer_raises_before_it_changes_anything(lingering, tmp_path, 
     process.wait()
     assert spawn(save_to, 3, folder, second) == [None] * 3, "a dead owner's folder is taken over"
     if first == second:
-        assert not list(tmp_path.rglob(f"*{folder.OWNER}")), "and given back at the end"
+        assert not list(tmp_path.rglob(f"*{owners.OWNER}")), "and given back at the end"
 
 
 def test_of_two_first_saves_at_a_new_path_the_second_raises(lingering, tmp_path):
@@ -232,10 +233,10 @@ def test_a_writer_that_was_taken_for_dead_raises_and_changes_nothing(tmp_path):
 
 def of_another_machine(folder, **changed):
     """Let the folder be held by a process elsewhere."""
-    folder.claim(folder)
-    file = folder / folder.OWNER
+    owners.claim(folder)
+    file = folder / owners.OWNER
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "there", "token": "theirs", **changed}))
-    folder.release()
+    owners.release()
     return file
 
 
@@ -243,27 +244,27 @@ def test_elsewhere_an_owner_lives_while_it_renews_its_file(tmp_path, monkeypatch
     file = of_another_machine(tmp_path, host="there")
     monkeypatch.setattr(time, "sleep", lambda _: os.utime(file))
     with pytest.raises(CheckpointError, match="on there, which is alive"):
-        folder.claim(tmp_path)
+        owners.claim(tmp_path)
     assert "waiting up to" in caplog.text
     assert json.loads(file.read_text())["token"] == "theirs"
 
 
 def test_elsewhere_an_owner_is_dead_that_renews_nothing(tmp_path, monkeypatch):
     file = of_another_machine(tmp_path)
-    monkeypatch.setattr(folder, "DEAD_SECONDS", 0.2)
-    folder.claim(tmp_path)
+    monkeypatch.setattr(owners, "DEAD_SECONDS", 0.2)
+    owners.claim(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
     file = of_another_machine(tmp_path)
     os.utime(file, (1.0, 1.0))
-    monkeypatch.setattr(folder, "DEAD_SECONDS", 1e6)
-    folder.claim(tmp_path)
-    assert folder.holds(tmp_path)
+    monkeypatch.setattr(owners, "DEAD_SECONDS", 1e6)
+    owners.claim(tmp_path)
+    assert owners.holds(tmp_path)
 
 
 def test_an_owner_renews_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "BEAT_SECONDS", 0.01)
-    folder.claim(tmp_path)
-    file = tmp_path / folder.OWNER
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.01)
+    owners.claim(tmp_path)
+    file = tmp_path / owners.OWNER
     os.utime(file, (1.0, 1.0))
     while file.stat().st_mtime == 1.0:  # The test's own time-out ends it.
         time.sleep(0.01)
@@ -274,28 +275,28 @@ def test_a_zombie_and_a_later_process_with_the_same_number_are_dead(tmp_path):
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not folder.is_alive(child)
+    assert not owners.is_alive(child)
     os.waitpid(child, 0)
-    assert folder.is_alive(os.getpid())
-    assert not folder.is_alive(os.getpid(), started="1")
+    assert owners.is_alive(os.getpid())
+    assert not owners.is_alive(os.getpid(), started="1")
 
 
 def test_a_copy_of_a_folder_has_no_owner(lingering, tmp_path):
     lingering(tmp_path / "ckpt", "fixed")
     shutil.copytree(tmp_path / "ckpt", tmp_path / "copy")
-    folder.claim(tmp_path / "copy")
+    owners.claim(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="which is alive"):
-        folder.claim(tmp_path / "ckpt")
+        owners.claim(tmp_path / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="which is alive"):
-        folder.claim(tmp_path / "link")
+        owners.claim(tmp_path / "link")
 
 
 def test_a_file_that_says_nothing_is_judged_by_its_age(tmp_path):
-    file = tmp_path / folder.OWNER
+    file = tmp_path / owners.OWNER
     file.touch()
     os.utime(file, (1.0, 1.0))
-    folder.claim(tmp_path)
+    owners.claim(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
@@ -304,7 +305,7 @@ def claim_together(folder):
     dist.init_process_group("gloo")
     dist.barrier()
     try:
-        folder.claim(folder)
+        owners.claim(folder)
     except CheckpointError:
         holds = False
     else:
@@ -338,11 +339,11 @@ def test_a_job_that_is_restarted_goes_on_at_once(lingering, tmp_path):
 
 
 def test_a_forked_child_does_not_write_in_its_parents_name(tmp_path):
-    folder.claim(tmp_path)
+    owners.claim(tmp_path)
     child = os.fork()
     if child == 0:
         try:
-            folder.claim(tmp_path)
+            owners.claim(tmp_path)
         except CheckpointError:
             os._exit(7)
         os._exit(0)

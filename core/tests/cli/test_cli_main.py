@@ -9,6 +9,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from drivetrain.api import CONTRACT
+
 HEAVY = {"torch", "numpy", "pydantic_core", "rich", "questionary"}
 
 
@@ -104,7 +106,7 @@ def test_backends_as_text_and_as_json(drivetrain):
     assert "single  ready  [drivetrain " in words
     rows = {row["name"]: row for row in json.loads(drivetrain("backends", "--json").stdout)}
     single = rows["single"]
-    assert (single["ready"], single["distribution"], single["api"]) == (True, "drivetrain", 1)
+    assert (single["ready"], single["distribution"], single["api"]) == (True, "drivetrain", CONTRACT)
     assert single["capabilities"]["multi_process"] is False
     assert "not multi_process" in drivetrain("backends", "--verbose").stdout
 

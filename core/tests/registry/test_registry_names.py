@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drivetrain.api import CONTRACT
+
 
 def test_a_sound_plugin_is_found_by_name_and_alias_in_any_case(toys):
     toys.add("sound")
@@ -121,7 +123,7 @@ def test_another_contract_version_names_both_numbers_and_who_should_move(toys, a
     assert toys.ask("answer = registry.load_backend(registry.info('old'))") == [
         "ContractMismatchError",
         (
-            f"backend 'old' speaks version {api} of the backend contract, this core speaks version 1 [toy-old 1.0]. "
+            f"backend 'old' speaks version {api} of the backend contract, this core speaks version {CONTRACT} [toy-old 1.0]. "
             f"Run: pip install --upgrade {upgrade}"
         ),
     ]
