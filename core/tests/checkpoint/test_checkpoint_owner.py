@@ -313,7 +313,7 @@ def claim_together(folder):
     dist.barrier()
     if holds:
         try:
-            folder.check(folder)
+            owners.check(folder)
         except CheckpointError:
             holds = False
     dist.barrier()
@@ -348,4 +348,4 @@ def test_a_forked_child_does_not_write_in_its_parents_name(tmp_path):
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    folder.check(tmp_path)
+    owners.check(tmp_path)

@@ -123,8 +123,8 @@ def test_another_contract_version_names_both_numbers_and_who_should_move(toys, a
     assert toys.ask("answer = registry.load_backend(registry.info('old'))") == [
         "ContractMismatchError",
         (
-            f"backend 'old' speaks version {api} of the backend contract, this core speaks version {CONTRACT} [toy-old 1.0]. "
-            f"Run: pip install --upgrade {upgrade}"
+            f"backend 'old' speaks version {api} of the backend contract, this core speaks version {CONTRACT} "
+            f"[toy-old 1.0]. Run: pip install --upgrade {upgrade}"
         ),
     ]
 
