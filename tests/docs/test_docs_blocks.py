@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DO
 PIECE = re.compile(rf"^<!-- after: (\S+) -->$|{BLOCK.pattern}", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(\$ )?(drivetrain|python|pip|pytest|torchrun|make|sbatch|deepspeed|accelerate) ", re.MULTILINE)
 COMMANDS = {"sh", "console"}
-LANGUAGES = {"python", "yaml", "text"} | COMMANDS
+LANGUAGES = {"python", "yaml", "toml", "text"} | COMMANDS
 
 ELSEWHERE = {
     # Their blocks belong to one story, which a test of its own follows.
