@@ -74,7 +74,8 @@ def main() -> None:
     venv, packages = Path(sys.argv[1]), cache_folder()
     python, mark = venv / "bin" / "python", venv / ".installed"
     declared = [ROOT / each / "pyproject.toml" for each in DISTRIBUTIONS]
-    known = packages.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == str(packages)
+    content = "\n".join((str(packages), *DISTRIBUTIONS))
+    known = packages.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == content
     if known and all(file.stat().st_mtime < mark.stat().st_mtime for file in declared):
         return
     if not python.exists():
@@ -87,7 +88,7 @@ def main() -> None:
     (site / "torch_xla.pth").write_text(f"{packages}\n", encoding="utf-8")
     install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     run(*install, "--no-build-isolation", *(word for each in DISTRIBUTIONS for word in ("-e", ROOT / each)))
-    mark.write_text(str(packages), encoding="utf-8")
+    mark.write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":
