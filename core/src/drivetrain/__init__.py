@@ -1,6 +1,6 @@
 """Drivetrain: one PyTorch training loop, any distributed backend.
 
-Importing this package imports no torch; each public name brings what it needs when it is first used.
+Importing this package does not import torch; each public name is imported on first use.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class Accelerator(ProcessControl):
         context: AbstractContextManager[Any] = self.backend.init_context()
         return context
 
-    # ---- the step -----------------------------------------------------------------------------------------------
+    # ---- training step ------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
         """Add this micro-batch's gradients. Collective over data-parallel ranks where gradients are reduced.
@@ -615,7 +615,7 @@ class Accelerator(ProcessControl):
         """Profile a block with ``torch.profiler``, one trace per rank."""
         return profile(profile_handler or self._handlers.of_type(ProfileKwargs), self.backend.topology)
 
-    # ---- the end ----------------------------------------------------------------------------------------------------
+    # ---- end of training --------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared so that it can be collected; returns one ``None`` for each object."""
@@ -672,7 +672,7 @@ class Accelerator(ProcessControl):
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)
 
-    # ---- what a run can tell: under the names that Accelerate's scripts ask for -------------------------------------
+    # ---- properties under Accelerate's names ------------------------------------------------------------------------
 
     @property
     def state(self) -> Accelerator:

@@ -1,7 +1,7 @@
 """Abstract base classes that a backend implements.
 
-Nothing here imports torch. A plugin's light module (``plugin.py``) describes it by the records below, its heavy
-module (``backend.py``) implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
+Nothing here imports torch. A plugin's ``plugin.py`` describes the backend by the dataclasses below, its ``backend.py``
+implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class BackendInfo:
     imports: Mapping[str, str] = field(default_factory=dict)
 
 
-# ---- what a backend is told -----------------------------------------------------------------------------------------
+# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class RunSettings:
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 
-# ---- what a backend returns -----------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class TensorSpec:
     dtype: str
 
 
-# ---- the two classes ------------------------------------------------------------------------------------------------
+# ---- abstract base classes ------------------------------------------------------------------------------------------
 
 
 class Trainable(ABC):

@@ -1,4 +1,4 @@
-"""What is deprecated, and the release in which it ends: the only list. A test fails while an ended one is still on it.
+"""The list of deprecations, each with the release that removes it. A test fails while a removed one is still listed.
 
 To deprecate something, add a line here and call :func:`warn` where it is used. In the release that the line names,
 the line and whatever calls :func:`warn` with its key are removed together.

@@ -1,4 +1,4 @@
-"""One small tree of errors with one grammar: what happened, whose it is, what to type next.
+"""Exceptions of Drivetrain; each message says what happened, what it belongs to, and what to do next.
 
 Every class that a user's own mistake can cause derives from ``ValueError`` (or the built-in that fits better), so that
 a script may catch it without importing this module. Causes and cures are shown in the reference as they stand here.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# ---- Words of error messages: the guess after a typing mistake, lists as people write them, texts that are too long
+# ---- Formatting of messages
 
 def closest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the candidate that was probably meant, compared without regard to case, or ``None``.
@@ -47,7 +47,7 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
-# ---- One small tree of errors with one grammar: what happened, whose it is, what to type next
+# ---- Exceptions
 
 class DrivetrainError(Exception):
     """Base of every error that Drivetrain raises on purpose.

@@ -1,8 +1,8 @@
-"""Keyword handlers: small records that scripts hand to :class:`drivetrain.Accelerator`. No torch here.
+"""Keyword handlers: dataclasses that scripts pass to :class:`drivetrain.Accelerator`. Imports no torch.
 
 Names, fields and defaults follow Accelerate's. What a value means is decided where it is read:
 ``DataLoaderConfiguration`` by the loaders, ``DistributedDataParallelKwargs`` by a backend that names it in
-``Capabilities.handlers``, and so on. A value that nobody can honour is refused, or warned about, at birth.
+``Capabilities.handlers``, and so on. A value that cannot be honoured raises or warns on construction.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Logging that knows its rank: a thin adapter over the standard library's, without torch.
+"""Rank-aware logging on top of the standard library's. Imports no torch.
 
-``get_logger(__name__).info("...")`` speaks on the main process only; ``main_process_only=False`` on every process, and
-with ``in_order=True`` one rank after the other.
+``get_logger(__name__).info("...")`` logs on the main process only, with ``main_process_only=False`` on every process,
+and with ``in_order=True`` on one rank after the other.
 """
 
 from __future__ import annotations

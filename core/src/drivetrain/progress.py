@@ -1,4 +1,4 @@
-"""A progress bar on the main process: by ``tqdm`` where that is installed, else by rich on a terminal, else lines."""
+"""A progress bar on the main process, drawn by ``tqdm`` where it is installed, else by rich or as plain lines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Find, check, load and explain plugins: the only user of pluggy and of entry points.
+"""Finds, checks, loads and reports plugins; the only module that uses pluggy and entry points.
 
 A module that an entry point of the group ``drivetrain`` names brings backends; one of the group ``drivetrain.hooks``
-implements the hook that the entry point is named after. So a backend, or a hook, is found by its name, and whoever has
-nothing to do with it is not imported. All are imported for an alias, a default or a listing alone. What goes wrong in
-one plugin is recorded with its distribution and harms nobody else.
+implements the hook that the entry point is named after. So a backend, or a hook, is found by its name, and no other
+plugin is imported. All are imported only for an alias, a default or a listing. An error in one plugin is recorded with
+its distribution and does not affect the others.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _found(points: Iterable[metadata.EntryPoint]) -> list[Plugin]:
     return sorted(plugins, key=lambda plugin: (plugin.name, plugin.owner))
 
 
-# ---- checks of what a plugin says -------------------------------------------------------------------------------
+# ---- checks of a plugin -----------------------------------------------------------------------------------------
 
 
 def check_marks(module: object) -> None:
@@ -602,7 +602,7 @@ class Registry:
         self._known.clear()
         self._unknown.clear()
 
-    # ---- explaining ---------------------------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------------------------
 
     def reports(self) -> list[BackendReport]:
         """Say for each backend, broken plugins included, whose it is, what it can do, and whether it can run here."""
@@ -712,7 +712,7 @@ class Registry:
         answer: Sequence[str] | None = self._first("pipeline_split", model=model, num_stages=num_stages)
         return answer
 
-    # ---- how it is done -----------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> tuple[Plugin, BackendInfo]:
         """Return who brings a name. See :meth:`resolve` for what it raises."""

@@ -1,4 +1,4 @@
-"""Start the backend of a run from the configuration and the arguments of ``Accelerator``."""
+"""Starts the backend of a run from the configuration and the arguments of ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _SCRIPT = "the script"
 
 
-# ---- the end of a run -----------------------------------------------------------------------------------------------
+# ---- exit handlers --------------------------------------------------------------------------------------------------
 
 
 def at_exit(close: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def on_failure(report: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-# ---- the choice of a backend, before anything of it is imported -----------------------------------------------------
+# ---- choosing a backend ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _from_script(
     return script.validated_section(section_type, name), dict.fromkeys(values, _SCRIPT)
 
 
-# ---- the start of the backend ---------------------------------------------------------------------------------------
+# ---- starting the backend -------------------------------------------------------------------------------------------
 
 _DEFAULTS = {
     kind.__name__: kind() for kind in (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)

@@ -1,4 +1,4 @@
-"""Ranks, worlds and mesh axes: frozen data and pure arithmetic, no torch.
+"""Ranks and mesh axes of a job, as immutable data. Imports no torch.
 
 A job is a grid. Its axes, outermost first, are ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; the last varies
 fastest with the global rank, so that ``tp`` stays inside a machine. Ranks that differ only along ``cp`` or ``tp`` or

@@ -1,9 +1,9 @@
-"""Construct a model without its memory, and give each parameter later the value that construction would have given.
+"""Constructs a model on the meta device and later materializes each parameter with its ordinary initial value.
 
-Inside :func:`deferred` every tensor of some size is made on the meta device, and what is done to it is written down:
+Inside :func:`deferred` every tensor of some size is made on the meta device, and each operation on it is recorded:
 operation, arguments, and for random operations the state of the generator. :meth:`Recording.value` replays for one
-tensor what is needed for it. Random operations also run once on memory that is let go at once, so that the generator
-moves on as in an ordinary construction: parameters, small tensors and every number drawn afterwards are the same.
+tensor what is needed for it. Random operations also run once on temporary memory, so that the generator
+advances as in an ordinary construction: parameters, small tensors and every number drawn afterwards are the same.
 """
 
 from __future__ import annotations

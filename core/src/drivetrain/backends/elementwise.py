@@ -1,4 +1,4 @@
-"""Whether an optimizer is element-wise, found by a trial: engines that cut parameters into parts need one that is.
+"""Checks by a trial whether an optimizer is element-wise, as engines that shard parameters require.
 
 An optimizer is element-wise when the update of each element of a parameter depends on that element and its own
 gradients only (AdamW, SGD, Lion). Then any part of a parameter can be stepped alone, with the same result. Muon,

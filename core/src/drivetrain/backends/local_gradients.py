@@ -1,4 +1,4 @@
-"""Which gradients hold contributions of this rank alone, for engines that reduce them after a backward of their own."""
+"""Tracks gradients that are not yet reduced over ranks, for engines that reduce them after their own backward."""
 
 from __future__ import annotations
 

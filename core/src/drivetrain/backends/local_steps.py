@@ -1,4 +1,4 @@
-"""Optimizers that treat each element by itself step on this rank's parts as plain tensors.
+"""Steps element-wise optimizers on the local shards of DTensors as plain tensors, which is faster.
 
 Every operation on a ``DTensor`` costs some tens of microseconds of Python, and an Adam step has a dozen of them for
 each parameter. Where no element's update depends on another's, the parts can be stepped alone, with the same result.

@@ -1,4 +1,4 @@
-"""The reference backend: one process, the user's module and optimizer as they are."""
+"""The reference backend: one process that runs the user's module and optimizer unchanged."""
 
 from __future__ import annotations
 

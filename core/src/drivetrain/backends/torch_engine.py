@@ -1,7 +1,7 @@
-"""A base for backends that keep torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
+"""Base of backends that use torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
 
-A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine knows nothing
-of ranks: that gradients agree on all ranks when it looks at them is the backend's business.
+A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine does not
+communicate: the backend reduces gradients before the engine reads them.
 """
 
 from __future__ import annotations

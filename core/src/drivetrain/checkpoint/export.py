@@ -1,4 +1,4 @@
-"""Model files for other programs: safetensors as Transformers reads them, one tensor in memory at a time."""
+"""Exports a model as safetensors files that Transformers reads, with one tensor in memory at a time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Checkpoint folders: who may write, how one appears or is replaced atomically, how they are numbered and checked.
+"""Manages checkpoint folders: ownership, atomic creation and replacement, numbering and integrity checks.
 
 No torch, and nothing is collective.
 
 A checkpoint is first written into a hidden *staging* folder. A new checkpoint's staging folder stands beside its target
 and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging
 folder stands inside it: its parts, whose names are new, are moved next to the old ones, and replacing the one file
-``manifest.json`` makes the new checkpoint valid. Only then do the files go that the old manifest named; other people's
-files stay.
+``manifest.json`` makes the new checkpoint valid. The files that the old manifest named are deleted only then; all
+other files stay.
 
 The process that writes owns the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
 """
@@ -347,7 +347,7 @@ os.register_at_fork(after_in_child=_forked)
 atexit.register(release)
 
 
-# ---- Numbered checkpoints: the newest, and which to delete
+# ---- Numbered checkpoints
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -482,7 +482,7 @@ class Naming:
         return [(path, int(match[1])) for path, match in names if match]
 
 
-# ---- Files and folders that appear whole
+# ---- Atomic files and folders
 
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _STAGING = re.compile(r"\.(?:tmp|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}-.*", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Load a checkpoint; one that cannot be loaded leaves the run unchanged.
+"""Loads a checkpoint; a checkpoint that cannot be loaded leaves the run unchanged.
 
 A rank has no room for a second copy of its weights, so they cannot be read aside and exchanged, nor put back. Instead
 all that can go wrong comes first: the checksum of every file, names and shapes, the header of every tensor that is
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.checkpoint.saver import Portable, Rng, TrainingState
 
-# ---- Whether a checkpoint fits what is prepared: names, shapes, parameter groups
+# ---- Comparing checkpoint and run
 
 _SHOWN = 6  # Names in one sentence; a wrong model has hundreds.
 
@@ -160,7 +160,7 @@ def _once(sentences: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-# ---- Whether a run can take the state, and how what was taken is undone
+# ---- Validating and undoing
 
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """What torch's GradScaler gives and wants back."""
@@ -344,7 +344,7 @@ def _senseless(what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
 
 
-# ---- The load
+# ---- Loading
 
 LoadHooks = Callable[[Path], Collection[int]]
 

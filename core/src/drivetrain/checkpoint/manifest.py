@@ -1,4 +1,4 @@
-"""Read and write ``manifest.json``, which describes a checkpoint. No torch.
+"""Reads and writes ``manifest.json``, which describes a checkpoint. Imports no torch.
 
 The manifest is the last file of a checkpoint to appear; a folder without one holds no checkpoint. It carries its own
 checksum, and the size and checksum of every file it names, so that a load knows what it reads before it reads it.

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: what of a run its checkpoints hold, and how their folders are named."""
+"""Implements ``save_state`` and ``load_state``: the contents of a run's checkpoints and the names of their folders."""
 
 from __future__ import annotations
 

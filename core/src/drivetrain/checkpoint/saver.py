@@ -1,7 +1,7 @@
-"""Save a run as a checkpoint: at once, or copied into host memory and written by a thread.
+"""Saves a run as a checkpoint, synchronously or from a copy in host memory by a background thread.
 
-A save collects the state, plans who writes what, writes and completes, with an agreement of all ranks after each step.
-The folder appears whole or not at all.
+A save collects the state, plans which rank writes which tensors, writes, and commits; all ranks agree after each step
+that none has failed. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes in a host buffer: a cache line, and of every element size."""
 
 
-# ---- What a checkpoint holds
+# ---- Contents of a checkpoint
 
 
 class Stateful(Protocol):
@@ -129,7 +129,7 @@ class TrainingState:
     averages: int = 0
 
 
-# ---- Collecting the state, without a copy
+# ---- Collecting the state
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-# ---- Saves beside the training
+# ---- Asynchronous saves
 
 
 @final

@@ -1,4 +1,4 @@
-"""A checkpoint's tensor files: planned, written and read through ``torch.distributed.checkpoint``.
+"""Plans, writes and reads a checkpoint's tensor files through ``torch.distributed.checkpoint``.
 
 Tensors are stored as safetensors (https://github.com/huggingface/safetensors, "Format"): 8 bytes, little endian, the
 length of a JSON header; the header, which may end in spaces; the tensors' bytes without holes.
@@ -84,7 +84,7 @@ def torch_dtype(name: str, spelled: str) -> torch.dtype:
     return dtype
 
 
-# ---- One safetensors file
+# ---- Safetensors files
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class TensorFile:
         return CheckpointCorruptError(f"{self.path.name} holds no {key}", whose=str(self.path.parent))
 
 
-# ---- Who writes what
+# ---- Planning and writing
 
 Layout = dict[str, tuple[Any, ...]]
 """All that a rank's offer depends on: for each tensor by name dtype, whole shape and, in shards, where they lie."""

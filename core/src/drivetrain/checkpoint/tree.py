@@ -1,6 +1,6 @@
-"""Python state as JSON and tensors, and back, with nothing that could be executed on the way.
+"""Encodes Python state as JSON and tensors, and decodes it, without executing anything.
 
-What JSON cannot say is written as an object with the key ``$`` for its kind: tuples, dictionaries with other keys than
+What JSON cannot hold is written as an object with the key ``$`` for its kind: tuples, dictionaries with other keys than
 strings, non-finite floats, bytes, dtypes, NumPy values, and tensors, which are named here and stored elsewhere.
 """
 

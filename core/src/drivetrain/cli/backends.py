@@ -1,4 +1,4 @@
-"""``drivetrain backends``: every backend that is installed, whose it is, what it can do, ready or why not."""
+"""``drivetrain backends``: lists the installed backends, their distributions, capabilities and readiness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint``: look into a checkpoint, give its model to other programs, take over other libraries'."""
+"""``drivetrain checkpoint``: inspects and exports checkpoints, and converts those of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drivetrain config``: write a configuration file, take over Accelerate's, or show where each value comes from."""
+"""``drivetrain config``: writes a configuration file, imports Accelerate's, or shows where each value comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drivetrain env``: what a bug report needs to say. This one may import torch."""
+"""``drivetrain env``: prints versions, devices and plugins for a bug report. This subcommand may import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``drivetrain``: the group of all subcommands. It answers ``--help`` without importing any of them."""
+"""``drivetrain``: the group of all subcommands, which it imports only when they are called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several subcommands share, and how flags become configuration keys."""
+"""Options that several subcommands share, and their translation to configuration keys."""
 
 from __future__ import annotations
 

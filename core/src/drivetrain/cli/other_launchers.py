@@ -1,4 +1,4 @@
-"""Suggests what to write instead of an option of another launcher. Imported when one was typed."""
+"""Suggests what to write instead of an option of another launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a question of the wizard is put: menus with arrow keys on a terminal, one line of text for each elsewhere."""
+"""Prompts of the configuration wizard: menus on a terminal, one line of text per question elsewhere."""
 
 from __future__ import annotations
 

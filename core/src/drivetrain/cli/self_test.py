@@ -1,6 +1,6 @@
-"""What ``drivetrain test`` runs on every process: a few steps of training, compared with plain torch on one process.
+"""Trains a few steps on every process and compares them with plain torch, for ``drivetrain test``.
 
-Each check prints one line on the main process. A number that is wrong raises, which ends the whole run.
+Each check prints one line on the main process. A wrong number raises, which ends the whole run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask for the values of a configuration file, without the questions that the machine answers by itself."""
+"""Asks for the values of a configuration file, except those that can be detected on the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PRECISIONS = {
     "fp16": "Computes in float16 with a scaled loss; parameters stay float32.",
 }
 
-# ---- what need not be asked -----------------------------------------------------------------------------------------
+# ---- detection ------------------------------------------------------------------------------------------------------
 
 BEST = "best"
 """The answer that leaves the backend to the core."""
@@ -245,7 +245,7 @@ class Wizard:
         name, choices = f"{backend}.{key}", tuple(map(Choice, options))
         self._ask(name, f"{name}?", default, choices, unwritten=default, about=_about(info))
 
-    # ---- one answer ---------------------------------------------------------------------------------------------
+    # ---- single questions ---------------------------------------------------------------------------------------
 
     def _ask(
         self,

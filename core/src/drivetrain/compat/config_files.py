@@ -1,6 +1,6 @@
-"""Read a configuration file of Accelerate: each key is converted, has no effect here, or is refused.
+"""Reads a configuration file of Accelerate: each key is converted, has no effect here, or is refused.
 
-The same verdicts serve ``drivetrain config import``, which prints them, and every loading of a file, which obeys.
+``drivetrain config import`` prints these decisions; loading a file applies them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules for the keys of Accelerate's configuration files that belong to no engine; an engine's are in its plugin."""
+"""Rules that convert the keys of Accelerate's configuration files; those of an engine are in its plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.errors import UsageError, closest, cut
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# ---- How keys of another library's configuration file become ours: rules as data, and what applying them to a file g
+# ---- Rules
 
 Model = TypeVar("Model", bound="BaseModel")
 Pile = Literal["carried over", "no meaning here", "not supported"]
@@ -189,7 +189,7 @@ def flag(value: Any) -> bool:
     raise ValueError("write true or false")
 
 
-# ---- Rules for the keys of Accelerate's configuration files that belong to no engine; an engine's are in its plugin
+# ---- Rules for Accelerate's keys
 
 def _only_yes(instead: str, *, changes_results: bool = False) -> Rule:
     """A switch that says nothing special while it is off."""

@@ -1,4 +1,4 @@
-"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. No torch."""
+"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Accelerate's singletons: the state of the newest accelerator, for code that has none at hand.
+"""Accelerate's singletons ``PartialState``, ``AcceleratorState`` and ``GradientState``, without state of their own.
 
-State lives on the accelerator, and several may coexist; what is here only finds the one that was made last.
+State lives on the accelerator, of which several may coexist; the singletons look up the newest one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _group_settings(given: dict[str, Any]) -> ProcessGroupSettings:
     return ProcessGroupSettings(given.get("backend"), given.get("init_method"), seconds)
 
 
-# ---- the newest accelerator -----------------------------------------------------------------------------------------
+# ---- newest accelerator ---------------------------------------------------------------------------------------------
 
 _made: list[weakref.ref[Accelerator]] = []
 

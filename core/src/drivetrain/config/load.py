@@ -25,7 +25,7 @@ from drivetrain.errors import BackendError, BackendNotFoundError
 if TYPE_CHECKING:
     from drivetrain.backend import BackendInfo
 
-# ---- The layers of a configuration and how they are laid over each other: file, then environment, then flags
+# ---- Layers
 
 PREFIX = "DRIVETRAIN_"
 
@@ -140,7 +140,7 @@ def unknown_variable(name: str, known: Iterable[str]) -> str:
     return f"no such key{suggest(name, known) or '; `drivetrain config show` lists the keys'}"
 
 
-# ---- Load a configuration: defaults < file < environment < flags; every mistake is found before one error is raised
+# ---- Loading
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """A whole resolved configuration as JSON: how the launcher speaks to its workers."""
@@ -433,7 +433,7 @@ class _Loading:
             self._models[name] = self.registry.load_section(self.registry.info(name))
         return self._models[name]
 
-    # ---- places -------------------------------------------------------------------------------------------------
+    # ---- origins ------------------------------------------------------------------------------------------------
 
     def _at(self, path: Path) -> Origin:
         return self.tree.origin(path) or DEFAULT

@@ -18,7 +18,7 @@ import yaml
 
 from drivetrain.errors import ConfigError, cut
 
-# ---- Where a configuration value came from, and where in a file a mistake sits
+# ---- Origins of values
 
 Kind = Literal["default", "file", "environment", "flag"]
 
@@ -58,7 +58,7 @@ class Origin:
 DEFAULT = Origin("default")
 
 
-# ---- Parse YAML into plain values, with the line and column of each key and value
+# ---- Parsing YAML
 
 Path = tuple[str | int, ...]
 """Position of a value in the tree: mapping keys and list indices, outermost first."""

@@ -1,4 +1,4 @@
-"""Turn validation errors of pydantic into messages with line, column and a suggestion."""
+"""Turns pydantic's validation errors into messages with line, column and a suggestion."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _literal_guess(value: Any, wanted: str) -> str:
     return suggest(value, wanted.replace("'", "").replace(" or ", ", ").split(", ")) if isinstance(value, str) else ""
 
 
-# ---- questions about models -----------------------------------------------------------------------------------------
+# ---- pydantic models ------------------------------------------------------------------------------------------------
 
 
 def _members(annotation: Any) -> list[Any]:

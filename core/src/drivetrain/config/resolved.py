@@ -158,7 +158,7 @@ def mistakes(problems: list[Problem]) -> ConfigError:
     return ConfigError("\n".join([*lines, f"{count} in the configuration"]))
 
 
-# ---- where each value came from -------------------------------------------------------------------------------------
+# ---- origins of values ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

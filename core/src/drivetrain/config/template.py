@@ -1,4 +1,4 @@
-"""Write a configuration file in which every key stands with its default and one sentence."""
+"""Writes a configuration file with every key, its default and its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps track of the prepared loaders that are being iterated: their current batches, and where the loop ends."""
+"""Tracks the prepared loaders that are being iterated: their current batches, and where the loop ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans which rank reads which sample, from the epoch's order, the units consumed and the rank's coordinate. No torch.
+"""Plans which rank reads which samples, from the epoch's order, the position in it and the rank. Imports no torch.
 
 The unit is a *sample* where the batches are ours to cut, and a whole *batch* where somebody else makes them (a batch
 sampler of the user's, a dataset that yields batches).

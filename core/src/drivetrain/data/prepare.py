@@ -1,4 +1,4 @@
-"""Prepares a data loader: decides how its samples are shared out among the ranks and which seed orders them."""
+"""Prepares a data loader: decides how its samples are distributed over ranks and which seed orders them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on one tensor or one object over ``torch.distributed``: what a :class:`~drivetrain.api.Backend` inherits.
+"""Collectives on one tensor or one object over ``torch.distributed``, the defaults of :class:`~drivetrain.api.Backend`.
 
 ``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
 Every function is collective over the group it names and local when that group has one member. A tensor of any dtype

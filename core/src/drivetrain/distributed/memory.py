@@ -1,4 +1,4 @@
-"""Freeing device memory, and finding a batch size that fits."""
+"""Frees device memory and finds a batch size that fits."""
 
 from __future__ import annotations
 

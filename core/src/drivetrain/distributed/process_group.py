@@ -1,4 +1,4 @@
-"""Forms the default process group once, shares it within the process, and destroys it when its last user is gone."""
+"""Forms the default process group once, shares it within the process, and destroys it after its last use."""
 
 from __future__ import annotations
 

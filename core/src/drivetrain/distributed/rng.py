@@ -1,4 +1,4 @@
-"""Random number generators: seeding them, making ranks agree, and their state as plain data for a checkpoint."""
+"""Seeds random number generators, synchronises them over ranks, and captures their state for a checkpoint."""
 
 from __future__ import annotations
 

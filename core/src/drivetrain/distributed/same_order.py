@@ -1,7 +1,7 @@
-"""Compares over ranks an engine's first collectives before it runs them, so that different ones raise.
+"""Compares an engine's first collectives over ranks before they run, and raises where they differ.
 
-An engine that gathers or reduces part of a model needs every rank at the same part. Where a layer runs on one rank
-alone, communication libraries wait without end or end the process.
+An engine that gathers or reduces part of a model needs every rank to do the same. Where a layer runs on one rank only,
+communication libraries hang or abort the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Walks, rebuilds, moves and slices nested structures of tensors. Local; the collectives are in ``nested``.
+"""Traverses, rebuilds, moves and slices nested structures of tensors. Local; the collectives are in ``nested``.
 
 A *tree* is a tensor, or a list, tuple, named tuple, mapping or dataclass of trees. Every function returns a new tree of
 the same types (``ModelOutput``, ``defaultdict``, named tuples, ...) and leaves its argument as it was.

@@ -1,7 +1,7 @@
-"""Checks that every rank makes the same collective calls, and raises where they differ instead of letting ranks hang.
+"""Checks that every rank makes the same collective calls, and raises where they differ instead of hanging.
 
 *The call log*: each public method logs its name and the script's line (:func:`log_call`), where the launcher finds it
-after the process has died.
+after the process has ended.
 
 *The desync watchdog*: each collective call of the script is compared over all ranks before it is made: operation,
 structure, shapes, dtypes and the line of the script (:func:`check_collective`). The comparison goes through the process

@@ -1,4 +1,4 @@
-"""Decides when workers start, with which ranks, and where they meet: on one node at once, on several by a coordinator.
+"""Rendezvous of nodes: decides when workers start, with which ranks, and at which address.
 
 Workers run in *rounds*. On one node a round begins whenever the launcher starts its workers. On several nodes the
 launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. Every launcher sends it the status of

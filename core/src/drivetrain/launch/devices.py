@@ -1,4 +1,4 @@
-"""Finds the accelerators of this node, and chooses which of them its workers see, and in what order.
+"""Finds the accelerators of this node, and selects which of them its workers see, and in what order.
 
 Kinds of accelerators are data; a plugin adds a kind, or replaces one, by the hook ``drivetrain_devices``. A driver
 reads the variables that hide and order devices once in a process, so a fresh interpreter without them lists what there

@@ -1,4 +1,4 @@
-"""Writes down what a launch would run: the commands and environments of all machines, or a batch file for Slurm."""
+"""Prints what a launch would run: the commands and environments of all machines, or a batch file for Slurm."""
 
 from __future__ import annotations
 

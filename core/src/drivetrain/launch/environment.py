@@ -1,4 +1,4 @@
-"""Read which process of a job this is from a launcher's environment variables, and set those of our own workers.
+"""Reads this process's ranks from a launcher's environment variables, and sets those of our own workers.
 
 ``torchrun``'s variables are the most common: our launcher sets them too, and so do Ray, Kubernetes and whoever starts
 processes by hand. ``mpirun`` and ``srun`` have names of their own. A plain ``python script.py`` has none.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from drivetrain.errors import EnvironmentVariableError
 from drivetrain.topology import ProcessInfo
 
-# ---- variables for a while, and back again ---------------------------------------------------------------------------
+# ---- temporary variables ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# ---- Slurm's compressed lists, of hosts and of tasks -----------------------------------------------------------------
+# ---- Slurm's compressed lists ----------------------------------------------------------------------------------------
 
 
 def first_host(listed: str) -> str:
@@ -78,7 +78,7 @@ def tasks_per_node(text: str) -> list[int] | None:
     return counts
 
 
-# ---- launchers and their variables -----------------------------------------------------------------------------------
+# ---- variables of launchers ------------------------------------------------------------------------------------------
 
 CONFIG = "DRIVETRAIN_CONFIG"
 """The resolved configuration, as JSON: how the launcher hands it to its workers, all in one value."""

@@ -1,4 +1,4 @@
-"""Finds out which worker failed first and where each of the others was, and reports it.
+"""Determines which worker failed first and what the others were doing, and reports it.
 
 Workers write records of their exceptions (:mod:`drivetrain.launch.worker`); the launcher knows exit codes. Neither is
 enough: the launcher may notice the second failure first, and a crash leaves no record. What a worker was doing is read

@@ -1,4 +1,4 @@
-"""Runs a function, not a script, on several processes: from a notebook, or on the CPU to try something out."""
+"""Runs a function on several forked processes, from a notebook or, for debugging, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows and files what workers write: which ranks are shown, which go to files, what a failure report quotes."""
+"""Routes the output of workers to the terminal and to files, and keeps its end for failure reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decides before anything starts what a launch will do: how many processes, on which devices, with which backend.
+"""Plans a launch before anything starts: the number of processes, their devices and the backend.
 
-Asks nothing but the environment and, for the number of accelerators, torch.
+Reads only the environment and, for the number of accelerators, torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a script on every worker of this node, alone or among several, and reports the first failure once."""
+"""Runs a script on every worker of this node and reports the first failure."""
 
 from __future__ import annotations
 

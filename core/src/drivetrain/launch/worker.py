@@ -1,4 +1,4 @@
-"""Runs the user's script in a worker so that its failure reaches the launcher as one traceback.
+"""Runs the user's script in a worker process and records its failure for the launcher.
 
 The launcher starts ``python worker.py [-m] script args``. The script is executed as ``__main__`` just as ``python``
 would: same ``sys.argv``, same ``sys.path[0]``, and an exception ends the process with code 1. But the traceback goes

@@ -1,4 +1,4 @@
-"""Starts the workers of this node, watches them, starts them again after a failure, and stops them."""
+"""Starts, monitors, restarts and stops the workers of this node."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Gradient accumulation: which micro-batches make one optimizer step, and what their losses are divided by.
+"""Gradient accumulation: groups micro-batches into optimizer steps and normalises their losses.
 
 A :class:`Window` alone knows whether gradients of the current micro-batch are synchronised: prepared models,
 optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoop` holds the windows of one accelerator.
 
 Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
 not known before the last batch, its number of items not before the last micro-batch); after the closing backward
-:meth:`Window.correction` gives the factor that turns the guess into the truth.
+:meth:`Window.correction` gives the factor that corrects it.
 
 A mean loss weighs by the samples that it is a mean over, which the loader knows without communication: a rank whose
 last batch is shorter than the others' weighs less in the sum over ranks, a shorter global batch weighs less in its

@@ -1,7 +1,7 @@
-"""Keeps the buffers of a model the same on all data-parallel ranks: those of the first rank count.
+"""Synchronises the buffers of a model over the data-parallel ranks, from the first of them.
 
 A batch norm's running statistics follow the batches of its own rank. An evaluation has to use the same ones on every
-rank, and a checkpoint those of one rank. When that is seen to depends on the engine: where every forward is collective
+rank, and a checkpoint those of one rank. When they are synchronised depends on the engine: where forward is collective
 (parameters in shards), before the first evaluation after training, which costs nothing in a training step; elsewhere
 with the backward that closes an accumulation window, the last point that every rank is sure to reach. Ranks may then
 evaluate different numbers of batches, or the main process alone.

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, on every engine: each rank averages the parts that it holds."""
+"""Exponential moving average of a model's weights; each rank averages the shards that it holds."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class EMA:
             self._in_model = False
             self._exchange()
 
-    # ---- in a checkpoint: an entry beside the models ----------------------------------------------------------------
+    # ---- checkpoint -------------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -215,7 +215,7 @@ class EMA:
         }
         return {name: one for name, one in state.items() if name.startswith("model.")}
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- local shards -----------------------------------------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
         """What is trained on this rank, by the model's names; the average is brought to the same names and shapes."""

@@ -1,4 +1,4 @@
-"""Saves a run that is told to end (Ctrl-C, SIGTERM) after a step on which all ranks agree, and stops it."""
+"""Saves and stops a run on Ctrl-C or SIGTERM, after a step on which all ranks agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads from the autograd graph of a loss what the loss is: a mean over how many items, or a sum over a batch.
+"""Determines from its autograd graph whether a loss is a mean, and over how many items, or a sum over a batch.
 
 ``cross_entropy`` and its kin keep their labels for the backward, with the label that they ignore and the kind of
 reduction. What a script or a model of another library did before (shifted labels, flattened logits, masked some) is

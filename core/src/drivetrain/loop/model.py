@@ -1,4 +1,4 @@
-"""The prepared model: the user's own object, whose call runs the engine's forward.
+"""Prepared models: the user's own module object, whose ``__call__`` runs the engine's forward.
 
 ``prepare(model)`` replaces the class of the object that it is given by a subclass made for it, as torch's
 ``fully_shard`` does. Attributes, submodules, buffers, hooks and methods are therefore the model's own.
@@ -374,7 +374,7 @@ def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str,
     return found
 
 
-# ---- what the script registers on a prepared model -------------------------------------------------------------------
+# ---- registrations on prepared models --------------------------------------------------------------------------------
 
 _watched: WeakKeyDictionary[nn.Module, ReferenceType[PreparedModel]] = WeakKeyDictionary()
 """Every part of every prepared model."""

@@ -282,7 +282,7 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
 
-# ---- steps that the script takes by itself --------------------------------------------------------------------------
+# ---- unprepared optimizers ------------------------------------------------------------------------------------------
 
 _STEPPING: list[PreparedOptimizer] = []
 """Prepared optimizers whose engine steps at this moment."""

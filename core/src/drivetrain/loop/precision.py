@@ -1,4 +1,4 @@
-"""Applies the precision policy of ``mixed_precision`` to parameters, to a forward and to its outputs."""
+"""Applies the precision policy of ``mixed_precision`` to parameters, forward and outputs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return value
 
 
-# ---- for scripts that cast by themselves; a prepared model does so by its precision policy --------------------------
+# ---- casting in scripts ---------------------------------------------------------------------------------------------
 
 
 def convert_to_fp32(tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``train_step``: one whole optimizer step as a function, the explicit form of the training loop."""
+"""``train_step``: one whole optimizer step as a function, an explicit form of the training loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Experiment trackers: the base class, who is known by which name, and the set of them that one run feeds.
+"""Experiment trackers: the base class, the trackers known by name, and those of one run.
 
-Light: no tracker's package is imported before a run starts it.
+A tracker's package is imported only when a run starts it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def on_main_process(
     return wrapper
 
 
-# ---- who is known ---------------------------------------------------------------------------------------------------
+# ---- known trackers -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _everything(logging_dir: str | os.PathLike[str] | None) -> dict[str, _Known 
     return {name: tracker for name, tracker in able.items() if name not in left_out}
 
 
-# ---- one run --------------------------------------------------------------------------------------------------------
+# ---- trackers of a run ----------------------------------------------------------------------------------------------
 
 
 class Trackers:

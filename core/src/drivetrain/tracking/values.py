@@ -1,4 +1,4 @@
-"""Make what scripts log plain: numbers, text, lists, mappings. Imports no library whose tensors or arrays it takes."""
+"""Converts logged values to plain numbers, text, lists and mappings, without importing any tensor library."""
 
 from __future__ import annotations
 

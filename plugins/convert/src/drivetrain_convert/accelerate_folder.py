@@ -1,4 +1,4 @@
-"""What ``accelerator.save_state`` of Accelerate leaves in a folder: plain, and FSDP's, full or sharded."""
+"""Reads folders that Accelerate's ``save_state`` wrote: plain, and FSDP's, full or sharded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Folders of ``torch.distributed.checkpoint``, read without trusting them.
+"""Reads folders of ``torch.distributed.checkpoint`` without executing their pickles.
 
-Their index, ``.metadata``, is a pickle. It is read by an unpickler that knows the index's own few classes and refuses
-every other name, so that nothing else can be called; the parts are read by ``torch.load(weights_only=True)``.
+Their index, ``.metadata``, is a pickle. It is read by an unpickler that allows only the classes of the index, so that
+nothing else can be called; the parts are read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint of another library turned out to hold, and how its pickles are read without executing them."""
+"""The content of another library's checkpoint, whose pickles are read without executing them."""
 
 from __future__ import annotations
 

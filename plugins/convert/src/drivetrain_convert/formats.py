@@ -1,4 +1,4 @@
-"""Checkpoint formats of other programs that plugins bring: what such a plugin implements, and how one is found."""
+"""The base class of checkpoint formats that plugins add, and their lookup by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write another library's checkpoint as a Drivetrain checkpoint.
+"""Converts another library's checkpoint to a Drivetrain checkpoint.
 
 Reads Accelerate's folders, files of ``torch.save`` and safetensors, folders of ``torch.distributed.checkpoint``, and
 the formats that plugins bring. One tensor is in memory at a time; not collective.

@@ -1,4 +1,4 @@
-"""One model of a Drivetrain checkpoint, and how it is written in another program's format."""
+"""Writes one model of a Drivetrain checkpoint in another program's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ddp``: a replica in every process; torch's DistributedDataParallel averages gradients while backward runs."""
+"""Backend ``ddp``: a replica in every process; DistributedDataParallel averages gradients during backward."""
 
 from __future__ import annotations
 

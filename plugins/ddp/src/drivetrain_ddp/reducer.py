@@ -1,9 +1,9 @@
-"""Averages gradients over ranks with torch's DistributedDataParallel, whichever way a loss reached the parameters.
+"""Averages gradients over ranks with DistributedDataParallel, whether or not its own forward computed the loss.
 
-DistributedDataParallel expects its own forward to be what leads to the loss. Here it wraps the *loss*: a module that
+DistributedDataParallel expects the loss to come from its own forward. Here it wraps the *loss*: a module that
 holds the model's parameters and returns the loss that it is given. Its reducer is thereby made ready right before each
 backward that closes an accumulation window, and reduces buckets while that backward runs. Methods of the model,
-submodules called alone and any number of forwards are then all the same to it.
+submodules called alone and any number of forwards therefore all work.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GradientReducer:
         """Writes to the parameters that torch had counted when this was last in order; -1 before the first time."""
         self.refresh()
 
-    # ---- which parameters ------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------------------------
 
     def model_changed(self) -> None:
         """Submodules or parameters were added, or dtypes changed: looked at before the next forward or backward."""
@@ -147,7 +147,7 @@ class GradientReducer:
         self._starts = False
         self.updated()
 
-    # ---- one backward ----------------------------------------------------------------------------------------------
+    # ---- backward --------------------------------------------------------------------------------------------------
 
     def arm_when_reached(self) -> None:
         """Arm at the first gradient of a backward: several models are trained, and a loss need not reach this one.
@@ -330,7 +330,7 @@ class GradientReducer:
         hashed = int.from_bytes(hashlib.blake2b(values, digest_size=_BITS // 8).digest())
         return [float(hashed >> at & 1) for at in range(_BITS)]
 
-    # ---- the rest --------------------------------------------------------------------------------------------------
+    # ---- compilation, buffers, release -----------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[Any]:
         """Lets torch.compile cut the model's graph at bucket boundaries, so that reducing overlaps with backward."""

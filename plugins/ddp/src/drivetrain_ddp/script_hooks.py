@@ -1,8 +1,8 @@
-"""Gradient hooks that the script sets on parameters: each gets what it gets on one process, the reduced gradient.
+"""Calls gradient hooks of parameters with the reduced gradient, as on one process.
 
-Autograd calls the hooks of a parameter with the gradient of this rank's samples, before it is reduced. A hook that is
-not linear, such as a clamp, would then make another gradient of it than on one process, and one that only looks would
-see a part. During a backward that reduces they are therefore held back, and called after it.
+Autograd calls the hooks of a parameter with the gradient of this rank's samples, before it is reduced. The result of a
+nonlinear hook, such as a clamp, would then differ from that on one process, and a hook that only reads would see a
+part. During a backward that reduces, hooks are therefore disabled, and they are called after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``dp``: one process, each batch split over several devices by ``torch.nn.DataParallel``.
+"""Backend ``dp``: one process; ``torch.nn.DataParallel`` splits each batch over several devices.
 
 The replicas' gradients are summed into the one set of parameters and the loss is taken on the joined output, so to the
 core this is one data-parallel coordinate: nothing is averaged and no factor is needed.

@@ -1,4 +1,4 @@
-"""What becomes of Accelerate's section ``fsdp_config``, and ``FullyShardedDataParallelPlugin`` with its arguments."""
+"""Converts Accelerate's section ``fsdp_config`` and the arguments of ``FullyShardedDataParallelPlugin``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fsdp``: parameters, gradients and optimizer state in shards, gathered unit by unit by torch's ``fully_shard``."""
+"""Backend ``fsdp``: shards parameters, gradients and optimizer state with torch's ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that are state, and a forward that runs a second time."""
+"""Finds persistent buffers, and keeps them unchanged while activation checkpointing reruns a forward."""
 
 from __future__ import annotations
 

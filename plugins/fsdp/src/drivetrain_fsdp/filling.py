@@ -1,4 +1,4 @@
-"""Give values to parameters and buffers that were constructed without memory, one at a time."""
+"""Materializes parameters and buffers that were constructed on the meta device, one at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What FSDP keeps out of sight: whether a unit is gathered, and gradients that were not reduced yet.
+"""Accesses private state of FSDP: gathered parameters and gradients that are not yet reduced.
 
-torch has no public way to drop such gradients, which ``zero_grad`` after ``no_sync`` must, nor to ask a unit.
+torch has no public way to drop such gradients, which ``zero_grad`` after ``no_sync`` must, or to query a unit.
 """
 
 from __future__ import annotations

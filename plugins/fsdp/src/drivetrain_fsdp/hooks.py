@@ -1,4 +1,4 @@
-"""Gradient hooks of parameters: each gets what it gets on one process, the whole gradient of one backward.
+"""Calls gradient hooks of sharded parameters with the whole gradient of one backward, as on one process.
 
 ``fully_shard`` calls no ``register_hook`` and calls ``register_post_accumulate_grad_hook`` whenever it has reduced a
 part of a backward. Here both are called once after each backward of which the parameter is part.

@@ -1,4 +1,4 @@
-"""Optimizers that were made for the whole parameters: they get the sharded ones, by name, and keep everything else."""
+"""Replaces the parameters of an existing optimizer by the sharded ones of the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply ``fully_shard`` to a model: its units, then its root, with everything that the configuration says of them."""
+"""Applies ``fully_shard`` to the units and the root of a model, as configured."""
 
 from __future__ import annotations
 

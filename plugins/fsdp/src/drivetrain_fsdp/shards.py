@@ -1,4 +1,4 @@
-"""A full tensor's part on this rank, and back: boxes, slices, parameters. What is collective says so."""
+"""Helpers for the local shards of full tensors and parameters. Not collective unless stated otherwise."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Sharded parameters and gradients as a script sees them: a read gives the whole, a write reaches every part.
+"""``ShardedTensor``: a DTensor whose reads give the whole tensor and whose writes reach every shard.
 
-``fully_shard`` makes parameters and gradients DTensors. Of what a script does to them, ``DTensor`` itself loses some
-in silence: ``.item()`` of a sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes
-nothing, random numbers are drawn per part, and ``torch.save`` writes this rank's part. :class:`ShardedTensor` does each
-of these as on one process or raises.
+``fully_shard`` makes parameters and gradients DTensors, on which some operations are silently wrong: ``.item()`` of a
+sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes nothing, random numbers are
+drawn per part, and ``torch.save`` writes this rank's part. :class:`ShardedTensor` does each of these as on one process
+or raises.
 """
 
 from __future__ import annotations

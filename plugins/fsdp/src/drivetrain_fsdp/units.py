@@ -1,4 +1,4 @@
-"""Which modules become units: what is gathered together, computed, and freed again. The root is always one more."""
+"""Selects the modules that FSDP gathers and frees as units, besides the root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors files, each rank reading the part that it holds."""
+"""Reads weights from safetensors files; each rank reads its own shards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parameters that ``fully_shard`` cannot cut (0-d, or of another dtype than its unit): whole on every rank.
+"""Parameters that ``fully_shard`` cannot shard (0-d, or of another dtype than their unit), replicated on every rank.
 
-Their gradients are averaged here, in one small collective after a backward that synchronises.
+One small collective averages their gradients after a backward that synchronises.
 """
 
 from __future__ import annotations

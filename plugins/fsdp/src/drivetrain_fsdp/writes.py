@@ -1,6 +1,6 @@
-"""A forward that writes to parameters: the write goes to a copy that is gathered for this forward, and is lost.
+"""Detects forwards that write to parameters: the write goes to the gathered copy and would be lost.
 
-``nn.Embedding(max_norm=...)`` does it, and modules that clamp or normalise their weights in ``forward``.
+``nn.Embedding(max_norm=...)`` does so, and modules that clamp or normalise their weights in ``forward``.
 """
 
 from __future__ import annotations
