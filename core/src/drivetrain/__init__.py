@@ -144,7 +144,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _further(name: str) -> Any:
-    """Names that are too many to list, that plugins bring, or that do not exist here and say so."""
+    """Look up further names: those of ``drivetrain.utils``, of plugins, and of Accelerate's that raise with advice."""
     if name.startswith("is_") and name.endswith("_available"):
         return import_module("drivetrain.compat.availability").probe(name)
     absent = import_module("drivetrain.compat.absent")

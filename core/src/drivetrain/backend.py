@@ -61,7 +61,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Answer of a probe: can this backend run on this machine?
+    """Result of a probe: whether the backend can run on this machine.
 
     Args:
         ready: it can.
@@ -174,7 +174,7 @@ class ProcessGroupSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything a backend is told at birth.
+    """Settings of a run, given to a backend on construction.
 
     Args:
         process: ranks, as the launcher gave them.
@@ -219,7 +219,7 @@ class StepResult:
         grad_norm: norm before clipping where it was computed for this step, else ``None``.
         pending: for a device that runs behind the host: waits for it, puts right what the host counted for an update
             that was not applied, and returns ``skipped``. Called once: before the optimizer's next step, or when
-            somebody asks for the verdict, a learning rate or a state. ``skipped`` then means nothing.
+            the script asks for the result, a learning rate or a state. ``skipped`` then means nothing.
     """
 
     skipped: bool = False
@@ -229,7 +229,7 @@ class StepResult:
 
 @dataclass
 class PortableState:
-    """A trainable's state in the words of the original module, for the portable checkpoint.
+    """A trainable's state under the names of the original module, for the portable checkpoint.
 
     Args:
         tensors: ``model.<fqn>`` for parameters and persistent buffers, ``optim.<fqn>.<slot>`` for optimizer state.
@@ -321,7 +321,7 @@ class Trainable(ABC):
         """Apply one update; ``optimizer`` is one of ``optimizers``. Collective where the engine's step is.
 
         Skips when the loss scaler overflowed or the last clipping norm was not finite; then parameters and optimizer
-        state stay untouched. The verdict is the same on every rank.
+        state stay untouched. The result is the same on every rank.
         """
 
     @abstractmethod
@@ -345,7 +345,7 @@ class Trainable(ABC):
         """Take over a filled template: parameters, buffers, optimizer state, parameter groups, extra. Collective."""
 
     def live_tensors(self) -> dict[str, Any]:
-        """What is trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
+        """The tensors trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
 
         Parameters and persistent buffers; where the engine trains copies in higher precision, those. Layouts are the
         engine's. After writing, :meth:`load_portable_state` of an empty state derives what follows.
@@ -396,7 +396,7 @@ class Trainable(ABC):
         return
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether any of these is this model's, as it is now or, where the engine replaced it, as it was before."""
+        """Whether any of these tensors belongs to this model, now or before the engine replaced its parameters."""
         return not {id(each) for each in parameters}.isdisjoint(map(id, self.module.parameters()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -409,7 +409,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the engine (wrappers, hooks, communication) but keep ``module`` usable. May be called twice."""
+        """Release the engine (wrappers, hooks, communication) but keep ``module`` usable. May be called twice."""
 
     def forward_backward(
         self,
@@ -444,9 +444,9 @@ class Trainable(ABC):
     def before_state_dict(self, *, replicated: bool) -> None:
         """Called before the script's ``model.state_dict()``, which ``save_pretrained`` calls too. Not collective.
 
-        The one rule of all engines: what comes back is the whole state, or this raises. The default allows it where
-        every rank holds all parameters. An engine may allow more where its tensors stand for whole ones in all that a
-        script does to them, ``torch.save`` included.
+        With every engine ``state_dict`` returns the whole state, or this raises. The default allows it where every rank
+        holds all parameters. An engine may allow more where its tensors behave as whole ones in everything that a script
+        does to them, ``torch.save`` included.
 
         Args:
             replicated: the backend's capability of that name.
@@ -465,7 +465,7 @@ class Trainable(ABC):
 
 
 class Backend(ABC):
-    """This process's place in the job; one per run. Created, started, used, stopped, in that order.
+    """The engine in this process; one per run. Created, started, used and stopped, in that order.
 
     Attributes:
         capabilities: the same data as in :class:`BackendInfo`; where this run's settings make no pipeline or keep
@@ -485,7 +485,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self) -> Topology:
-        """Form (or join) the process group or runtime, pick the device, lay the mesh. Collective over all ranks.
+        """Form (or join) the process group or runtime, select the device, build the mesh. Collective over all ranks.
 
         Sets and returns ``self.topology``. An existing default process group is used as it is, never torn down.
         """
@@ -505,7 +505,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Leave what :meth:`start` formed; nothing of ours stays behind. May be called twice. Not collective."""
+        """Destroy what :meth:`start` created. May be called twice. Not collective."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Entered around model construction (meta device, ``zero.Init``); default nothing."""
@@ -532,9 +532,9 @@ class Backend(ABC):
     def place_batch(
         self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
     ) -> tuple[Callable[[], Any] | None, int]:
-        """Begin to bring a batch to the device. Not collective.
+        """Start to move a batch to the device. Not collective.
 
-        Called when the batch was read, which is one batch before it is shown; by default it is copied when it is shown.
+        Called when the batch was read, one batch before it is yielded; by default it is copied when it is yielded.
 
         Args:
             batch: what the loader collated.
@@ -543,9 +543,9 @@ class Backend(ABC):
             move: copies a batch to the device; ``None`` where the script wants its batches left where they are.
 
         Returns:
-            What gives the batch on its device, to be called when it is shown, or ``None`` for ``move``; and its number
-            of rows, more than ``rows`` where some were added whose labels a loss ignores. Every rank adds as many as
-            make its batch this large. What is gathered for metrics leaves them out.
+            A function that returns the batch on its device, called when it is yielded, or ``None`` for ``move``; and
+            its number of rows, more than ``rows`` where padding rows were added whose labels a loss ignores. Every rank
+            pads its batch to this size. Values gathered for metrics leave them out.
         """
         return None, rows
 
@@ -580,7 +580,7 @@ class Backend(ABC):
         return collectives.all_reduce(tensor, op, self.topology)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Everyone gets global rank ``src``'s tensor; shape and dtype agree on every rank."""
+        """Send global rank ``src``'s tensor to every rank; shape and dtype agree on every rank."""
         from drivetrain.distributed import collectives
 
         return collectives.broadcast(tensor, src, self.topology)
@@ -592,24 +592,24 @@ class Backend(ABC):
         return collectives.all_gather_object(obj, self.topology)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Everyone gets global rank ``src``'s picklable object."""
+        """Send global rank ``src``'s picklable object to every rank."""
         from drivetrain.distributed import collectives
 
         return collectives.broadcast_object(obj, src, self.topology)
 
     def barrier(self) -> None:
-        """Wait until every rank of the job is here."""
+        """Wait until every rank of the job has made this call."""
         from drivetrain.distributed import collectives
 
         collectives.barrier(self.topology)
 
 
 class FileConfiguredBackend(Backend):
-    """A backend whose engine has a configuration file of its own, which may say what the script says too.
+    """A backend whose engine has its own configuration file, which may overlap with the script's arguments.
 
     The file is what the section names or holds. ``BackendInfo.implied`` tells the core what it says of precision and
     accumulation; here it is compared with the script's batches, and may describe optimizer and schedule. Only under
-    such a backend do ``DummyOptim`` and ``DummyScheduler`` stand for something.
+    such a backend can ``DummyOptim`` and ``DummyScheduler`` be prepared.
     """
 
     @abstractmethod
@@ -628,7 +628,7 @@ class FileConfiguredBackend(Backend):
 
     @abstractmethod
     def file_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any | None:
-        """The scheduler of the file in the place of the script's, ``None`` where the file names none. Not collective.
+        """The file's scheduler, which replaces the script's; ``None`` where the file names none. Not collective.
 
         Args:
             scheduler: what the script prepared, a ``DummyScheduler`` where it leaves the schedule to the file.

@@ -31,8 +31,8 @@ class SingleBackend(Backend):
         return TorchTrainable(model, optimizers, self._engine)
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """One process never waits for another."""
+        """Nothing to do with one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing was formed."""
+        """Nothing to release."""

@@ -65,7 +65,7 @@ def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, Any]) -> ResolvedConfig:
-    """Load the configuration that file, environment and these flags amount to.
+    """Load the configuration from file, environment and these flags.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.config.load_config`.
