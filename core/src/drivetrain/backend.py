@@ -445,8 +445,8 @@ class Trainable(ABC):
         """Called before the script's ``model.state_dict()``, which ``save_pretrained`` calls too. Not collective.
 
         With every engine ``state_dict`` returns the whole state, or this raises. The default allows it where every rank
-        holds all parameters. An engine may allow more where its tensors behave as whole ones in everything that a script
-        does to them, ``torch.save`` included.
+        holds all parameters. An engine may allow more where its tensors behave as whole ones in every operation of a
+        script, ``torch.save`` included.
 
         Args:
             replicated: the backend's capability of that name.

@@ -22,7 +22,7 @@ else:
 
 @dataclass
 class _Process:
-    """What the runtime told us about this process; ``None`` until it does."""
+    """Ranks of this process; ``None`` until set."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -33,7 +33,7 @@ _process = _Process()
 
 
 def set_rank(rank: int, world_size: int = 1, barrier: Callable[[], None] | None = None) -> None:
-    """Say which process this is; from then on the environment is not asked.
+    """Set this process's rank, which then takes precedence over the environment.
 
     Args:
         rank: global rank.
@@ -44,7 +44,7 @@ def set_rank(rank: int, world_size: int = 1, barrier: Callable[[], None] | None 
 
 
 def forget_rank() -> None:
-    """Undo :func:`set_rank`: the environment is asked again."""
+    """Undo :func:`set_rank`: the environment is read again."""
     _process.rank = _process.world_size = _process.barrier = None
 
 

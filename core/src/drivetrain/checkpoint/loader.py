@@ -536,7 +536,7 @@ class _Load:
         reader.read_data(plan, planner).wait()
 
     def take_over(self) -> None:
-        """Load all state into its objects; random state last, since objects may draw numbers. Collective where they are."""
+        """Load all state into its objects; random state last: objects may draw numbers. Collective where they are."""
         for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
             trainable.load_portable_state(portable)
         self._state.counters.update(self._counters)

@@ -119,7 +119,7 @@ class PartialState(ProcessControl):
             torch.accelerator.set_device_index(self.device.index)
 
     def destroy_process_group(self) -> None:
-        """Release this claim on the process group; releasing the last destroys it. Call it on every rank; does not block.
+        """Release this claim on the process group; the last one destroys it. Called on every rank, does not block.
 
         An ``Accelerator`` that uses the group keeps it until its ``end_training``.
         """

@@ -391,7 +391,7 @@ class _Loading:
         return bool(values)
 
     def _judge(self, name: str, problem: Problem) -> None:
-        """Report a section's problems; those of a backend that is not chosen only warn, since its files may be missing here."""
+        """Report a section's problem; that of a backend that is not chosen only warns: its files may be absent here."""
         if not (problem.judged and self._is_idle(name)):
             self.problems.append(problem)
         elif not self._mentioned:

@@ -211,7 +211,7 @@ def _ends(moved: Sequence[Pass]) -> tuple[bool, str]:
 
 
 def _held_by(one: Pass, kind: type) -> bool:
-    """Whether an object of this class holds the iterator. Slow; called only where loaders of one loop end separately."""
+    """Whether an object of this class holds the iterator. Slow; called only where loaders of one loop end apart."""
     iterator = None if one.iterator is None else one.iterator()
     if iterator is None:
         return False

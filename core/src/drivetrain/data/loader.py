@@ -234,7 +234,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def _read(
         self, items: Iterator[Item], move: Callable[[Any], Any] | None, full: int
     ) -> tuple[Item | None, Callable[[], Any] | None, Rows | None]:
-        """The next batch, a function that returns it on its device, and what other ranks' batches hold after the last one."""
+        """The next batch, a function that moves it to its device, and the rows of other ranks after the last batch."""
         beyond = None
         for item in items:
             if item.absent:
