@@ -318,7 +318,7 @@ def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval:
 
 
 def rank_environment(current: Round, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
-    """torchrun's environment variables with a worker's ranks and the address of the store."""
+    """Environment variables, under torchrun's names, with a worker's ranks and the address of the store."""
     here = plan.processes_here
     rank, world_size = current.node_rank * here + local_rank, current.num_nodes * here
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank, "GROUP_RANK": current.node_rank}

@@ -345,7 +345,7 @@ class TrainingLoop:
         return max((window.position for window in self._windows.values() if not window.closing), default=0)
 
     def abandon_windows(self) -> None:
-        """Drop the gradients of open windows, since other parameters were loaded; the next micro-batch begins a window."""
+        """Drop the gradients of open windows, after other parameters were loaded; the next micro-batch begins anew."""
         for window in self._windows.values():
             window.closing = True
         self.manual.reset()
@@ -438,7 +438,7 @@ class TrainingLoop:
         return count_items(loss)
 
     def _look_at(self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, by_items: bool) -> None:
-        """Warn once per model of a mean over labels, which depends on how the labels are distributed."""
+        """Warn once per model of a mean over labels, whose weight in the window does not depend on their number."""
         self._looked_at.add(model.index)
         if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
             return

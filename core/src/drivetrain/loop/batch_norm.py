@@ -72,8 +72,8 @@ def convert(model: nn.Module, topology: Topology) -> None:
     ``InstanceNorm``) are unchanged. With one data-parallel rank nothing is done.
 
     Raises:
-        UnsupportedError: the model is split along a mesh axis on which ranks process parts of a batch one after another,
-        or a layer overrides its computation; nothing was converted then.
+        UnsupportedError: the model is split along a mesh axis on which ranks process parts of a batch one after
+        another, or a layer overrides its computation; nothing was converted then.
     """
     layers = {name: layer for name, layer in _batch_norms(model).items() if not isinstance(layer, Synchronised)}
     if not layers:

@@ -103,7 +103,7 @@ class EMA:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model has the averaged weights, to evaluate it or save it with ``accelerator.save_model``.
+        """Context in which the model has the averaged weights, to evaluate or to save it (``accelerator.save_model``).
 
         Collective over all ranks. Restores the trained weights exactly.
 

@@ -147,7 +147,7 @@ class Interruption:
             if self._heard is None:
                 self._heard = signal.Signals(number)
                 return
-            if number == signal.SIGTERM:  # arrives twice where a scheduler signals every process and a launcher forwards it
+            if number == signal.SIGTERM:  # comes twice if a scheduler signals every process and a launcher forwards it
                 return
         # A second Ctrl-C, to stop at once; or in a process that the script has forked.
         signal.signal(number, self._before[signal.Signals(number)])

@@ -86,7 +86,7 @@ def refuse_without_engine(optimizer: Optimizer, backend: str) -> None:
 
 
 def scheduler_without_engine(scheduler: Any, backend: str) -> Any:
-    """What a :class:`DummyScheduler` makes where the engine has no schedule; any other scheduler comes back as it is.
+    """The scheduler of a :class:`DummyScheduler` where the engine has none; any other is returned unchanged.
 
     Raises:
         UsageError: a :class:`DummyScheduler` that has no ``lr_scheduler_callable``.

@@ -41,7 +41,7 @@ _ALLOWED = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index and nothing else."""
+    """Allows only the classes of an index."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name not in _ALLOWED.get(module_name, ()):
@@ -50,7 +50,7 @@ class _IndexUnpickler(pickle.Unpickler):
                 cure="Do not trust this checkpoint.",
             )
         if module_name == "pathlib":
-            return PurePosixPath  # Of another system's kind it could not be made here, and it is not looked at.
+            return PurePosixPath  # A path of another system could not be constructed here, and it is not used.
         return super().find_class(module_name, global_name)
 
 
@@ -66,7 +66,7 @@ def read_dcp_folder(folder: Path) -> dict[Any, Any]:
 
     Raises:
         CheckpointCorruptError: the index cannot be read or does not fit the files.
-        CheckpointError: the index names a class that it has no business with, or a part is transformed (compressed).
+        CheckpointError: the index names a class that is not allowed, or a part is transformed (compressed).
     """
     index = _read_index(folder)
     tree: dict[Any, Any] = {}
@@ -105,7 +105,7 @@ def _read_index(folder: Path) -> Metadata:
 
 
 class _Assembly:
-    """Puts one tensor together."""
+    """Assembles one tensor from its parts."""
 
     def __init__(self, folder: Path, saved: TensorStorageMetadata, parts: list[tuple[Any, Any]]) -> None:
         self._folder, self._saved, self._parts = folder, saved, parts

@@ -71,7 +71,7 @@ def match_unordered(
 
 
 def _moves(place: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape | None]]) -> list[tuple[int, ...]]:
-    """Where one more name can lead: into each group whose next entry fits, or into none."""
+    """Possible assignments of one more name: to each group whose next entry fits, or to none."""
     moves = [place]
     for number, group in enumerate(groups):
         at = place[number]

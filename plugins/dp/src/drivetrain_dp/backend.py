@@ -85,11 +85,11 @@ class DPBackend(Backend):
             )
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """One process never waits for another."""
+        """Nothing to do with one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing was formed."""
+        """Nothing to release."""
 
 
 def _device_ids(asked: list[int] | None, device: str) -> list[int]:
