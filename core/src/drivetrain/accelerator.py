@@ -255,7 +255,7 @@ class Accelerator(ProcessControl):
         return skip_first_batches(dataloader, num_batches)
 
     def init_empty_weights(self) -> AbstractContextManager[Any]:
-        """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""
+        """Context in which to construct a model for its backend: see :meth:`drivetrain.api.Backend.init_context`."""
         context: AbstractContextManager[Any] = self.backend.init_context()
         return context
 
@@ -386,7 +386,7 @@ class Accelerator(ProcessControl):
             use_gather_object: gather pickled objects: lists are joined, anything else becomes one entry a rank.
 
         Raises:
-            UsageError: rows that cannot be told from padding.
+            UsageError: rows that cannot be distinguished from padding.
         """
         check_collective("gather_for_metrics")
         return metrics.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
@@ -516,7 +516,7 @@ class Accelerator(ProcessControl):
             safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
             blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
                 :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
-                and raises if it failed. Hooks run, and observers are told that it is saved, in none but this thread.
+                and raises if it failed. Hooks and observers run in the calling thread only.
             save_model_func_kwargs: none has a meaning here; any raises.
 
         Returns:
@@ -873,7 +873,7 @@ class Accelerator(ProcessControl):
             )
         return self._loading
 
-    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
+    # Read by code written for a trainer class; copies, since changes to them would have no effect.
     @property
     def _models(self) -> list[Any]:
         return self._preparer.models

@@ -93,7 +93,7 @@ class BackendInfo:
         requires: requirements such as ``"deepspeed>=0.18"``, checked against installed versions before import.
         capabilities: see :class:`Capabilities`.
         probe: can it run here? Imports nothing heavy.
-        preference: who is taken when the user names no backend: the highest that fits the world (a backend that is
+        preference: which backend is taken when the user names none: the highest that fits the world (a backend that is
             not ``multi_process`` fits a world of 1). ``None``: only when named.
         implied: for an engine with a configuration file of its own, named by the section: what it says about
             ``mixed_precision`` and ``gradient_accumulation_steps``, by key a pair of the value and, in words, where it
@@ -262,7 +262,7 @@ class Trainable(ABC):
 
     **The gradient contract.** After the last backward of an accumulation window, each parameter's gradient is that of
     *(sum over all data-parallel ranks and micro-batches of the loss) / denominator*. The core owns the window and the
-    denominator: :meth:`backward` is told a ``scale`` per micro-batch, and :meth:`scale_gradients` once at the end of a
+    denominator: it passes a ``scale`` to :meth:`backward` and calls :meth:`scale_gradients` at the end of a
     window whose denominator was not known before. A backend keeps no counter of its own.
 
     An engine that *averages* over ``dp_size`` ranks multiplies the loss by ``scale * dp_size``, one that *sums* by
@@ -271,7 +271,7 @@ class Trainable(ABC):
     Attributes:
         module: the user's own module with its original parameter names (parameters may be sharded by now).
         optimizers: what really steps, in the order given to ``prepare``.
-        settles_buffers: the engine itself gives every rank the main process's buffers before they are used in
+        settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
             evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
     """
 
@@ -363,7 +363,7 @@ class Trainable(ABC):
 
         The core asks before each optimizer step and refuses it, unless the script keeps gradients on their rank
         (``no_sync``, LocalSGD). An engine that reduces gradients in every backward that reaches its parameters,
-        whoever calls it, leaves the default.
+        also one that the script calls, leaves the default.
         """
         return False
 

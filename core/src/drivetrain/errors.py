@@ -105,7 +105,7 @@ class UnsupportedError(DrivetrainError, NotImplementedError):
 class ConfigError(DrivetrainError, ValueError):
     """Mistakes in a configuration, all of them at once; ``what`` holds one line for each.
 
-    Cause: a key that nobody knows, a value of the wrong type or range, or two values that contradict each other.
+    Cause: an unknown key, a value of the wrong type or range, or two values that contradict each other.
 
     Cure: change the file at the line and column of the message, the variable or the flag; ``drivetrain config show``
     says who set what.

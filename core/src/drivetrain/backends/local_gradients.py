@@ -53,7 +53,7 @@ class LocalGradients:
         task, reached, passes = torch._C._current_graph_task_id, self.reached.append, self._passes  # noqa: SLF001
 
         # Runs for each parameter in each backward, hence a list: a set would call Tensor.__hash__. Of one parameter in
-        # each backward more is asked.
+        # each backward more is checked.
         def at(_grad: Tensor) -> None:
             if task() == self._task or passes(parameter):
                 reached(parameter)

@@ -40,7 +40,7 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
     Its state is DTensors again afterwards; only the optimizer's own step may run inside. Not collective.
     """
-    # A subclass of DTensor may look at every attribute that a script reads; here nobody's code reads them.
+    # A subclass of DTensor may intercept each attribute that a script reads; no script code runs here.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
         groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         pairs = [(one, _local(one)) for params in groups for one in params] if steps_locally(optimizer) else None

@@ -1,9 +1,9 @@
 """Loads a checkpoint; a checkpoint that cannot be loaded leaves the run unchanged.
 
-A rank has no room for a second copy of its weights, so they cannot be read aside and exchanged, nor put back. Instead
-all that can go wrong comes first: the checksum of every file, names and shapes, the header of every tensor that is
-read, and everything but model and optimizer tensors is read, decoded and tried. What is changed by then (registered
-objects, schedulers, loaders) is small and is taken back if any rank fails. Only then are the weights read over.
+A rank has no memory for a second copy of its weights, so they can be neither swapped nor restored. Instead everything
+is checked first: the checksum of every file, names and shapes, and the header of every tensor; all state but the
+tensors of models and optimizers is read, decoded and loaded. What has changed by then (registered objects,
+schedulers, loaders) is small and is restored if any rank fails. Only then are the weights overwritten.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class SaveWork:
     ) -> CachedPlan | None:
         """As :meth:`begin`, and copy what this rank will write, so that training may change it.
 
-        Collective over all ranks, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
+        Collective over all ranks, but no rank waits for another's copy; if one fails, :meth:`finish` raises on all.
 
         Args:
             hooks: see :func:`save`.

@@ -261,7 +261,7 @@ class TensorFile:
         return tensor.clone()
 
     def sources(self) -> dict[str, Source]:
-        """Every tensor in the file by name; each is read when it is asked for."""
+        """Every tensor in the file by name; each is read on access."""
         found = {}
         for key in sorted(self._keys):
             part = self._file.get_slice(key)
@@ -426,7 +426,7 @@ def index_tensors(metadata: Metadata, sharded: AbstractSet[str], written: list[W
     """The manifest's index, from the common plan and what each rank says it wrote.
 
     Raises:
-        CheckpointError: a planned chunk that nobody wrote.
+        CheckpointError: a planned chunk that no rank wrote.
     """
     chunks: dict[str, list[Chunk]] = {}
     for part in written:

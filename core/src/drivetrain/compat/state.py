@@ -100,7 +100,7 @@ class PartialState(ProcessControl):
 
     @property
     def distributed_type(self) -> str:
-        """Name of the backend that trains here, or that would when nobody chooses one."""
+        """Name of the backend that trains here, or of the default one."""
         return self._name or get_registry().default(self.num_processes).name
 
     @property

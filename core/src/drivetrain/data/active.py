@@ -90,7 +90,7 @@ class ActiveLoaders:
     the loader around it is then current again.
 
     **Several loaders in one loop.** Loaders that yield between the same two micro-batches are read in one loop
-    (``zip``, or an iterator that the script keeps and calls ``next`` on). An inner loop is told from that by its
+    (``zip``, or an iterator that the script keeps and calls ``next`` on). An inner loop is recognised by its
     iteration, which begins anew within each batch of the outer one. The loop ends with the loader that yields first in
     each round, and with those that were begun together with it, as ``zip`` begins them. An iterator that was begun
     earlier, or within the loop, is the script's own: it begins another when one has ended.

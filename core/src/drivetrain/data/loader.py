@@ -155,7 +155,7 @@ class PreparedDataLoader(DataLoader[Any]):
         number: int = 0,
         skip: int | None = None,
     ) -> None:
-        # DataLoader.__init__ is not called: it would build samplers that nobody iterates.
+        # DataLoader.__init__ is not called: it would build unused samplers.
         self.base_dataloader = loader
         self._source, self._context, self._cursor = source, context, cursor
         self._shares_out = not source.identity().shares

@@ -63,7 +63,7 @@ def ensure_process_group(
 ) -> ProcessGroupHandle:
     """Join the default process group, forming it when there is none. Collective over all ranks when it forms.
 
-    A group that somebody else formed is used as it is and never destroyed by us. A lone process forms none, unless its
+    An existing group is used as it is and never destroyed by us. A single process forms none, unless its
     engine needs one.
 
     Args:

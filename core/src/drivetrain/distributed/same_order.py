@@ -44,7 +44,7 @@ class SameOrder:
         return self._done >= self._number
 
     def meet(self, action: str, parts: Iterable[str] = ()) -> None:
-        """Wait for all ranks and compare. Collective over all ranks.
+        """Wait for all ranks and compare their next operation. Collective over all ranks.
 
         Args:
             action: ``gathers the parameters of heads.low``.

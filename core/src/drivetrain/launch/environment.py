@@ -184,7 +184,7 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
     Raises:
         EnvironmentVariableError: variables are missing, are no numbers, or contradict each other, or two launchers
-            speak at once; lists what was seen.
+            set variables at once; lists them.
     """
     environ = os.environ if environ is None else environ
     every = _seen(environ)
@@ -345,10 +345,10 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
     """Rendezvous address of ``srun`` or ``mpirun`` processes where the environment has none; ``None`` where it has one.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` go first. A step of Slurm lists its machines, and its job number makes a port;
-    processes of ``mpirun`` on one machine meet there, at a port made from what names their job.
+    processes of ``mpirun`` on one machine use that machine, with a port derived from their job's identifiers.
 
     Raises:
-        EnvironmentVariableError: ``mpirun`` runs over several machines, and nobody said where they meet.
+        EnvironmentVariableError: ``mpirun`` runs over several machines without a rendezvous address.
     """
     environ = os.environ if environ is None else environ
     said = {name for name, value in environ.items() if value}

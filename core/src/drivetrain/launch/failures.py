@@ -135,7 +135,7 @@ class Failure:
 
     Args:
         rank: global rank.
-        exit_code: as :mod:`subprocess` counts, negative for a signal; ``None`` when it was stopped, or nobody looked.
+        exit_code: as in :mod:`subprocess`, negative for a signal; ``None`` when it was stopped, or is unknown.
             A worker that was stopped while it was ending by itself has the code with which it would have ended.
         time: seconds since the epoch, from the worker's own record; ``None`` without one.
         message: last line of the exception.
@@ -231,7 +231,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
 
 
 def where_they_were(logs: Path) -> str:
-    """A line for each worker of this machine that was stopped for the sake of another machine."""
+    """A line for each worker of this machine that was stopped because of another machine."""
     stopped = (Failure(rank, None, seen=seen) for rank, seen in sorted(read_workers(logs).items()))
     return "".join(f"rank {it.rank} was stopped{it.remark}\n" for it in stopped)
 

@@ -56,12 +56,12 @@ def notebook_launcher(
         args: its positional arguments.
         num_processes: processes on this machine; ``None`` = one per accelerator, or one.
         mixed_precision: for an ``Accelerator()`` in the function that names none: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        use_port: port on which the processes meet.
+        use_port: port of the rendezvous.
         master_addr: address of machine 0.
         node_rank: index of this machine.
         num_nodes: machines in the job; this function is called on each.
         rdzv_backend: ``"static"`` or ``"c10d"``; machines are numbered by ``node_rank`` either way.
-        rdzv_endpoint: where machines meet, ``host:port``; empty = ``master_addr:use_port``.
+        rdzv_endpoint: address of the rendezvous, ``host:port``; empty = ``master_addr:use_port``.
         rdzv_conf: how long machines wait for each other: ``{"timeout": 60}``, in seconds.
         rdzv_id: name of the job, ``TORCHELASTIC_RUN_ID`` of the processes.
         max_restarts: how often all processes are started again after one failed.

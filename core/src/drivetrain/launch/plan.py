@@ -80,7 +80,7 @@ def make_plan(
         environ: the environment; ``None`` = this process's.
 
     Raises:
-        ConfigError: the numbers do not fit, machines do not know where to meet, or accelerators that were chosen are
+        ConfigError: the numbers do not fit, there is no rendezvous address, or accelerators that were chosen are
             not there, too few, or hidden by an exported variable.
         BackendError: the backend is absent, broken, or cannot train over this many processes.
     """

@@ -79,7 +79,7 @@ def launch(
         ConfigError, BackendError: see :func:`drivetrain.launch.plan.make_plan`; nothing was started.
         UsageError: there is no such script or program.
         EnvironmentVariableError: another launcher started several of this one.
-        LaunchError: machines did not meet, or one that the others need was lost.
+        LaunchError: the rendezvous failed, or a machine that the others need was lost.
     """
     if not command:
         raise UsageError("no script was named", cure="Write: drivetrain launch [options] script.py [its arguments]")

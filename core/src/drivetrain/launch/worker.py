@@ -162,7 +162,7 @@ def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signal
 
 
 def _dump_stacks_into(path: Path) -> None:
-    """Write the stacks of all threads there when this process is told to end or crashes."""
+    """Write the stacks of all threads to this file on SIGTERM or a crash."""
     stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
     faulthandler.register(signal.SIGTERM, stacks, chain=True)
     if not faulthandler.is_enabled():

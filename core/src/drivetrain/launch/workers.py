@@ -252,7 +252,7 @@ def run_workers(
         Failures of workers in the last round, the cause of the others first; empty when all ended well.
 
     Raises:
-        LaunchError: nodes did not meet, a port is taken, or the job is over for all nodes.
+        LaunchError: the rendezvous failed, a port is taken, or the job is over for all nodes.
         StopRequestedError: as ``signals`` says; the workers have been stopped by the same signal.
         OSError: the command cannot be started.
     """

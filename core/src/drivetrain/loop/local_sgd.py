@@ -63,7 +63,7 @@ class LocalSGD:
             prepared = self._prepared()
             prepared.steps_alone = True
             prepared.trainable.synchronise_gradients(False)
-            # Accumulation windows and train_step switch the reduction on where a window ends; in here it stays off.
+            # Accumulation windows and train_step switch the reduction on where a window ends; here it stays off.
             prepared.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
         return self
 

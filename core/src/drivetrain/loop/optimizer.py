@@ -48,7 +48,7 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         source: the user's optimizer.
-        loop: told of each step.
+        loop: counts each step.
     """
 
     def __init__(self, source: Optimizer, loop: TrainingLoop) -> None:

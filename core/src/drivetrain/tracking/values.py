@@ -12,7 +12,7 @@ def plain(value: Any) -> Any:
     """``value`` in JSON types; only the exact type may be lost.
 
     Tensors and arrays become numbers or nested lists (a 0-d tensor a number; waits for the device). ``nan`` and the
-    infinities, which JSON has no word for, become ``"nan"``, ``"inf"``, ``"-inf"``. Anything else becomes text.
+    infinities, which JSON does not have, become ``"nan"``, ``"inf"``, ``"-inf"``. Anything else becomes text.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value

@@ -130,7 +130,7 @@ def _give(number: int, state: Mapping[str, Any], trainables: Sequence[_Trainable
 
 
 def _names(state: Mapping[str, Any], trainable: _Trainable) -> dict[Any, str] | None:
-    """Name of each key of an optimizer's state, ``None`` when it cannot be told."""
+    """Name of each key of an optimizer's state, ``None`` when it is ambiguous."""
     groups = state["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     written = [name for group in groups for name in group.get("param_names", ())]
