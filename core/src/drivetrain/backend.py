@@ -262,7 +262,7 @@ class Trainable(ABC):
 
     **The gradient contract.** After the last backward of an accumulation window, each parameter's gradient is that of
     *(sum over all data-parallel ranks and micro-batches of the loss) / denominator*. The core owns the window and the
-    denominator: it passes a ``scale`` to :meth:`backward` and calls :meth:`scale_gradients` at the end of a
+    denominator: it passes a ``scale`` to :meth:`backward`, and calls :meth:`scale_gradients` at the end of a
     window whose denominator was not known before. A backend keeps no counter of its own.
 
     An engine that *averages* over ``dp_size`` ranks multiplies the loss by ``scale * dp_size``, one that *sums* by

@@ -106,7 +106,7 @@ class Wizard:
     Args:
         asker: asks the questions.
         machine: what was detected.
-        registry: who knows the backends.
+        registry: of the backends.
     """
 
     def __init__(self, asker: Asker, machine: Machine, registry: Registry) -> None:
