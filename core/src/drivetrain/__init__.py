@@ -1,6 +1,6 @@
 """Drivetrain: one PyTorch training loop, any distributed backend.
 
-Importing this package imports no torch; each public name brings what it needs when it is first used.
+Importing this package does not import torch; each public name is imported on first use.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _further(name: str) -> Any:
-    """Names that are too many to list, that plugins bring, or that do not exist here and say so."""
+    """Look up further names: those of ``drivetrain.utils``, of plugins, and of Accelerate's that raise with advice."""
     if name.startswith("is_") and name.endswith("_available"):
         return import_module("drivetrain.compat.availability").probe(name)
     absent = import_module("drivetrain.compat.absent")

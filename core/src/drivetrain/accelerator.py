@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Accelerator(ProcessControl):
-    """One training loop on any backend. Collective over all ranks: it forms the process group.
+    """Runs one training loop on any backend. Construction is collective over all ranks: it forms the process group.
 
     Every argument has Accelerate's name, meaning and default; what the script passes wins over the configuration that
     the launcher hands over. State lives on the object: several may coexist.
@@ -65,7 +65,7 @@ class Accelerator(ProcessControl):
         gradient_accumulation_steps: micro-batches in a window; 1 takes the configuration's.
         cpu: stay on the CPU.
         dataloader_config: how loaders share out samples.
-        rng_types: generators brought in step with the main process at each epoch: of ``"torch"``, ``"generator"``, ...
+        rng_types: generators synchronised with the main process at each epoch: of ``"torch"``, ``"generator"``, ...
         log_with: experiment trackers, names or instances, or ``"all"``.
         project_dir: folder for checkpoints and logs.
         project_config: the same and more; wins over ``project_dir``.
@@ -78,8 +78,8 @@ class Accelerator(ProcessControl):
         engine_arguments: ``<backend>_plugin``: that backend's section, as its model or a mapping; chooses it, too.
             ``parallelism_config``: sizes of the mesh, a ``ParallelismConfig``.
         step_scheduler_per_process: move schedulers once per process at each update, Accelerate's way.
-        desync_watchdog: compare each collective call over the ranks before it is made, and raise where they are apart.
-        save_on_interrupt: told to end (Ctrl-C, SIGTERM), save the run after the step and stop; as the next checkpoint
+        desync_watchdog: compare each collective call over the ranks before it is made, and raise where they differ.
+        save_on_interrupt: on Ctrl-C or SIGTERM, save the run after the step and stop; as the next checkpoint
             with automatic naming, else as ``project_dir/interrupted``. The exit code is 75 after SIGTERM.
         sync_batch_norm: batch norms take their statistics over the batches of all data-parallel processes.
         count_items: weigh a mean loss by what it is a mean over (labels that count), as one big batch would. Reads that
@@ -255,11 +255,11 @@ class Accelerator(ProcessControl):
         return skip_first_batches(dataloader, num_batches)
 
     def init_empty_weights(self) -> AbstractContextManager[Any]:
-        """Construct a model in here as its backend wants it: see :meth:`drivetrain.api.Backend.init_context`."""
+        """Context in which to construct a model for its backend: see :meth:`drivetrain.api.Backend.init_context`."""
         context: AbstractContextManager[Any] = self.backend.init_context()
         return context
 
-    # ---- the step -----------------------------------------------------------------------------------------------
+    # ---- training step ------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
         """Add this micro-batch's gradients. Collective over data-parallel ranks where gradients are reduced.
@@ -292,7 +292,7 @@ class Accelerator(ProcessControl):
         return self._loop.accumulate([self._preparer.find(model) for model in models])
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        """Backwards in here stay on this rank until a later one outside. For windows of your own making."""
+        """Context in which backward does not reduce gradients; a later one outside does. For manual accumulation."""
         return self._preparer.find(model).no_sync()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -353,17 +353,17 @@ class Accelerator(ProcessControl):
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Compute in here as a model's forward does; for a loss that is worth it."""
+        """Context that computes in the precision of a model's forward, for example for an expensive loss."""
         handler = autocast_handler or self._handlers.of_type(AutocastKwargs)
         context: AbstractContextManager[Any] = self.backend.autocast(handler.enabled)
         return context
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Ranks may run out of batches at different times in here.
+        """Context in which ranks may run out of batches at different times.
 
         Args:
-            joinables: the prepared models that train in here.
+            joinables: the prepared models that train in the context.
             even_batches: override the loaders' setting meanwhile.
         """
         trainables = [self._preparer.find(each).trainable for each in joinables if isinstance(each, nn.Module)]
@@ -386,7 +386,7 @@ class Accelerator(ProcessControl):
             use_gather_object: gather pickled objects: lists are joined, anything else becomes one entry a rank.
 
         Raises:
-            UsageError: rows that cannot be told from padding.
+            UsageError: rows that cannot be distinguished from padding.
         """
         check_collective("gather_for_metrics")
         return metrics.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
@@ -403,11 +403,11 @@ class Accelerator(ProcessControl):
         return nested.pad_across_processes(tensor, dim, pad_index, pad_first, self.backend, debug=self._debug)
 
     def set_trigger(self) -> None:
-        """Raise a flag that every rank sees at the next :meth:`check_trigger`."""
+        """Set a flag that every rank sees at the next :meth:`check_trigger`."""
         self._flag = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has raised its flag since the last call; lowers it. Collective."""
+        """Whether any rank has set its flag since the last call; resets it. Collective."""
         check_collective("check_trigger")
         topology = self.backend.topology
         if topology.dp_size == topology.world_size:
@@ -516,7 +516,7 @@ class Accelerator(ProcessControl):
             safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
             blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
                 :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
-                and raises if it failed. Hooks run, and observers are told that it is saved, in none but this thread.
+                and raises if it failed. Hooks and observers run in the calling thread only.
             save_model_func_kwargs: none has a meaning here; any raises.
 
         Returns:
@@ -537,7 +537,7 @@ class Accelerator(ProcessControl):
         return str(path)
 
     def _save_interrupted(self) -> str:
-        """Save a run that was told to end. Collective."""
+        """Save an interrupted run. Collective."""
         project = self._project
         folder = None if project.automatic_checkpoint_naming else Path(str(project.project_dir), "interrupted")
         return self.save_state(folder)
@@ -562,7 +562,7 @@ class Accelerator(ProcessControl):
         strict: bool = True,
         **load_model_func_kwargs: Any,
     ) -> str:
-        """Take up a saved run after ``prepare``; loaders continue where they were. Collective; changes all or nothing.
+        """Load a saved run after ``prepare``; loaders continue where they were. Collective; changes all or nothing.
 
         Args:
             input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
@@ -608,17 +608,17 @@ class Accelerator(ProcessControl):
         return self._trackers.get(name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Give values to every tracker, on the main process."""
+        """Log values to every tracker, on the main process."""
         self._trackers.log(values, step, log_kwargs)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """Profile a block with ``torch.profiler``, one trace per rank."""
         return profile(profile_handler or self._handlers.of_type(ProfileKwargs), self.backend.topology)
 
-    # ---- the end ----------------------------------------------------------------------------------------------------
+    # ---- end of training --------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything prepared so that it can be collected; returns one ``None`` for each object."""
+        """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object."""
         self._loop.release()
         self._preparer.clear()
         self._dataloaders.clear()
@@ -630,7 +630,7 @@ class Accelerator(ProcessControl):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the trackers and leave the process group in order. Collective over all ranks; may be called twice.
+        """Finish the trackers and release the process group. Collective over all ranks; may be called twice.
 
         Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
         """
@@ -646,7 +646,7 @@ class Accelerator(ProcessControl):
             self._close()
 
     def _close(self) -> None:
-        """Let go of the engines, then of the process group. Not collective: the script may have failed."""
+        """Release the engines, then the process group. Not collective: the script may have failed."""
         if self._closed:
             return
         self._closed = True
@@ -672,7 +672,7 @@ class Accelerator(ProcessControl):
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)
 
-    # ---- what a run can tell: under the names that Accelerate's scripts ask for -------------------------------------
+    # ---- properties under Accelerate's names ------------------------------------------------------------------------
 
     @property
     def state(self) -> Accelerator:
@@ -754,7 +754,7 @@ class Accelerator(ProcessControl):
         self._set_batches()
 
     def _set_batches(self) -> None:
-        """Tell an engine with a configuration file of its own how the script batches its data."""
+        """Give the script's batch sizes to an engine that has its own configuration file."""
         if not isinstance(self._job, FileConfiguredBackend):
             return
         totals = [loader.total_batch_size for loader in self._dataloaders]
@@ -873,7 +873,7 @@ class Accelerator(ProcessControl):
             )
         return self._loading
 
-    # Read by code in the manner of a trainer class; lists of their own, since a change would not be noticed.
+    # Read by code written for a trainer class; copies, since changes to them would have no effect.
     @property
     def _models(self) -> list[Any]:
         return self._preparer.models

@@ -1,6 +1,6 @@
 """Public names for authors of backends.
 
-Light names (descriptions, hooks, errors) cost nothing; a name that needs torch is imported when it is first asked for,
+Light names (descriptions, hooks, errors) import no torch; a name that needs torch is imported on first use,
 so that ``plugin.py`` and ``backend.py`` of a plugin import from the same place.
 """
 

@@ -1,7 +1,7 @@
 """Abstract base classes that a backend implements.
 
-Nothing here imports torch. A plugin's light module (``plugin.py``) describes it by the records below, its heavy
-module (``backend.py``) implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
+Nothing here imports torch. A plugin's ``plugin.py`` describes the backend by the dataclasses below, its ``backend.py``
+implements :class:`Backend` and :class:`Trainable`. Both import them from ``drivetrain.api``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Answer of a probe: can this backend run on this machine?
+    """Result of a probe: whether the backend can run on this machine.
 
     Args:
         ready: it can.
@@ -93,7 +93,7 @@ class BackendInfo:
         requires: requirements such as ``"deepspeed>=0.18"``, checked against installed versions before import.
         capabilities: see :class:`Capabilities`.
         probe: can it run here? Imports nothing heavy.
-        preference: who is taken when the user names no backend: the highest that fits the world (a backend that is
+        preference: which backend is taken when the user names none: the highest that fits the world (a backend that is
             not ``multi_process`` fits a world of 1). ``None``: only when named.
         implied: for an engine with a configuration file of its own, named by the section: what it says about
             ``mixed_precision`` and ``gradient_accumulation_steps``, by key a pair of the value and, in words, where it
@@ -122,7 +122,7 @@ class BackendInfo:
     imports: Mapping[str, str] = field(default_factory=dict)
 
 
-# ---- what a backend is told -----------------------------------------------------------------------------------------
+# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class ProcessGroupSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything a backend is told at birth.
+    """Settings of a run, given to a backend on construction.
 
     Args:
         process: ranks, as the launcher gave them.
@@ -207,7 +207,7 @@ class RunSettings:
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 
-# ---- what a backend returns -----------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class StepResult:
         grad_norm: norm before clipping where it was computed for this step, else ``None``.
         pending: for a device that runs behind the host: waits for it, puts right what the host counted for an update
             that was not applied, and returns ``skipped``. Called once: before the optimizer's next step, or when
-            somebody asks for the verdict, a learning rate or a state. ``skipped`` then means nothing.
+            the script asks for the result, a learning rate or a state. ``skipped`` then means nothing.
     """
 
     skipped: bool = False
@@ -229,7 +229,7 @@ class StepResult:
 
 @dataclass
 class PortableState:
-    """A trainable's state in the words of the original module, for the portable checkpoint.
+    """A trainable's state under the names of the original module, for the portable checkpoint.
 
     Args:
         tensors: ``model.<fqn>`` for parameters and persistent buffers, ``optim.<fqn>.<slot>`` for optimizer state.
@@ -254,7 +254,7 @@ class TensorSpec:
     dtype: str
 
 
-# ---- the two classes ------------------------------------------------------------------------------------------------
+# ---- abstract base classes ------------------------------------------------------------------------------------------
 
 
 class Trainable(ABC):
@@ -262,7 +262,7 @@ class Trainable(ABC):
 
     **The gradient contract.** After the last backward of an accumulation window, each parameter's gradient is that of
     *(sum over all data-parallel ranks and micro-batches of the loss) / denominator*. The core owns the window and the
-    denominator: :meth:`backward` is told a ``scale`` per micro-batch, and :meth:`scale_gradients` once at the end of a
+    denominator: it passes a ``scale`` to :meth:`backward`, and calls :meth:`scale_gradients` at the end of a
     window whose denominator was not known before. A backend keeps no counter of its own.
 
     An engine that *averages* over ``dp_size`` ranks multiplies the loss by ``scale * dp_size``, one that *sums* by
@@ -271,7 +271,7 @@ class Trainable(ABC):
     Attributes:
         module: the user's own module with its original parameter names (parameters may be sharded by now).
         optimizers: what really steps, in the order given to ``prepare``.
-        settles_buffers: the engine itself gives every rank the main process's buffers before they are used in
+        settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
             evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
     """
 
@@ -321,7 +321,7 @@ class Trainable(ABC):
         """Apply one update; ``optimizer`` is one of ``optimizers``. Collective where the engine's step is.
 
         Skips when the loss scaler overflowed or the last clipping norm was not finite; then parameters and optimizer
-        state stay untouched. The verdict is the same on every rank.
+        state stay untouched. The result is the same on every rank.
         """
 
     @abstractmethod
@@ -345,7 +345,7 @@ class Trainable(ABC):
         """Take over a filled template: parameters, buffers, optimizer state, parameter groups, extra. Collective."""
 
     def live_tensors(self) -> dict[str, Any]:
-        """What is trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
+        """The tensors trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
 
         Parameters and persistent buffers; where the engine trains copies in higher precision, those. Layouts are the
         engine's. After writing, :meth:`load_portable_state` of an empty state derives what follows.
@@ -363,7 +363,7 @@ class Trainable(ABC):
 
         The core asks before each optimizer step and refuses it, unless the script keeps gradients on their rank
         (``no_sync``, LocalSGD). An engine that reduces gradients in every backward that reaches its parameters,
-        whoever calls it, leaves the default.
+        also one that the script calls, leaves the default.
         """
         return False
 
@@ -396,7 +396,7 @@ class Trainable(ABC):
         return
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether any of these is this model's, as it is now or, where the engine replaced it, as it was before."""
+        """Whether any of these tensors belongs to this model, now or before the engine replaced its parameters."""
         return not {id(each) for each in parameters}.isdisjoint(map(id, self.module.parameters()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -409,7 +409,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the engine (wrappers, hooks, communication) but keep ``module`` usable. May be called twice."""
+        """Release the engine (wrappers, hooks, communication) but keep ``module`` usable. May be called twice."""
 
     def forward_backward(
         self,
@@ -444,9 +444,9 @@ class Trainable(ABC):
     def before_state_dict(self, *, replicated: bool) -> None:
         """Called before the script's ``model.state_dict()``, which ``save_pretrained`` calls too. Not collective.
 
-        The one rule of all engines: what comes back is the whole state, or this raises. The default allows it where
-        every rank holds all parameters. An engine may allow more where its tensors stand for whole ones in all that a
-        script does to them, ``torch.save`` included.
+        With every engine ``state_dict`` returns the whole state, or this raises. The default allows it where every rank
+        holds all parameters. An engine may allow more where its tensors behave as whole ones in every operation of a
+        script, ``torch.save`` included.
 
         Args:
             replicated: the backend's capability of that name.
@@ -465,7 +465,7 @@ class Trainable(ABC):
 
 
 class Backend(ABC):
-    """This process's place in the job; one per run. Created, started, used, stopped, in that order.
+    """The engine in this process; one per run. Created, started, used and stopped, in that order.
 
     Attributes:
         capabilities: the same data as in :class:`BackendInfo`; where this run's settings make no pipeline or keep
@@ -485,7 +485,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self) -> Topology:
-        """Form (or join) the process group or runtime, pick the device, lay the mesh. Collective over all ranks.
+        """Form (or join) the process group or runtime, select the device, build the mesh. Collective over all ranks.
 
         Sets and returns ``self.topology``. An existing default process group is used as it is, never torn down.
         """
@@ -505,7 +505,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Leave what :meth:`start` formed; nothing of ours stays behind. May be called twice. Not collective."""
+        """Destroy what :meth:`start` created. May be called twice. Not collective."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Entered around model construction (meta device, ``zero.Init``); default nothing."""
@@ -532,9 +532,9 @@ class Backend(ABC):
     def place_batch(
         self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
     ) -> tuple[Callable[[], Any] | None, int]:
-        """Begin to bring a batch to the device. Not collective.
+        """Start to move a batch to the device. Not collective.
 
-        Called when the batch was read, which is one batch before it is shown; by default it is copied when it is shown.
+        Called when the batch was read, one batch before it is yielded; by default it is copied when it is yielded.
 
         Args:
             batch: what the loader collated.
@@ -543,9 +543,9 @@ class Backend(ABC):
             move: copies a batch to the device; ``None`` where the script wants its batches left where they are.
 
         Returns:
-            What gives the batch on its device, to be called when it is shown, or ``None`` for ``move``; and its number
-            of rows, more than ``rows`` where some were added whose labels a loss ignores. Every rank adds as many as
-            make its batch this large. What is gathered for metrics leaves them out.
+            A function that returns the batch on its device, called when it is yielded, or ``None`` for ``move``; and
+            its number of rows, more than ``rows`` where padding rows were added whose labels a loss ignores. Every rank
+            pads its batch to this size. Values gathered for metrics leave them out.
         """
         return None, rows
 
@@ -580,7 +580,7 @@ class Backend(ABC):
         return collectives.all_reduce(tensor, op, self.topology)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Everyone gets global rank ``src``'s tensor; shape and dtype agree on every rank."""
+        """Send global rank ``src``'s tensor to every rank; shape and dtype agree on every rank."""
         from drivetrain.distributed import collectives
 
         return collectives.broadcast(tensor, src, self.topology)
@@ -592,24 +592,24 @@ class Backend(ABC):
         return collectives.all_gather_object(obj, self.topology)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Everyone gets global rank ``src``'s picklable object."""
+        """Send global rank ``src``'s picklable object to every rank."""
         from drivetrain.distributed import collectives
 
         return collectives.broadcast_object(obj, src, self.topology)
 
     def barrier(self) -> None:
-        """Wait until every rank of the job is here."""
+        """Wait until every rank of the job has made this call."""
         from drivetrain.distributed import collectives
 
         collectives.barrier(self.topology)
 
 
 class FileConfiguredBackend(Backend):
-    """A backend whose engine has a configuration file of its own, which may say what the script says too.
+    """A backend whose engine has its own configuration file, which may overlap with the script's arguments.
 
     The file is what the section names or holds. ``BackendInfo.implied`` tells the core what it says of precision and
     accumulation; here it is compared with the script's batches, and may describe optimizer and schedule. Only under
-    such a backend do ``DummyOptim`` and ``DummyScheduler`` stand for something.
+    such a backend can ``DummyOptim`` and ``DummyScheduler`` be prepared.
     """
 
     @abstractmethod
@@ -628,7 +628,7 @@ class FileConfiguredBackend(Backend):
 
     @abstractmethod
     def file_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any | None:
-        """The scheduler of the file in the place of the script's, ``None`` where the file names none. Not collective.
+        """The file's scheduler, which replaces the script's; ``None`` where the file names none. Not collective.
 
         Args:
             scheduler: what the script prepared, a ``DummyScheduler`` where it leaves the schedule to the file.

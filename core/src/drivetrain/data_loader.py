@@ -1,3 +1,3 @@
-"""``skip_first_batches`` again, for scripts that import it from ``accelerate.data_loader``; nothing is defined here."""
+"""Re-exports ``skip_first_batches``, for scripts that import it from ``accelerate.data_loader``."""
 
 from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)

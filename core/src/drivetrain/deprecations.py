@@ -1,4 +1,4 @@
-"""What is deprecated, and the release in which it ends: the only list. A test fails while an ended one is still on it.
+"""The list of deprecations, each with the release that removes it. A test fails while a removed one is still listed.
 
 To deprecate something, add a line here and call :func:`warn` where it is used. In the release that the line names,
 the line and whatever calls :func:`warn` with its key are removed together.
@@ -15,10 +15,10 @@ from packaging.version import Version
 
 @dataclass(frozen=True)
 class Deprecation:
-    """One thing that will go.
+    """One deprecated name or option.
 
     Args:
-        what: the thing, as its users write it.
+        what: the name, as users write it.
         since: the release that warned first.
         ends: the first release without it.
         instead: what to write in its place, a whole sentence.
@@ -45,10 +45,10 @@ DEPRECATIONS = {
 
 
 def warn(key: str, *, stacklevel: int = 2) -> None:
-    """Warn whoever uses a thing on the list: what to write instead, and until when it works."""
+    """Warn of the use of a deprecated name: what to write instead, and until when it works."""
     warnings.warn(str(DEPRECATIONS[key]), FutureWarning, stacklevel=stacklevel + 1)
 
 
 def ended(deprecations: Iterable[Deprecation], version: str) -> list[Deprecation]:
-    """Return those that a release must not contain any more."""
+    """Return the deprecations that a release must no longer contain."""
     return [each for each in deprecations if Version(each.ends) <= Version(version)]

@@ -1,4 +1,4 @@
-"""One small tree of errors with one grammar: what happened, whose it is, what to type next.
+"""Exceptions of Drivetrain; each message says what happened, what it belongs to, and what to do next.
 
 Every class that a user's own mistake can cause derives from ``ValueError`` (or the built-in that fits better), so that
 a script may catch it without importing this module. Causes and cures are shown in the reference as they stand here.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# ---- Words of error messages: the guess after a typing mistake, lists as people write them, texts that are too long
+# ---- Formatting of messages
 
 def closest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the candidate that was probably meant, compared without regard to case, or ``None``.
@@ -47,14 +47,14 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
-# ---- One small tree of errors with one grammar: what happened, whose it is, what to type next
+# ---- Exceptions
 
 class DrivetrainError(Exception):
     """Base of every error that Drivetrain raises on purpose.
 
     Args:
         what: one sentence, what happened, without a full stop.
-        whose: who it belongs to: a distribution with its version, a file with its line, a rank. May be empty.
+        whose: what it belongs to: a distribution with its version, a file with its line, a rank. May be empty.
         cure: what to type or change next, a whole sentence. May be empty.
     """
 
@@ -75,7 +75,7 @@ def _rebuild(kind: type[DrivetrainError], what: str, whose: str, cure: str) -> D
 
 
 class UsageError(DrivetrainError, ValueError):
-    """A call whose arguments or whose moment cannot be right.
+    """A call with invalid arguments or at the wrong time.
 
     Cause: an argument that contradicts another one or the run, or a call at the wrong time, as
     ``backward`` before ``prepare``.
@@ -94,7 +94,7 @@ class AbsentNameError(DrivetrainError, ImportError):
 
 
 class UnsupportedError(DrivetrainError, NotImplementedError):
-    """A call that the chosen backend cannot honour; says why and what to write instead.
+    """A call that the chosen backend does not support; says why and what to write instead.
 
     Cause: the engine underneath has no such thing; ``drivetrain backends`` lists what each backend can do.
 
@@ -105,7 +105,7 @@ class UnsupportedError(DrivetrainError, NotImplementedError):
 class ConfigError(DrivetrainError, ValueError):
     """Mistakes in a configuration, all of them at once; ``what`` holds one line for each.
 
-    Cause: a key that nobody knows, a value of the wrong type or range, or two values that contradict each other.
+    Cause: an unknown key, a value of the wrong type or range, or two values that contradict each other.
 
     Cure: change the file at the line and column of the message, the variable or the flag; ``drivetrain config show``
     says who set what.
@@ -123,7 +123,7 @@ class EnvironmentVariableError(DrivetrainError, ValueError):
 
 
 class BackendError(DrivetrainError):
-    """Base of what can go wrong between a name in a configuration and a running backend.
+    """Base of errors between a name in a configuration and a running backend.
 
     Cause: never raised itself; the classes below say which step failed.
 
@@ -132,7 +132,7 @@ class BackendError(DrivetrainError):
 
 
 class BackendNotFoundError(BackendError, ValueError):
-    """No installed plugin brings a backend of this name.
+    """No installed plugin provides a backend of this name.
 
     Cause: a misspelt name, or a plugin that is not installed in this environment.
 
@@ -169,7 +169,7 @@ class BackendBlockedError(BackendError, RuntimeError):
 
 
 class ContractMismatchError(BackendError, RuntimeError):
-    """Plugin and core speak different versions of the backend contract.
+    """Plugin and core use different versions of the backend contract.
 
     Cause: one of the two was upgraded without the other.
 
@@ -189,7 +189,7 @@ class CollectiveMismatchError(DrivetrainError, RuntimeError):
 
 
 class CheckpointError(DrivetrainError, ValueError):
-    """Base of what can go wrong with a checkpoint.
+    """Base of errors with checkpoints.
 
     Cause: a save that failed, a folder that cannot be read or written, or one of the classes below.
 
@@ -198,7 +198,7 @@ class CheckpointError(DrivetrainError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint at this place.
+    """There is no complete checkpoint at this path.
 
     Cause: a wrong path, or a run that ended before its first save was complete.
 
@@ -216,7 +216,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is sound but is not of this model, optimizer or script.
+    """The checkpoint is intact but is not of this model, optimizer or script.
 
     Cause: names, shapes, parameter groups or registered objects differ from those of the run that saved.
 

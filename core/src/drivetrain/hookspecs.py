@@ -1,4 +1,4 @@
-"""The hooks of plugins: purpose, when, on which rank, parameters, and what an exception does.
+"""Specifications of the plugin hooks: when and on which rank each is called, and what an exception does.
 
 A plugin implements some of them in one module, with ``drivetrain.api.hookimpl``, and announces them by entry points: in
 the group ``drivetrain`` the name of its backend stands for ``drivetrain_backends``, in the group ``drivetrain.hooks``

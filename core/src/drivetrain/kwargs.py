@@ -1,8 +1,8 @@
-"""Keyword handlers: small records that scripts hand to :class:`drivetrain.Accelerator`. No torch here.
+"""Keyword handlers: dataclasses that scripts pass to :class:`drivetrain.Accelerator`. Imports no torch.
 
 Names, fields and defaults follow Accelerate's. What a value means is decided where it is read:
 ``DataLoaderConfiguration`` by the loaders, ``DistributedDataParallelKwargs`` by a backend that names it in
-``Capabilities.handlers``, and so on. A value that nobody can honour is refused, or warned about, at birth.
+``Capabilities.handlers``, and so on. A value that cannot be honoured raises or warns on construction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _warn(message: str) -> None:
 
 @dataclass
 class KwargsHandler:
-    """Base of the records that go into ``Accelerator(kwargs_handlers=[...])``, one of each class."""
+    """Base of the dataclasses for ``Accelerator(kwargs_handlers=[...])``, one of each class."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name; values are not copied."""
@@ -56,7 +56,7 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: the script's batch size is the global one and is cut among the ranks.
-        dispatch_batches: the main process reads every batch and hands it out; ``None`` means no. (Accelerate's ``None``
+        dispatch_batches: the main process reads and distributes every batch; ``None`` means no. (Accelerate's ``None``
             means yes for iterable datasets, at about twenty times the cost per batch.)
         even_batches: give every rank the same number of batches, a repeated sample where there is none left for it.
         use_seedable_sampler: accepted either way: the order is always a function of the seed and the epoch.
@@ -148,7 +148,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 class DDPCommunicationHookType(StrEnum):
-    """Compression of gradients on their way between ranks."""
+    """Communication hooks, which compress gradients between ranks."""
 
     NO = "no"
     FP16 = "fp16"
@@ -159,7 +159,7 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, for the backends that are made of it.
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, for the backends that use it.
 
     Args:
         dim: dim along which inputs are scattered; torch has only 0 left.
@@ -204,7 +204,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 def _plain(value: Any) -> str:
-    """Text of a hook's name, whether it came as text or as a member of somebody's enum."""
+    """A hook's name as text, given as text or as a member of an enum."""
     return str(getattr(value, "value", value)).lower()
 
 

@@ -1,3 +1,3 @@
-"""``notebook_launcher`` again, for scripts that import it from ``accelerate.launchers``; nothing is defined here."""
+"""Re-exports ``notebook_launcher``, for scripts that import it from ``accelerate.launchers``."""
 
 from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)

@@ -1,3 +1,3 @@
-"""``LocalSGD`` again, for scripts that import it from ``accelerate.local_sgd``; nothing is defined here."""
+"""Re-exports ``LocalSGD``, for scripts that import it from ``accelerate.local_sgd``."""
 
 from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)

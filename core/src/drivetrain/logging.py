@@ -1,7 +1,7 @@
-"""Logging that knows its rank: a thin adapter over the standard library's, without torch.
+"""Rank-aware logging on top of the standard library's. Imports no torch.
 
-``get_logger(__name__).info("...")`` speaks on the main process only; ``main_process_only=False`` on every process, and
-with ``in_order=True`` one rank after the other.
+``get_logger(__name__).info("...")`` logs on the main process only, with ``main_process_only=False`` on every process,
+and with ``in_order=True`` on one rank after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
 @dataclass
 class _Process:
-    """What the runtime told us about this process; ``None`` until it does."""
+    """Ranks of this process; ``None`` until set."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -33,7 +33,7 @@ _process = _Process()
 
 
 def set_rank(rank: int, world_size: int = 1, barrier: Callable[[], None] | None = None) -> None:
-    """Say which process this is; from then on the environment is not asked.
+    """Set this process's rank, which then takes precedence over the environment.
 
     Args:
         rank: global rank.
@@ -44,7 +44,7 @@ def set_rank(rank: int, world_size: int = 1, barrier: Callable[[], None] | None 
 
 
 def forget_rank() -> None:
-    """Undo :func:`set_rank`: the environment is asked again."""
+    """Undo :func:`set_rank`: the environment is read again."""
     _process.rank = _process.world_size = _process.barrier = None
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on the main process: by ``tqdm`` where that is installed, else by rich on a terminal, else lines."""
+"""A progress bar on the main process, drawn by ``tqdm`` where it is installed, else by rich or as plain lines."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         *args: as for ``tqdm.auto.tqdm``: the iterable first.
-        main_process_only: the other processes iterate without a word.
-        **kwargs: as for ``tqdm.auto.tqdm``. Without that package its styles are named once and left out.
+        main_process_only: the other processes iterate without a bar.
+        **kwargs: as for ``tqdm.auto.tqdm``. Without that package a warning lists its styles once.
 
     Returns:
         tqdm's own object where the package is installed, else a :class:`ProgressBar`.
@@ -173,7 +173,7 @@ class ProgressBar:
             (file or sys.stdout).write(s + end)
 
     def close(self) -> None:
-        """Show the last state and let go of the screen; may be called twice."""
+        """Show the last state and release the screen; may be called twice."""
         if self._view is not None:
             view, self._view = self._view, None
             view.close(self)
@@ -184,7 +184,7 @@ def _short(value: Any) -> str:
 
 
 class _LineView:
-    """For log files: a line at each tenth of the way; where the total is unknown, at each doubling."""
+    """For log files: a line at each tenth of the total; where that is unknown, at each doubling."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.next = stream, 1.0
@@ -220,7 +220,7 @@ class _LineView:
 
 
 class _RichView:
-    """For terminals. Bars that are open at the same time share one display, as rich draws only one."""
+    """For terminals. Open bars share one display, since rich draws only one."""
 
     display: Any = None
     count: int = 0

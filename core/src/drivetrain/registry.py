@@ -1,9 +1,9 @@
-"""Find, check, load and explain plugins: the only user of pluggy and of entry points.
+"""Finds, checks, loads and reports plugins; the only module that uses pluggy and entry points.
 
 A module that an entry point of the group ``drivetrain`` names brings backends; one of the group ``drivetrain.hooks``
-implements the hook that the entry point is named after. So a backend, or a hook, is found by its name, and whoever has
-nothing to do with it is not imported. All are imported for an alias, a default or a listing alone. What goes wrong in
-one plugin is recorded with its distribution and harms nobody else.
+implements the hook that the entry point is named after. So a backend, or a hook, is found by its name, and no other
+plugin is imported. All are imported only for an alias, a default or a listing. An error in one plugin is recorded with
+its distribution and does not affect the others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _logger = logging.getLogger("drivetrain.plugins")
 
 @dataclass
 class Plugin:
-    """One module that entry points name, and what became of it.
+    """One module that entry points name, and the result of loading it.
 
     Args:
         name: the entry point's name; the distribution's, where the module brings hooks and no backend.
@@ -153,7 +153,7 @@ class PluginReport:
 
 
 def _found(points: Iterable[metadata.EntryPoint]) -> list[Plugin]:
-    """Plugins in the order of their names; nothing is imported. Says which hooks are announced that do not exist."""
+    """Plugins in the order of their names, without importing them. Warns of announced hooks that do not exist."""
     plugins: list[Plugin] = []
     announced: list[tuple[metadata.EntryPoint, str, str]] = []
     for point in points:
@@ -181,11 +181,11 @@ def _found(points: Iterable[metadata.EntryPoint]) -> list[Plugin]:
     return sorted(plugins, key=lambda plugin: (plugin.name, plugin.owner))
 
 
-# ---- checks of what a plugin says -------------------------------------------------------------------------------
+# ---- checks of a plugin -----------------------------------------------------------------------------------------
 
 
 def check_marks(module: object) -> None:
-    """Refuse functions that are named as hooks are and would never be called.
+    """Refuse functions with the name of a hook that would never be called.
 
     Raises:
         ValueError: a misspelt hook, or one without ``@hookimpl``.
@@ -196,7 +196,7 @@ def check_marks(module: object) -> None:
         if not name.startswith(_PREFIX) or not inspect.isfunction(function):
             continue
         if function.__module__ != home and home is not None:
-            continue  # imported from elsewhere, the house's own hookspecs for example
+            continue  # imported from elsewhere, for example our own hookspecs
         if name not in known:
             raise ValueError(sentences(f"there is no hook {name!r}.", did_you_mean(name, known)))
         if not hasattr(function, f"{GROUP}_impl"):
@@ -345,7 +345,7 @@ def check_ready(plugin: Plugin, info: BackendInfo) -> Readiness:
             raise TypeError(f"it returned {readiness!r}, not a Readiness")  # noqa: TRY301 - as whatever else it raises
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() of a probe must not end who asks
+    except BaseException as error:  # sys.exit() in a probe must not end the caller
         what = f"the probe of backend {info.name!r} failed: {type(error).__name__}: {error}"
         raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT) from error
     if not readiness.ready:
@@ -361,13 +361,13 @@ def import_object(target: str, owner: str) -> object:
         return getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() of a module must not end who imports it
+    except BaseException as error:  # sys.exit() in a module must not end the importer
         what = f"{target} could not be imported: {type(error).__name__}: {error}"
         raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
 
 
 def conflict(name: str, plugins: Sequence[Plugin]) -> BackendConflictError:
-    """Two claims to one name."""
+    """The error for two plugins that provide one name."""
     owners = sorted({plugin.owner for plugin in plugins})
     if len(owners) == 1:
         what = f"the name {name!r} is claimed twice by one distribution"
@@ -379,7 +379,7 @@ def conflict(name: str, plugins: Sequence[Plugin]) -> BackendConflictError:
 
 
 def not_found(name: str, plugins: Iterable[Plugin]) -> BackendNotFoundError:
-    """Nobody brings this name: what is installed, what was probably meant, what to install."""
+    """The error for an unknown name: what is installed, what was probably meant, what to install."""
     plugins = list(plugins)
     infos = [info for plugin in plugins for info in plugin.infos]
     installed = {info.name for info in infos}
@@ -399,7 +399,7 @@ def not_found(name: str, plugins: Iterable[Plugin]) -> BackendNotFoundError:
 
 
 def none_fits(world_size: int, plugins: Iterable[Plugin], reasons: Sequence[str]) -> BackendNotFoundError:
-    """No backend can be taken for a world of this size when the user names none."""
+    """The error where no default backend fits this world size."""
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     installed = {info.name for plugin in plugins for info in plugin.infos}
     missing = set(known_extras()) - installed
@@ -410,7 +410,7 @@ def none_fits(world_size: int, plugins: Iterable[Plugin], reasons: Sequence[str]
     )
 
 
-_registries: list[Registry] = []  # the one of this process, once it is made
+_registries: list[Registry] = []  # this process's registry, once created
 
 
 def get_registry() -> Registry:
@@ -453,16 +453,16 @@ class Registry:
         """Return the canonical name of a backend, given that name or an alias in any case.
 
         Raises:
-            BackendNotFoundError: nobody installed brings it.
+            BackendNotFoundError: no installed plugin provides it.
             BackendConflictError: two distributions claim it.
             BackendBrokenError: the plugin that brings it failed to import.
         """
         return self._find(name)[1].name
 
     def canonical(self, name: str) -> str:
-        """As :meth:`resolve`, but a name that nobody brings becomes its lower-case form. For comparisons only.
+        """As :meth:`resolve`, but an unknown name becomes its lower-case form. For comparisons only.
 
-        A plugin that is loaded, such as that of the chosen backend, answers for its aliases without the others.
+        The aliases of a loaded plugin, such as that of the chosen backend, are resolved without loading the others.
         """
         word = name.lower()
         for plugin in self._plugins:
@@ -602,10 +602,10 @@ class Registry:
         self._known.clear()
         self._unknown.clear()
 
-    # ---- explaining ---------------------------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------------------------
 
     def reports(self) -> list[BackendReport]:
-        """Say for each backend, broken plugins included, whose it is, what it can do, and whether it can run here."""
+        """Return distribution, capabilities and readiness of each backend, broken plugins included."""
         self.load_all()
         found = [
             BackendReport(
@@ -621,7 +621,7 @@ class Registry:
         return sorted(found, key=lambda report: (report.name, report.distribution))
 
     def plugins(self) -> list[PluginReport]:
-        """Say for each plugin, backend or not, whose it is and which hooks it implements."""
+        """Return distribution and hooks of each plugin."""
         self.load_all()
         return [
             PluginReport(
@@ -655,17 +655,17 @@ class Registry:
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def listens(self, event: str) -> bool:
-        """Whether any plugin observes this event (a hook's name without ``drivetrain_``). Imports nothing."""
+        """Whether any plugin implements this event's hook (named without ``drivetrain_``). Imports nothing."""
         return any(event in plugin.hooks and plugin.error is None for plugin in self._plugins)
 
     def notify(self, event: str, **arguments: Any) -> None:
-        """Tell every observer of an event. An exception is logged with the plugin's name; the others are still told."""
+        """Call every observer of an event. An exception is logged with the plugin's name; others are still called."""
         for plugin in self._implementing(event):
             try:
                 self._call(plugin, event, **arguments)
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # sys.exit() of an observer must not end the training
+            except BaseException:  # sys.exit() in an observer must not end the training
                 _logger.exception("plugin %s (%s) failed in %s%s", plugin.name, plugin.owner, _PREFIX, event)
 
     def trackers(self) -> dict[str, str]:
@@ -712,10 +712,10 @@ class Registry:
         answer: Sequence[str] | None = self._first("pipeline_split", model=model, num_stages=num_stages)
         return answer
 
-    # ---- how it is done -----------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> tuple[Plugin, BackendInfo]:
-        """Return who brings a name. See :meth:`resolve` for what it raises."""
+        """Return the plugin that provides a name. Raises as :meth:`resolve`."""
         if name not in self._known:
             self._known[name] = self._look_for(name)
         return self._known[name]
@@ -764,9 +764,9 @@ class Registry:
         self._adopt(plugin, module)
 
     def _adopt(self, plugin: Plugin, module: object) -> None:
-        """Register what a plugin is made of and read its descriptions, or record why not."""
+        """Load a plugin and read its descriptions, or record why that failed."""
         plugin.loaded = True
-        if self._manager.is_registered(module):  # a second entry point to one module: the first one answers for it
+        if self._manager.is_registered(module):  # a second entry point to one module: the first one counts
             return
         plugin.module = module
         try:
@@ -812,7 +812,7 @@ class Registry:
         return answers
 
     def _first(self, event: str, **arguments: Any) -> Any:
-        """Ask all plugins until one answers. An exception passes, but none may end the process without a word."""
+        """Call the plugins until one returns a result. Exceptions propagate; SystemExit becomes an error."""
         asked = self._implementing(event)
         try:
             return getattr(self._manager.hook, _PREFIX + event)(**arguments)
@@ -824,7 +824,7 @@ class Registry:
             raise BackendBrokenError(what, cure=REPORT_IT) from error
 
     def _collect(self, event: str) -> list[tuple[Plugin, Any]]:
-        """Ask every plugin; one that raises is from now on broken."""
+        """Call every plugin; one that raises is marked as broken."""
         found: list[tuple[Plugin, Any]] = []
         for plugin in self._implementing(event):
             try:

@@ -1,4 +1,4 @@
-"""Start the backend of a run from the configuration and the arguments of ``Accelerator``."""
+"""Starts the backend of a run from the configuration and the arguments of ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _SCRIPT = "the script"
 
 
-# ---- the end of a run -----------------------------------------------------------------------------------------------
+# ---- exit handlers --------------------------------------------------------------------------------------------------
 
 
 def at_exit(close: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def on_failure(report: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-# ---- the choice of a backend, before anything of it is imported -----------------------------------------------------
+# ---- choosing a backend ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Choice:
     implied: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     def settle(self, key: str, script: Any, resolved: ResolvedConfig) -> Any:
-        """The value of a key of the core: the script's, else the configuration's, else what the section says of it.
+        """The value of a key of the core: the script's, else the configuration's, else the one implied by the section.
 
         Args:
             key: a key of the core's configuration.
@@ -99,7 +99,7 @@ class Choice:
             resolved: the configuration.
 
         Raises:
-            UsageError: the section says something else than script or configuration.
+            UsageError: the section contradicts script or configuration.
         """
         configured, origin = getattr(resolved.config, key), resolved.origin(key)
         said = None
@@ -128,13 +128,13 @@ def choose_backend(
 
     Args:
         resolved: the configuration.
-        distributed_type: the script's word, or ``None``.
+        distributed_type: the script's argument, or ``None``.
         world_size: number of processes.
         engine_arguments: further arguments of ``Accelerator``; ``<backend>_plugin`` may be that backend's section.
 
     Raises:
         UsageError: arguments that are no section, or that contradict the choice.
-        TypeError: a word that is no argument anywhere.
+        TypeError: an unknown argument.
         BackendError, ConfigError: see :class:`drivetrain.registry.Registry` and the configuration.
     """
     registry = get_registry()
@@ -166,7 +166,7 @@ def section_at_hand(choice: Choice, engine: str) -> Any:
     """The run's section where ``engine`` names its backend, else ``None``: what ``accelerator.<engine>_plugin`` is.
 
     Raises:
-        AttributeError: nobody knows a backend of this name.
+        AttributeError: there is no backend of this name.
     """
     try:
         return choice.section if get_registry().resolve(engine) == choice.info.name else None
@@ -201,7 +201,7 @@ def _section_argument(given: Mapping[str, Any]) -> tuple[str, Any] | None:
 def _from_script(
     section_type: type[BaseModel], given: Any, name: str, resolved: ResolvedConfig
 ) -> tuple[BaseModel, dict[str, str]]:
-    """The section that the script passed; the configuration must not have one too."""
+    """Validate the section that the script passed; the configuration must not have one too."""
     if resolved.section_for(name):
         raise UsageError(
             f"the script passes the settings of {name!r}, and the configuration has a section `{name}:`",
@@ -217,7 +217,7 @@ def _from_script(
     return script.validated_section(section_type, name), dict.fromkeys(values, _SCRIPT)
 
 
-# ---- the start of the backend ---------------------------------------------------------------------------------------
+# ---- starting the backend -------------------------------------------------------------------------------------------
 
 _DEFAULTS = {
     kind.__name__: kind() for kind in (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
@@ -227,7 +227,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Handlers:
-    """The user's keyword handlers, sorted by who reads them.
+    """The user's keyword handlers, by class name.
 
     Args:
         by_name: all of them, by class name.
@@ -253,7 +253,7 @@ class Handlers:
         return self.by_name.get(kind.__name__) or _DEFAULTS[kind.__name__]
 
     def for_backend(self, info: BackendInfo) -> dict[str, Any]:
-        """Those that the backend reads; says once which ones nobody does."""
+        """Those that the backend reads; warns once of handlers that nothing reads."""
         unread = sorted(self.by_name.keys() - _DEFAULTS.keys() - info.capabilities.handlers)
         if unread:
             logger.warning("%s has no meaning under the backend %r and is not used.", ", ".join(unread), info.name)
@@ -261,7 +261,7 @@ class Handlers:
 
 
 def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig:
-    """What the script passed, else what the launcher handed over, else defaults and environment."""
+    """The script's configuration, else the launcher's, else defaults and environment."""
     if isinstance(config, ResolvedConfig):
         return config
     return worker_config(os.environ) if config is None else load_config(config)
@@ -275,7 +275,7 @@ def with_mesh(resolved: ResolvedConfig, arguments: dict[str, Any]) -> ResolvedCo
         arguments: further arguments of ``Accelerator``; that one is taken out.
 
     Raises:
-        UsageError: both speak of an axis, and say different sizes.
+        UsageError: both set an axis, to different sizes.
     """
     given = arguments.get("parallelism_config")
     if not isinstance(given, ParallelismConfig):
@@ -352,7 +352,7 @@ def start_backend(
 def _refusal(
     info: BackendInfo, process: ProcessInfo, precision: str, mesh: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """What was asked and the backend does not declare, with the cure; ``None`` when it can do everything."""
+    """The requested setting that the backend does not support, with the cure; ``None`` when it supports all."""
     able = info.capabilities
     if process.world_size > 1 and not able.multi_process:
         return (
@@ -376,7 +376,7 @@ def _refusal(
 def loader_configuration(
     resolved: ResolvedConfig, given: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
-    """The script's own loader configuration, else the file's; ``split_batches`` may be said beside either."""
+    """The script's loader configuration, else the file's; ``split_batches`` may be given besides either."""
     config = given if given is not None else DataLoaderConfiguration(**resolved.config.dataloader.model_dump())
     if split_batches is None or split_batches == config.split_batches:
         return config
@@ -388,7 +388,7 @@ def loader_configuration(
 def project_configuration(
     resolved: ResolvedConfig, given: ProjectConfiguration | None, project_dir: str | Path | None
 ) -> ProjectConfiguration:
-    """The script's own, with a folder from wherever one is named."""
+    """The script's project configuration, with a folder from any source that has one."""
     project = given or ProjectConfiguration()
     folder = project.project_dir or project_dir or resolved.config.project_dir
     if folder is not None and project.project_dir is None:
@@ -397,7 +397,7 @@ def project_configuration(
 
 
 def saves_on_interrupt(resolved: ResolvedConfig, given: bool | None, project: ProjectConfiguration) -> bool:
-    """Whether the run saves itself when it is told to end. Raises :class:`UsageError` when it has no folder."""
+    """Whether the run saves itself on a signal. Raises :class:`UsageError` when it has no folder."""
     wanted = resolved.config.save_on_interrupt if given is None else given
     if wanted and project.project_dir is None:
         raise UsageError(
@@ -409,10 +409,10 @@ def saves_on_interrupt(resolved: ResolvedConfig, given: bool | None, project: Pr
 def accumulation(
     resolved: ResolvedConfig, choice: Choice, steps: int, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    """How long a window is: the script's word, else the configuration's, else what the backend's section says.
+    """Length of a window: the script's, else the configuration's, else the one implied by the backend's section.
 
     Raises:
-        UsageError: the script says it twice, or the section something else.
+        UsageError: the script gives it twice, or the section contradicts it.
     """
     configured = resolved.config.gradient_accumulation_steps
     if plugin is not None and steps != 1:
@@ -440,7 +440,7 @@ def data_seed(config: DataLoaderConfiguration, backend: Backend) -> int:
 
 
 def name_this_process(backend: Backend) -> None:
-    """Tell the logging which rank this is; it must not keep a finished backend alive."""
+    """Set the rank for logging, without keeping a finished backend alive."""
     weak = ref(backend)
 
     def barrier() -> None:

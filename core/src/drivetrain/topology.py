@@ -1,4 +1,4 @@
-"""Ranks, worlds and mesh axes: frozen data and pure arithmetic, no torch.
+"""Ranks and mesh axes of a job, as immutable data. Imports no torch.
 
 A job is a grid. Its axes, outermost first, are ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``; the last varies
 fastest with the global rank, so that ``tp`` stays inside a machine. Ranks that differ only along ``cp`` or ``tp`` or
@@ -23,7 +23,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """This process among the others of its job, as a launcher numbered them.
+    """Ranks of this process in its job, as the launcher assigned them.
 
     Args:
         rank: global rank, 0 to ``world_size - 1``.
@@ -32,7 +32,7 @@ class ProcessInfo:
         local_world_size: number of processes on this machine.
         node_rank: index of this machine.
         num_nodes: number of machines.
-        launcher: who set it: ``"none"`` for a plain ``python script.py``, else the launcher's name.
+        launcher: ``"none"`` for a plain ``python script.py``, else the launcher's name.
     """
 
     rank: int = 0
@@ -116,7 +116,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Topology:
-    """What :meth:`drivetrain.api.Backend.start` reports: this process in the running job.
+    """This process in the running job, as set by :meth:`drivetrain.api.Backend.start`.
 
     Args:
         process: ranks, as the launcher gave them.

@@ -1,4 +1,4 @@
-"""The public names again, for scripts that import them from ``accelerate.utils``; nothing is defined here.
+"""Re-exports the public names, for scripts that import them from ``accelerate.utils``.
 
 ``from drivetrain.utils import set_seed`` and ``from drivetrain import set_seed`` are the same function.
 """

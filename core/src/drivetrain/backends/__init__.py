@@ -1,1 +1,1 @@
-"""The reference backend; the others are distributions of their own."""
+"""The reference backend and helpers for other backends, which are separate distributions."""

@@ -1,9 +1,9 @@
-"""Construct a model without its memory, and give each parameter later the value that construction would have given.
+"""Constructs a model on the meta device and later materializes each parameter with its ordinary initial value.
 
-Inside :func:`deferred` every tensor of some size is made on the meta device, and what is done to it is written down:
+Inside :func:`deferred` every tensor of some size is made on the meta device, and each operation on it is recorded:
 operation, arguments, and for random operations the state of the generator. :meth:`Recording.value` replays for one
-tensor what is needed for it. Random operations also run once on memory that is let go at once, so that the generator
-moves on as in an ordinary construction: parameters, small tensors and every number drawn afterwards are the same.
+tensor what is needed for it. Random operations also run once on temporary memory, so that the generator
+advances as in an ordinary construction: parameters, small tensors and every number drawn afterwards are the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from drivetrain.errors import UnsupportedError
 
 
 def temporary(num_bytes: int) -> Tensor:
-    """CPU memory of its own, ``uint8``, zeros; its pages are touched when they are written.
+    """Zeroed ``uint8`` CPU memory from its own mapping; pages are allocated when they are written.
 
-    Not from the C allocator: between the shards that stay, the holes that whole parameters leave there fit no further
-    parameter, and a rank would come to hold as much as the whole model (seen with parameters of 4 MiB).
+    The C allocator would fragment: the holes that whole parameters leave between the remaining shards fit no further
+    parameter, and a rank would end up holding as much as the whole model (seen with parameters of 4 MiB).
     """
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes]
 
@@ -50,7 +50,7 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor on recorded memory: which, and how it lies there."""
+    """A reference to a tensor on recorded memory: its storage and its layout."""
 
     key: int
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class _Step:
 
 @dataclass
 class Recording:
-    """What was done to meta tensors, in order."""
+    """The operations on meta tensors, in order."""
 
     steps: list[_Step] = field(default_factory=list)
     _kept: dict[int, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Recording:
         return tensor.is_meta and _address(tensor) in self._kept
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The tensor's value now, on the CPU, in memory of its own. Takes what it is made from too."""
+        """The tensor's current value, on the CPU, in newly allocated memory. Replays what it depends on too."""
         return self._replay(self.ref(tensor))
 
     def ref(self, tensor: Tensor, *, new: bool = False) -> _Ref:
@@ -179,7 +179,7 @@ def deferred(recording: Recording) -> Iterator[None]:
 
 
 class _Disguise(TorchFunctionMode):
-    """Lets recorded tensors say that they lie on the CPU: ``torch.nn.init`` passes over those that say meta."""
+    """Makes recorded tensors report the CPU as their device: ``torch.nn.init`` skips meta tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _Disguise(TorchFunctionMode):
 
 
 class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dispatcher's side: see :func:`deferred`."""
+    """The dispatch mode of :func:`deferred`."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._note(function, args, kwargs, written, self._run_on_meta(function, args, kwargs))
 
     def _make(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor from nothing: small ones for real, large ones on meta, those for another device as asked."""
+        """Create a tensor: small ones with memory, large ones on meta, those for another device as asked."""
         takes_device = any(argument.name == "device" for argument in function._schema.arguments)  # noqa: SLF001
         if not takes_device or torch.device(kwargs.get("device") or _CPU) not in (_CPU, _META):
             return function(*args, **kwargs)
@@ -244,7 +244,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], made: Any
     ) -> Any:
-        """Record what ran on meta, and let a random operation move its generator. Returns ``made``."""
+        """Record an operation on meta tensors, and advance the generator of a random one. Returns ``made``."""
         recording = self._recording
         noted = tree_map(self._noted, (args, _without_generator(kwargs)))
         keys = [each.key for each in tree_flatten(noted)[0] if isinstance(each, _Ref)]
@@ -271,7 +271,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: set[int]) -> None:
-        """Draw as many numbers as the real operation draws, into memory that is let go."""
+        """Draw as many numbers as the real operation draws, into temporary memory."""
 
         def scratch(value: Any) -> Any:
             if isinstance(value, Tensor) and value.is_meta and _address(value) in targets:
@@ -290,12 +290,12 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The default generator instead: a replay sets its state."""
+    """Replace the generator argument by the default generator, whose state a replay sets."""
     return {**kwargs, "generator": None} if "generator" in kwargs else kwargs
 
 
 def _address(tensor: Tensor) -> int:
-    """What tells one storage from another while both are alive; meta storages have no data pointer."""
+    """An identifier of a storage that is unique while it is alive; meta storages have no data pointer."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
     return address
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer is element-wise, found by a trial: engines that cut parameters into parts need one that is.
+"""Checks by a trial whether an optimizer is element-wise, as engines that shard parameters require.
 
 An optimizer is element-wise when the update of each element of a parameter depends on that element and its own
 gradients only (AdamW, SGD, Lion). Then any part of a parameter can be stepped alone, with the same result. Muon,
@@ -90,7 +90,7 @@ def why_not_elementwise(optimizer: Optimizer, *, flat: bool = False) -> str | No
     if type(optimizer) in ELEMENTWISE:
         return None
     last: Exception | None = None
-    # In float64 nothing hides behind rounding; kernels that do not take it are tried as they are used.
+    # In float64 rounding hides no difference; kernels without float64 support are tried in the dtype in use.
     for dtype in (torch.float64, torch.float32):
         try:
             return _differs(optimizer, dtype, flat=flat)
@@ -108,7 +108,7 @@ def _differs(optimizer: Optimizer, dtype: torch.dtype, *, flat: bool) -> str | N
         whole, *runs = [_Run(optimizer, dtype, part, flat=flat) for part in (_whole, *parts)]
         for step in range(_STEPS):
             for run in (whole, *runs):
-                # Noise that an optimizer adds is another in each part.
+                # An optimizer that adds noise adds different noise in each part.
                 torch.manual_seed(step)
                 run.step(step)
     numbers = whole.numbers()
@@ -149,10 +149,10 @@ class _Run:
         self.start: list[Tensor] = []
         self._shapes: list[tuple[int, ...]] = []
         kind: Any = type(optimizer)
-        # An optimizer whose __del__ frees what it has made elsewhere would free the original's.
+        # An optimizer whose __del__ frees external resources would free the original's.
         without: Any = type(kind.__name__, (kind,), {"__del__": lambda _: None})
         self._copy: Any = object.__new__(without)
-        # Whatever else refers to the optimizer or its parameters shall refer to the copies.
+        # All references to the optimizer or its parameters must refer to the copies.
         memo: dict[int, Any] = {id(optimizer): self._copy}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         groups = []
@@ -174,7 +174,7 @@ class _Run:
             groups.append({**copy.deepcopy(options, memo), **names, "params": list(small.values())})
         others = {key: value for key, value in vars(optimizer).items() if key not in _PER_RUN}
         vars(self._copy).update(copy.deepcopy(others, memo))
-        # What the base class gives each new one; its own __init__ would ask for arguments that nobody knows any more.
+        # Set up as the base class does; its own __init__ would need arguments that are no longer known.
         fresh = Optimizer.__new__(Optimizer)
         fresh.__setstate__({"defaults": {}, "state": state, "param_groups": groups})
         vars(self._copy).update({key: value for key, value in vars(fresh).items() if key != "defaults"})
@@ -212,7 +212,7 @@ class _Run:
         return parameter
 
     def _state(self, state: Any, one: Tensor, small: nn.Parameter, memo: dict[int, Any]) -> dict[str, Any]:
-        """State that there is before the first step, such as Adagrad's: small, positive, and alike for every part."""
+        """State that exists before the first step, such as Adagrad's: small, positive, and the same for every part."""
         return {
             name: torch.full_like(small, 0.1, dtype=value.dtype if not value.is_floating_point() else small.dtype)
             if isinstance(value, Tensor) and value.dim() and value.shape == one.shape

@@ -1,4 +1,4 @@
-"""Which gradients hold contributions of this rank alone, for engines that reduce them after a backward of their own."""
+"""Tracks gradients that are not yet reduced over ranks, for engines that reduce them after their own backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.errors import UsageError
 
 @final
 class LocalGradients:
-    """Keeps account of the parameters that a backward has reached since gradients were last reduced.
+    """Tracks the parameters that a backward has reached since gradients were last reduced.
 
     An engine makes one for each model, calls :meth:`reduced` after it has reduced the model's gradients, and answers
     ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed, too, and
@@ -25,7 +25,7 @@ class LocalGradients:
     Args:
         module: the model.
         reduces: whether the script expects gradients over all ranks; false on one process and inside ``no_sync``.
-        begun: called at the first gradient of each backward that reaches the model, whoever began it.
+        begun: called at the first gradient of each backward that reaches the model, also of one that the script began.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalGradients:
         task, reached, passes = torch._C._current_graph_task_id, self.reached.append, self._passes  # noqa: SLF001
 
         # Runs for each parameter in each backward, hence a list: a set would call Tensor.__hash__. Of one parameter in
-        # each backward more is asked.
+        # each backward more is checked.
         def at(_grad: Tensor) -> None:
             if task() == self._task or passes(parameter):
                 reached(parameter)
@@ -63,11 +63,11 @@ class LocalGradients:
 
     @staticmethod
     def keeps(hook: Any) -> bool:
-        """Whether a hook of a parameter is one of ours, of this model's account or of another's."""
+        """Whether a hook of a parameter is one of ours, for this model or another."""
         return getattr(hook, "keeps_account", False)
 
     def _passes(self, parameter: Tensor) -> bool:
-        """A gradient of another backward than before has come: whether it goes into ``.grad``."""
+        """Whether the first gradient of a new backward is accumulated into ``.grad``."""
         if not is_taken(parameter):
             self._task = torch._C._current_graph_task_id()  # noqa: SLF001 (as torch.utils.checkpoint asks)
             if len(self.reached) > 8 * len(self._hooks):
@@ -88,7 +88,7 @@ class LocalGradients:
         return False
 
     def before_backward(self) -> None:
-        """A backward of the engine's own begins: :attr:`reached` tells from now on what this one reaches."""
+        """Start the engine's own backward: from now on :attr:`reached` lists what it reaches."""
         self._earlier.update(zip(map(id, self.reached), self.reached, strict=True))
         self.reached.clear()
 
@@ -115,9 +115,9 @@ class LocalGradients:
 
 
 def is_taken(parameter: Tensor) -> bool:
-    """Whether the backward under way is a ``torch.autograd.grad`` that returns the gradient of this parameter.
+    """Whether the current backward is a ``torch.autograd.grad`` that returns the gradient of this parameter.
 
-    To be called in a hook of the parameter, or of something that the backward comes to before it.
+    To be called in a hook of the parameter, or of a node that the backward runs before it.
     """
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         node = get_gradient_edge(parameter).node

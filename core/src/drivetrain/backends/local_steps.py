@@ -1,4 +1,4 @@
-"""Optimizers that treat each element by itself step on this rank's parts as plain tensors.
+"""Steps element-wise optimizers on the local shards of DTensors as plain tensors, which is faster.
 
 Every operation on a ``DTensor`` costs some tens of microseconds of Python, and an Adam step has a dozen of them for
 each parameter. Where no element's update depends on another's, the parts can be stepped alone, with the same result.
@@ -36,11 +36,11 @@ STEPPED_LOCALLY = frozenset(
 
 @contextmanager
 def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer has plain tensors that share memory with its DTensors, where :func:`steps_locally` allows it.
+    """Context in which an optimizer has plain tensors that share memory with its DTensors, if :func:`steps_locally`.
 
-    Its state is DTensors again afterwards, and nobody but the optimizer's own step runs inside. Not collective.
+    Its state is DTensors again afterwards; only the optimizer's own step may run inside. Not collective.
     """
-    # A subclass of DTensor may look at every attribute that a script reads; here nobody's code reads them.
+    # A subclass of DTensor may intercept each attribute that a script reads; no script code runs here.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
         groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         pairs = [(one, _local(one)) for params in groups for one in params] if steps_locally(optimizer) else None
@@ -69,8 +69,8 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
 
 def steps_locally(optimizer: Optimizer) -> bool:
-    """Whether stepping with plain parts is the same: it knows each element alone, and nobody watches its steps."""
-    # Torch has no public word for who watches.
+    """Whether stepping on local shards gives the same result: the optimizer is element-wise and has no step hooks."""
+    # torch has no public accessor for step hooks.
     watching = hooks._global_optimizer_pre_hooks.values()  # noqa: SLF001
     everybodys = any(hook is not before_step for hook in watching) or hooks._global_optimizer_post_hooks  # noqa: SLF001
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001

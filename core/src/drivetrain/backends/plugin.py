@@ -1,4 +1,4 @@
-"""The reference backend's description, registered by the same door as everybody's."""
+"""Describes the reference backend, through the same hook that every plugin uses."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A plain torch module and its optimizers in the words of the portable checkpoint, and back.
+"""Converts a torch module and its optimizers to the state of a portable checkpoint, and back.
 
 Backends whose parameters are the module's own (plain tensors or DTensors) call these three functions from their
 ``Trainable``; nothing here is collective.
 
 Names are found by the identity of parameters, so that order, grouping and tying do not matter. A tied parameter goes
 by its first name; the others are remembered. Optimizer state becomes tensors: a tensor as it is, a number as a 0-d
-tensor whose kind is remembered; what is neither (L-BFGS keeps lists) goes to ``extra``, on whose account it must be
-the same on every rank.
+tensor whose kind is remembered; anything else (L-BFGS keeps lists) goes to ``extra`` and must be the same on every
+rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference backend: one process, the user's module and optimizer as they are."""
+"""The reference backend: one process that runs the user's module and optimizer unchanged."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SingleBackend(Backend):
         return TorchTrainable(model, optimizers, self._engine)
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """One process never waits for another."""
+        """Nothing to do with one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing was formed."""
+        """Nothing to release."""

@@ -1,7 +1,7 @@
-"""A base for backends that keep torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
+"""Base of backends that use torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
 
-A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine knows nothing
-of ranks: that gradients agree on all ranks when it looks at them is the backend's business.
+A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine does not
+communicate: the backend reduces gradients before the engine reads them.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 @final
 class LossScaler(torch.amp.GradScaler):
-    """Takes the scale out of what this rank holds of each gradient.
+    """A ``GradScaler`` that unscales the local shard of each gradient.
 
-    Torch's own does not take plain tensors beside DTensors. Whether another rank's part overflowed is the caller's to
-    ask.
+    torch's own does not accept a mix of plain tensors and DTensors. The caller has to find out whether another rank's
+    part overflowed.
     """
 
     def _unscale_grads_(
@@ -145,7 +145,7 @@ class TorchEngine:
     Args:
         policy: the run's precision policy.
         device: this process's device.
-        agree: makes a verdict the same on every rank (logical or); identity when gradients are replicated.
+        agree: combines a boolean over ranks (logical or); identity when gradients are replicated.
         norm: ``norm(gradients, norm_type)``, global over every axis along which gradients are shared out.
     """
 
@@ -179,7 +179,7 @@ class TorchEngine:
             return module(*args, **kwargs)
         with self._autocast():
             output = module(*args, **kwargs)
-        # The common output, one tensor, is not worth a walk through a tree.
+        # One tensor, the common output, needs no tree traversal.
         if type(output) is Tensor and self._output is not None:
             return output.to(self._output) if output.dtype is self._compute else output
         return precision.cast_output(output, self.policy)
@@ -194,7 +194,7 @@ class TorchEngine:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def count_backward(self) -> None:
-        """Note a backward: :meth:`backward` does, and so does an engine that back-propagates by other means.
+        """Count a backward; called by :meth:`backward`, and by an engine that back-propagates by other means.
 
         A step with no gradients at all is refused where there was none since the step before.
         """

@@ -1,4 +1,4 @@
-"""Model files for other programs: safetensors as Transformers reads them, one tensor in memory at a time."""
+"""Exports a model as safetensors files that Transformers reads, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def export_model(
     ``backend`` is given, else as collective as the iterator.
 
     Args:
-        named_tensors: name and whole tensor, one at a time; let go of before the next is asked for.
+        named_tensors: name and whole tensor, one at a time; released before the next is asked for.
         directory: made when it does not exist. An older export in it is replaced, other files stay.
         max_shard_size: largest file, in bytes or as ``"500MB"``, ``"2GiB"``; a single larger tensor has its own file.
         safe_serialization: ``False`` writes ``pytorch_model.bin`` by ``torch.save`` (a pickle; holds a file in memory).
@@ -161,7 +161,7 @@ def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization
 
 
 class _Twins:
-    """Recognises a tensor that was seen under another name."""
+    """Finds tensors that share memory with one seen under another name."""
 
     def __init__(self, tied: dict[str, str]) -> None:
         self._tied = tied
@@ -186,7 +186,7 @@ class _Twins:
 
 
 class _Export:
-    """The main process's part: files under unfinished names, then the names, the index, and the old files' end."""
+    """The main process's export: writes temporary files, renames them, writes the index and deletes the old files."""
 
     def __init__(self, directory: Path, limit: int, safe: bool, tied: dict[str, str], aliases: dict[str, str]) -> None:
         self._directory, self._limit, self._safe = directory, limit, safe
@@ -299,7 +299,7 @@ class _Streamed:
             file.rewrite_start(header_bytes(self._entries, metadata, _RESERVE))
 
     def close(self) -> None:
-        """Let go of a file that will not be finished."""
+        """Close a file that will not be finished."""
         if self._file is not None:
             self._file.close()
 

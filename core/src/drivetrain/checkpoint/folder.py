@@ -1,12 +1,12 @@
-"""Checkpoint folders: who may write, how one appears or is replaced atomically, how they are numbered and checked.
+"""Manages checkpoint folders: ownership, atomic creation and replacement, numbering and integrity checks.
 
 No torch, and nothing is collective.
 
 A checkpoint is first written into a hidden *staging* folder. A new checkpoint's staging folder stands beside its target
 and is renamed to it. When the target exists (an older checkpoint, or a folder that holds other files too) the staging
 folder stands inside it: its parts, whose names are new, are moved next to the old ones, and replacing the one file
-``manifest.json`` makes the new checkpoint valid. Only then do the files go that the old manifest named; other people's
-files stay.
+``manifest.json`` makes the new checkpoint valid. The files that the old manifest named are deleted only then; all
+other files stay.
 
 The process that writes owns the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
 """
@@ -55,9 +55,9 @@ class Owner:
 
     Args:
         host: host name, for people.
-        machine: tells apart host, start of its system and container: who may judge by process id.
+        machine: identifies host, boot and container, within which process ids are comparable.
         pid: process id.
-        started: when that process started, as the system counts; empty where it does not say.
+        started: when that process started, as reported by the system; empty where unknown.
         folder: the folder's path there; a copy of the folder elsewhere has no owner.
         token: of this claim.
     """
@@ -78,9 +78,9 @@ _thread: threading.Thread | None = None
 
 
 def claim(folder: Path, *, beside: bool = False) -> None:
-    """Hold an existing folder, or make sure that this process still does. Not collective: for the main process.
+    """Claim an existing folder, or check that this process still owns it. Not collective: for the main process.
 
-    A claim on a folder that a process of another machine may hold waits until it is known whether that is alive.
+    A claim on a folder that a process of another machine may own waits until it is known whether that process is alive.
 
     Args:
         folder: it, and everything directly in it, is written by this process alone from now on.
@@ -110,10 +110,10 @@ def claim(folder: Path, *, beside: bool = False) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise unless this process still holds the folder that it claimed. Nothing is changed.
+    """Raise unless this process still owns the folder that it claimed. Nothing is changed.
 
     Raises:
-        CheckpointError: another process took it over, taking this one for dead.
+        CheckpointError: another process considered this one dead and took the folder over.
     """
     folder = _real(folder)
     token, path = _held.get(folder, ("", folder / OWNER))
@@ -141,7 +141,7 @@ def refuse_if_held(folder: Path) -> None:
 
 
 def release() -> None:
-    """Let go of every folder that this process holds. Not collective; may be called twice."""
+    """Release every folder that this process owns. Not collective; may be called twice."""
     with _lock:
         for folder in list(_held):
             _let_go(folder)
@@ -149,7 +149,7 @@ def release() -> None:
 
 
 def is_alive(pid: int, started: str = "") -> bool:
-    """Whether a process of this machine lives; ``started`` tells it from a later one with the same number."""
+    """Whether a process of this machine is alive; ``started`` distinguishes it from a later one with the same id."""
     state = _state(pid)
     if state is not None:
         return state[0] not in "ZX" and started in ("", state[1])
@@ -164,7 +164,7 @@ def is_alive(pid: int, started: str = "") -> bool:
 
 @cache
 def machine() -> str:
-    """This machine since it was started, and on it this container."""
+    """Identifier of this machine, its boot and this container."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     since = boot.read_text(encoding="ascii").strip() if boot.exists() else ""
     container = namespace.stat().st_ino if namespace.exists() else 0
@@ -186,7 +186,7 @@ def _real(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> tuple[Path, Path]:
-    """Where a folder's owner may be named: inside and beside it."""
+    """Paths of a folder's possible owner files: inside and beside it."""
     return folder / OWNER, folder.parent / f".{folder.name}{OWNER}"
 
 
@@ -203,7 +203,7 @@ def _here(folder: Path) -> Owner:
 
 
 def _read(path: Path) -> Owner | None:
-    """What the file says; ``None`` when there is none. One that is being written names nobody."""
+    """The owner named in the file; ``None`` when there is no file. One that is being written names no owner."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -237,7 +237,7 @@ def _is_this_process(found: Owner, folder: Path) -> bool:
 def _lives(found: Owner, path: Path, folder: Path) -> bool:
     if found.machine != machine():
         return _beats(path, found)
-    # What was copied with a folder says nothing about the copy.
+    # A copied owner file does not apply to the copy.
     there = Path(found.folder)
     return there.exists() and there.samefile(folder) and is_alive(found.pid, found.started)
 
@@ -262,7 +262,7 @@ def _beats(path: Path, found: Owner) -> bool:
 
 
 def _modified(path: Path) -> float:
-    """Time of a file's last change, asked of the server: opening it drops what this machine remembers of it."""
+    """Modification time of a file, from the file server: opening the file invalidates this machine's cache."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -315,7 +315,7 @@ def _renew() -> None:
                 _thread = None
                 return
             for _, path in [] if released else list(_held.values()):
-                # A folder that was removed, or a file system that is away, is for the next save to tell.
+                # The next save reports a folder that was removed or a file system that is unavailable.
                 with contextlib.suppress(OSError):
                     os.utime(path)
 
@@ -337,7 +337,7 @@ def _taken(found: Owner | None, folder: Path) -> CheckpointError:
 
 
 def _forked() -> None:
-    """A child of a fork is another process: it holds nothing, and no thread of its parent's runs in it."""
+    """Reset in a forked child, which owns no folder and has none of its parent's threads."""
     global _thread, _lock, _wake
     _held.clear()
     _thread, _lock, _wake = None, threading.RLock(), threading.Event()
@@ -347,7 +347,7 @@ os.register_at_fork(after_in_child=_forked)
 atexit.register(release)
 
 
-# ---- Numbered checkpoints: the newest, and which to delete
+# ---- Numbered checkpoints
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -385,7 +385,7 @@ class Naming:
         self.folder, self.total_limit, self.iteration, self.run = Path(folder), total_limit, iteration, run
 
     def complete(self) -> list[Named]:
-        """The complete checkpoints, oldest first. Strangers (another name, no manifest, not ours) are passed over."""
+        """The complete checkpoints, oldest first. Folders with another name or without our manifest are skipped."""
         found = []
         for path, number in self._numbered():
             try:
@@ -425,7 +425,7 @@ class Naming:
         return self.folder / f"checkpoint_{self.iteration}"
 
     def warn_of_others(self) -> None:
-        """Say that a run that was begun anew finds checkpoints in its folder."""
+        """Warn that a new run finds checkpoints in its folder."""
         complete = self.complete()
         if complete:
             kept = "" if self.total_limit is None else ", and total_limit removes this run's only"
@@ -482,7 +482,7 @@ class Naming:
         return [(path, int(match[1])) for path, match in names if match]
 
 
-# ---- Files and folders that appear whole
+# ---- Atomic files and folders
 
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _STAGING = re.compile(r"\.(?:tmp|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}-.*", re.DOTALL)
@@ -507,7 +507,7 @@ class CheckedFile:
             self.size += len(view)
 
     def close(self) -> None:
-        """Give up: what was written may not be on the disk."""
+        """Close without syncing: what was written may not be on the disk."""
         self._file.close()
 
     def rewrite_start(self, data: bytes) -> None:
@@ -551,7 +551,7 @@ def check_file(folder: Path, name: str, expected: FileEntry) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's list of names on the disk."""
+    """Sync a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -696,7 +696,7 @@ def _hidden_name(kind: str, target: Path) -> str:
 
 
 def _host() -> str:
-    """Who may judge by process id."""
+    """Checksum of the machine identifier, within which process ids are comparable."""
     return f"{zlib.crc32(machine().encode()):08x}"
 
 

@@ -1,9 +1,9 @@
-"""Load a checkpoint; one that cannot be loaded leaves the run unchanged.
+"""Loads a checkpoint; a checkpoint that cannot be loaded leaves the run unchanged.
 
-A rank has no room for a second copy of its weights, so they cannot be read aside and exchanged, nor put back. Instead
-all that can go wrong comes first: the checksum of every file, names and shapes, the header of every tensor that is
-read, and everything but model and optimizer tensors is read, decoded and tried. What is changed by then (registered
-objects, schedulers, loaders) is small and is taken back if any rank fails. Only then are the weights read over.
+A rank has no memory for a second copy of its weights, so they can be neither swapped nor restored. Instead everything
+is checked first: the checksum of every file, names and shapes, and the header of every tensor; all state but the
+tensors of models and optimizers is read, decoded and loaded. What has changed by then (registered objects,
+schedulers, loaders) is small and is restored if any rank fails. Only then are the weights overwritten.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.checkpoint.saver import Portable, Rng, TrainingState
 
-# ---- Whether a checkpoint fits what is prepared: names, shapes, parameter groups
+# ---- Comparing checkpoint and run
 
 _SHOWN = 6  # Names in one sentence; a wrong model has hundreds.
 
 
 @dataclass
 class Differences:
-    """What one rank found.
+    """Differences between checkpoint and run that one rank found.
 
     Args:
         missing: needed here, not in the checkpoint.
@@ -160,7 +160,7 @@ def _once(sentences: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-# ---- Whether a run can take the state, and how what was taken is undone
+# ---- Validating and undoing
 
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """What torch's GradScaler gives and wants back."""
@@ -207,7 +207,7 @@ def _kind(value: Any) -> type:
 
 
 def check_words(portable: PortableState, template: PortableState, trainable: Portable, what: str) -> None:
-    """Raise where the state beside the tensors makes no sense or does not fit; nothing is changed. Not collective.
+    """Raise where the state besides the tensors is invalid or does not fit; nothing is changed. Not collective.
 
     Args:
         portable: decoded; its tensors have no values yet.
@@ -243,7 +243,7 @@ def check_words(portable: PortableState, template: PortableState, trainable: Por
 
 
 def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, what: str) -> None:
-    """Let the optimizer's own ``__setstate__`` look at the state that it would get, on a stand-in for it."""
+    """Check the state with the optimizer's own ``__setstate__``, on a copy of the optimizer."""
     if not isinstance(optimizer, Optimizer):
         return
     names = {id(parameter): original_name(name) for name, parameter in module.named_parameters()}
@@ -260,7 +260,7 @@ def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, wha
         if names.get(id(parameter)) in slots
     }
     kind: Any = type(optimizer)
-    # An optimizer whose __del__ frees what it has made elsewhere would free the original's.
+    # An optimizer whose __del__ frees external resources would free the original's.
     stand_in: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
     vars(stand_in).update(vars(optimizer))
     try:
@@ -270,7 +270,7 @@ def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, wha
 
 
 def set_extra_states(module: nn.Module, extra: Mapping[str, Any]) -> list[Callable[[], object]]:
-    """Give submodules their ``set_extra_state``; returns what takes each back, also where one of them raises.
+    """Call ``set_extra_state`` of submodules; returns functions that undo it, also where one of them raises.
 
     Raises:
         CheckpointError: a submodule that is not here or has none, or that refuses its state; none has changed then.
@@ -301,7 +301,7 @@ def _extra_state_again(part: nn.Module) -> Callable[[], object]:
 
 
 def remembered(item: Any) -> Callable[[], object]:
-    """What gives an object its present state back, by its own two methods. Collective where those are.
+    """A function that restores an object's present state, by its own two methods. Collective where those are.
 
     Its tensors are copied into host memory, so that an object may keep a whole second model.
     """
@@ -318,7 +318,7 @@ def remembered(item: Any) -> Callable[[], object]:
 
 
 def _copied(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """The containers copied; the tensors themselves, with a copy of each in ``copies``."""
+    """Copy the containers but not the tensors, each of which is copied to ``copies``."""
     if isinstance(value, Tensor):
         local = value.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
@@ -344,7 +344,7 @@ def _senseless(what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
 
 
-# ---- The load
+# ---- Loading
 
 LoadHooks = Callable[[Path], Collection[int]]
 
@@ -364,7 +364,7 @@ def load(
     Args:
         path: the checkpoint's folder.
         state: what to fill.
-        backend: for collectives and this process's place.
+        backend: for collectives and the topology.
         strict: names in the checkpoint and here must be the same; otherwise differences are passed over with a warning.
             Shapes and parameter groups must always fit.
         hooks: called on every rank with the folder once its files were checked. Returns the indices of trainables whose
@@ -377,7 +377,7 @@ def load(
         CheckpointNotFoundError: no complete checkpoint there.
         CheckpointCorruptError: a file is missing, truncated or altered.
         CheckpointMismatchError: the checkpoint is of another model, optimizer or script.
-        CheckpointError: it does not make sense, or an object refused its state. All on every rank, with the run as it
+        CheckpointError: it is invalid, or an object refused its state. All on every rank, with the run as it
             was. Only a file that cannot be read any more after it was checked, and an engine that refuses what fits,
             fail with the weights replaced; the message says so.
     """
@@ -468,7 +468,7 @@ class _Load:
         return "average" if index >= len(self._state.trainables) - self._state.averages else "model"
 
     def _left_out(self, index: int, trainable: Portable, specs: Mapping[str, Any]) -> set[str]:
-        """Names of saved tensors that nobody is to take."""
+        """Names of saved tensors that are not loaded."""
         left_out = {own for own in specs if own.startswith("model.") and index in self._skip_models}
         if not trainable.optimizers and any(own.startswith("optim.") for own in specs):
             left_out |= {own for own in specs if own.startswith("optim.")}
@@ -484,7 +484,7 @@ class _Load:
         return True
 
     def decode(self) -> None:
-        """Read everything but what goes into models and optimizers, and look at the rest. Not collective."""
+        """Read everything but the tensors of models and optimizers, and check it. Not collective."""
         self._weights = reader, _, plan = self._plan(self._targets)
         reader.check_data(plan)
         reader, planner, plan = self._plan(self._words)
@@ -511,7 +511,7 @@ class _Load:
             _try_rng(self._state.rng, self._rng, file)
 
     def take_over_objects(self) -> None:
-        """Give registered objects, schedulers and loaders their state. Collective where theirs is."""
+        """Load the state of registered objects, schedulers and loaders. Collective where their methods are."""
         for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
             self._undo += set_extra_states(trainable.module, portable.extra)
         for name, decoded in self._objects.items():
@@ -521,7 +521,7 @@ class _Load:
             item.load_state_dict(decoded)
 
     def take_back(self) -> None:
-        """Undo :meth:`take_over_objects`, as far as it came. Collective where that is."""
+        """Undo what :meth:`take_over_objects` has done. Collective where that is."""
         while self._undo:
             again = self._undo.pop()
             try:
@@ -536,7 +536,7 @@ class _Load:
         reader.read_data(plan, planner).wait()
 
     def take_over(self) -> None:
-        """Hand everything to its owner; random state last, since owners may draw numbers. Collective where they are."""
+        """Load all state into its objects; random state last: objects may draw numbers. Collective where they are."""
         for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
             trainable.load_portable_state(portable)
         self._state.counters.update(self._counters)
@@ -547,7 +547,7 @@ class _Load:
                 self._state.rng.reseed(self._derived_seed(self._topology.dp_rank))
 
     def _plan(self, targets: dict[str, Any]) -> tuple[DrivetrainReader, DefaultLoadPlanner, LoadPlan]:
-        """What is read into these tensors, and from where."""
+        """The plan of what is read into these tensors, and from where."""
         tied = {name: self._manifest.tensors[first] for name, first in self._aliases.items()}
         reader = DrivetrainReader(
             self._folder, dataclasses.replace(self._manifest, tensors={**self._manifest.tensors, **tied})
@@ -599,7 +599,7 @@ class _Load:
             found.others += compare_groups(saved["optimizers"], template.optimizers, both, f"model {index}", ungrouped)
 
     def _lay_out(self, tree: Any, like: Any = None) -> None:
-        """Make room for the tensors of encoded state: on the CPU, or sharded as they are now."""
+        """Allocate the tensors of encoded state: on the CPU, or sharded as they are now."""
         for key, present in tensor_keys(tree, like):
             entry = self._manifest.tensors[key]
             if key.startswith(("model", "optim")):
@@ -614,7 +614,7 @@ class _Load:
         return tensor
 
     def remark_rng(self) -> None:
-        """Say what becomes of the random state where the checkpoint has none for a data-parallel coordinate."""
+        """Add a remark where the checkpoint has no random state for a data-parallel coordinate."""
         if self._state.rng is None:
             return
         lacking = [at for at in range(self._topology.dp_size) if at not in self._manifest.rng]
@@ -634,7 +634,7 @@ class _Load:
 
 
 def _tied_names(specs: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> dict[str, str]:
-    """Further names under which saved tensors are known, by tying: ``{"model.head.weight": "model.embed.weight"}``."""
+    """Further names of saved tied tensors: ``{"model.head.weight": "model.embed.weight"}``."""
     aliases: dict[str, list[str]] = {}
     for alias, first in tied.items():
         aliases.setdefault(first, []).append(alias)
@@ -648,7 +648,7 @@ def _tied_names(specs: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> dic
 
 
 def _try_rng(rng: Rng, saved: Any, file: str) -> None:
-    """Raise when the generators do not take this state; they are as they were afterwards."""
+    """Raise when the generators do not accept this state; they are left unchanged."""
     before = rng.capture()
     try:
         rng.restore(saved)

@@ -1,4 +1,4 @@
-"""Read and write ``manifest.json``, which describes a checkpoint. No torch.
+"""Reads and writes ``manifest.json``, which describes a checkpoint. Imports no torch.
 
 The manifest is the last file of a checkpoint to appear; a folder without one holds no checkpoint. It carries its own
 checksum, and the size and checksum of every file it names, so that a load knows what it reads before it reads it.
@@ -106,7 +106,7 @@ class Manifest:
     rng: Mapping[int, str] = field(default_factory=dict)
 
     def specs(self, index: int) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of one trainable's tensors, under the names that the trainable itself speaks."""
+        """Shapes and dtypes of one trainable's tensors, under the trainable's own names."""
         kinds = {f"{kind}_{index}" if index else kind: kind for kind in _KINDS}
         specs = {}
         for name, entry in self.tensors.items():
@@ -183,7 +183,7 @@ class Manifest:
             )
         try:
             sound = body.pop("checksum", None) == _checksum(body)
-        except (ValueError, RecursionError):  # Numbers or text that a manifest of ours never holds.
+        except (ValueError, RecursionError):  # Values that our manifests never hold.
             sound = False
         if not sound:
             raise CheckpointCorruptError("the manifest does not match its own checksum", whose=where, cure=_RESAVE)
@@ -324,7 +324,7 @@ def _overlap(chunks: list[Chunk]) -> bool:
     num_dims = len(chunks[0].shape) if chunks else 0
     if not num_dims:
         return len(chunks) > 1
-    # Along the dim that tells most of them apart, only those are compared that begin before another ends.
+    # Along the dim with the most distinct offsets, only boxes that begin before another ends are compared.
     dim = max(range(num_dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     open_ones: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):

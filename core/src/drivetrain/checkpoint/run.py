@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state``: what of a run its checkpoints hold, and how their folders are named."""
+"""Implements ``save_state`` and ``load_state``: the contents of a run's checkpoints and the names of their folders."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemovableHandle:
-    """Takes a hook back."""
+    """Removes a hook."""
 
     hooks: dict[int, Callable[..., Any]]
     key: int
 
     def remove(self) -> None:
-        """Forget the hook; a second call does nothing."""
+        """Remove the hook; a second call does nothing."""
         self.hooks.pop(self.key, None)
 
 
@@ -90,7 +90,7 @@ class RunCheckpoints:
         return RemovableHandle(hooks, key)
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Add objects of the user's; all of them must be able to say and take their state."""
+        """Register objects of the user's, which must have ``state_dict`` and ``load_state_dict``."""
         self.averages += [each for each in objects if isinstance(each, EMA) and each not in self.averages]
         objects = [each for each in objects if not isinstance(each, EMA)]
         wrong = [
@@ -106,11 +106,11 @@ class RunCheckpoints:
         self.custom.extend(objects)
 
     def wait(self) -> Path | None:
-        """Wait for the save that runs beside the training; its folder, or ``None``. Raises when it failed."""
+        """Wait for the background save; returns its folder, or ``None``. Raises when it failed."""
         return self._background.wait()
 
     def close(self) -> None:
-        """Wait as well, and let go of the folders and of what such saves need. Not collective."""
+        """Wait as well, and release the folders and the resources of background saves. Not collective."""
         self._background.close()
         folder.release()
 
@@ -188,24 +188,24 @@ class RunCheckpoints:
         return path, manifest
 
     def _catch_up(self) -> None:
-        """Let a device that runs behind the host do what was recorded, and learn which steps it applied."""
+        """Synchronise an asynchronous device, and find out which steps it applied."""
         for optimizer in self._preparer.optimizers:
             optimizer.settle()
         self._backend.sync()
 
     def all_export(self) -> bool:
-        """Whether all ranks are in this ``save_model``; else only the main process writes, and nobody is waited for."""
+        """Whether all ranks are in this ``save_model``; else the main process writes without waiting for the others."""
         return self._called_by_all(self._exporting)
 
     def _called_by_all(self, call: MainProcessOnlyCall) -> bool:
-        """Asked only where the main process could do without the others; elsewhere they must come."""
+        """Whether all ranks make this call; checked only where the main process could save without the others."""
         if not self._others_may_stay_away:
             check_collective(call.call)
             return True
         return call.called_by_all(self._trainer.step, log_call(call.call))
 
     def _run_save_hooks(self, folder: Path) -> set[int]:
-        """Let the script's hooks write their own files; the models whose weights they took out of the list."""
+        """Run the script's save hooks; returns the models that they removed from the list."""
         models = list(self._preparer.models)
         weights = [plain_state_dict(model) for model in models]
         kept = list(weights)
@@ -214,7 +214,7 @@ class RunCheckpoints:
         return _taken_out(weights, kept)
 
     def _run_load_hooks(self, folder: Path) -> set[int]:
-        """Let the script's hooks load their own files; the models that they took out of the list."""
+        """Run the script's load hooks; returns the models that they removed from the list."""
         models = list(self._preparer.models)
         kept = list(models)
         for hook in list(self.load_hooks.values()):
@@ -249,7 +249,7 @@ class RunCheckpoints:
         return folder
 
     def _on_main(self, ask: Callable[[], T]) -> T:
-        """The main process's answer on every rank, or its error: file systems show a new folder at different times."""
+        """The main process's result or error on every rank: file systems show a new folder at different times."""
         answer: tuple[T | None, Exception | None] = (None, None)
         if self._backend.topology.rank == 0:
             try:
@@ -264,7 +264,7 @@ class RunCheckpoints:
 
 
 def _ask(question: Callable[[], T]) -> T:
-    """The answer of this rank alone."""
+    """The result of this rank alone."""
     return question()
 
 
@@ -275,7 +275,7 @@ def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:
 
 
 def _next_number(naming: Naming, *, begun_anew: bool) -> int:
-    """The number of the next checkpoint, and a word where another run's lie in the folder."""
+    """The number of the next checkpoint; warns where the folder holds another run's."""
     naming.next_path()
     if begun_anew:
         naming.warn_of_others()

@@ -1,7 +1,7 @@
-"""Save a run as a checkpoint: at once, or copied into host memory and written by a thread.
+"""Saves a run as a checkpoint, synchronously or from a copy in host memory by a background thread.
 
-A save collects the state, plans who writes what, writes and completes, with an agreement of all ranks after each step.
-The folder appears whole or not at all.
+A save collects the state, plans which rank writes which tensors, writes, and commits; all ranks agree after each step
+that none has failed. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes in a host buffer: a cache line, and of every element size."""
 
 
-# ---- What a checkpoint holds
+# ---- Contents of a checkpoint
 
 
 class Stateful(Protocol):
@@ -76,7 +76,7 @@ class Stateful(Protocol):
 
 
 class Portable(Protocol):
-    """What a checkpoint asks of a :class:`~drivetrain.api.Trainable`, and of an average of one."""
+    """The part of :class:`~drivetrain.api.Trainable` that checkpoints use; an average of a model has it too."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -96,8 +96,8 @@ class Rng:
     """This process's random state.
 
     Args:
-        capture: gives a tree (see :mod:`drivetrain.checkpoint.tree`) of this process's generators.
-        restore: takes such a tree.
+        capture: returns a tree (see :mod:`drivetrain.checkpoint.tree`) of this process's generators.
+        restore: loads such a tree.
         reseed: seeds all generators from one number, for a process that the checkpoint knows nothing of.
     """
 
@@ -129,12 +129,12 @@ class TrainingState:
     averages: int = 0
 
 
-# ---- Collecting the state, without a copy
+# ---- Collecting the state
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What one rank has to say.
+    """The state that one rank contributes.
 
     Args:
         tensors: under their stored names; the live ones.
@@ -154,12 +154,12 @@ class Collected:
     rng: tuple[Any, dict[str, Tensor]] | None
 
     def marks(self) -> dict[str, int]:
-        """A checksum of each object's state; that should be the same on every rank."""
+        """A checksum of each object's state, which should be the same on every rank."""
         return {name: zlib.crc32(json.dumps(tree).encode()) for name, tree in self.objects.items()}
 
 
 def collect(state: TrainingState, topology: Topology, skip_models: Collection[int] = ()) -> Collected:
-    """Put the whole state into the words of the format. Collective where an engine's ``portable_state`` is.
+    """Collect and encode the whole state. Collective where an engine's ``portable_state`` is.
 
     Args:
         state: the run.
@@ -246,7 +246,7 @@ def save(
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before anything is written."""
+    """What a rank sends to the others before anything is written."""
 
     plan: SavePlan
     sharded: frozenset[str]
@@ -298,23 +298,23 @@ class SaveWork:
             yield
         except CheckpointError:
             self._abandon()
-            self._ranks.gather(None)  # Everyone raises; whoever looks at the disk then finds nothing of this save.
+            self._ranks.gather(None)  # Every rank raises only after the files of this save are gone.
             raise
         except BaseException:
             self._abandon()
             raise
 
     def begin(self, hooks: SaveHooks | None) -> None:
-        """Run the hooks and learn what every rank has to offer. Collective over all ranks; tensors are not copied."""
+        """Run the hooks and exchange what every rank could write. Collective over all ranks; tensors are not copied."""
         self._run_hooks(hooks)
         self._exchange_offers()
 
     def begin_beside(
         self, hooks: SaveHooks | None, copy: Copy, cached: CachedPlan | None
     ) -> CachedPlan | None:
-        """The same, and let ``copy`` copy what this rank will write, so that training may change it.
+        """As :meth:`begin`, and copy what this rank will write, so that training may change it.
 
-        Collective over all ranks, but nobody waits for another's copy; if one fails, :meth:`finish` tells all ranks.
+        Collective over all ranks, but no rank waits for another's copy; if one fails, :meth:`finish` raises on all.
 
         Args:
             hooks: see :func:`save`.
@@ -349,7 +349,7 @@ class SaveWork:
         return self._plan
 
     def finish(self) -> None:
-        """Write, and let the folder appear. Collective over all ranks at the end of each of the two."""
+        """Write and commit. Collective over all ranks at the end of each of the two."""
         if self._folder is None:  # On all ranks alike: nothing was planned.
             self._folder = _present(self._ranks.agree("hear of the folder", lambda: self._staging)[0])
         folder = self._folder
@@ -369,7 +369,7 @@ class SaveWork:
         self._folder = _present(self._offers[0].staging)
 
     def _copy(self, copy: Copy) -> None:
-        """Copy; a failure is raised in :meth:`finish`, where the other ranks hear of it."""
+        """Copy; a failure is raised in :meth:`finish`, on all ranks."""
         self._copy_failure = None
         try:
             self._files = copy(self._share())
@@ -383,7 +383,7 @@ class SaveWork:
         return self._staging
 
     def _collect(self) -> Collected:
-        """Put the state into words, once, and make the folder; nothing is copied or written."""
+        """Collect the state, once, and make the folder; nothing is copied or written."""
         if self._collected is None:
             self._collected = collect(self._state, self._backend.topology, self._skip_models)
             self._planner = planner_of(self._collected.tensors)
@@ -391,7 +391,7 @@ class SaveWork:
         return self._collected
 
     def _offer(self, problem: Exception | None) -> _Offer:
-        """What this rank would write; raises what went wrong before."""
+        """What this rank could write; raises an earlier failure."""
         if problem is not None:
             raise problem
         collected = self._collect()
@@ -399,7 +399,7 @@ class SaveWork:
         return _Offer(plan, in_shards(collected.tensors), collected.of_one_rank, collected.marks(), self._staging)
 
     def _share(self) -> list[PlannedFile]:
-        """This rank's share of what all offered, and its random state. Nothing is copied yet."""
+        """This rank's share of the common plan, and its random state. Nothing is copied yet."""
         collected, planner = _present(self._collected), _present(self._planner)
         if self._plan is None:
             if self._ranks.is_main:
@@ -429,7 +429,7 @@ class SaveWork:
         return written
 
     def _complete(self, folder: Path, parts: list[Written]) -> None:
-        """On the main process: check that all parts are here, write the manifest, let the folder appear."""
+        """On the main process: check that all parts are written, write the manifest, commit the folder."""
         if not self._ranks.is_main:
             return
         topology = self._backend.topology
@@ -471,7 +471,7 @@ def _present(value: T | None) -> T:
 
 
 def _warn_about_differences(offers: list[_Offer]) -> None:
-    """Say which objects are not the same everywhere: their state on the other ranks is lost."""
+    """Warn of objects whose state differs between ranks: that of the other ranks is lost."""
     for name, mark in offers[0].marks.items():
         others = [rank for rank, offer in enumerate(offers) if offer.marks.get(name) != mark]
         if others:
@@ -482,7 +482,7 @@ def _warn_about_differences(offers: list[_Offer]) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """What writes, for the manifest."""
+    """Versions of the libraries that write, for the manifest."""
     found = {"python": platform.python_version()}
     for name in ("drivetrain", "torch", "safetensors"):
         try:
@@ -492,7 +492,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-# ---- Saves beside the training
+# ---- Asynchronous saves
 
 
 @final
@@ -531,15 +531,15 @@ class HostBuffer:
         return kept
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._block = torch.empty(0, dtype=torch.uint8)
 
 
 @final
 class BackgroundSaver:
-    """Saves of one run beside its training, one at a time. Its methods belong to the main thread.
+    """Saves one run's checkpoints in a background thread, one at a time. Call its methods from the main thread.
 
-    The thread's ranks talk over a process group of their own, so that its messages never meet those of the training.
+    The threads use their own process group, so that their messages never mix with those of the training.
 
     Args:
         backend: the started backend; its runtime is ``torch.distributed`` where it has several processes.
@@ -583,13 +583,13 @@ class BackgroundSaver:
             CheckpointError: on every rank, when any of them failed before the thread began.
         """
         assert self._thread is None, "the save before is waited for"
-        # Its group is at rest until the thread begins.
+        # The group is unused until the thread begins.
         ranks = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
         work = SaveWork(path, state, self._backend, ranks, info=info)
         with work.whole_or_gone():
             self._plan = work.begin_beside(hooks, self._buffer.copy, self._plan)
         self._target = work.target
-        # A thread that set to work at once would keep this one off the interpreter for a switch interval, 5 ms.
+        # A thread that began at once would hold the interpreter lock for a switch interval, 5 ms.
         returned = threading.Event()
         arguments = (returned, work, ranks, afterwards)
         # Not a daemon: a script that ends while it runs ends after it.
@@ -599,13 +599,13 @@ class BackgroundSaver:
         return work.target
 
     def wait(self) -> Path | None:
-        """Wait until the save that runs is complete; not collective, yet every rank's thread waits for the others'.
+        """Wait until the current save is complete; not collective, yet every rank's thread waits for the others'.
 
         Returns:
             Its folder; ``None`` when none ran.
 
         Raises:
-            CheckpointError: it failed, on every rank; told once. What was complete before is untouched.
+            CheckpointError: it failed, on every rank; raised once. Complete checkpoints are untouched.
         """
         if self._thread is None:
             return None
@@ -620,7 +620,7 @@ class BackgroundSaver:
         return self._target
 
     def close(self) -> None:
-        """Wait, then let go of memory and process group. Not collective. A failure is logged: the run is over."""
+        """Wait, then release memory and process group. Not collective. A failure is logged: the run is over."""
         try:
             self.wait()
         except CheckpointError as problem:

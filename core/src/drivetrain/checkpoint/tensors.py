@@ -1,4 +1,4 @@
-"""A checkpoint's tensor files: planned, written and read through ``torch.distributed.checkpoint``.
+"""Plans, writes and reads a checkpoint's tensor files through ``torch.distributed.checkpoint``.
 
 Tensors are stored as safetensors (https://github.com/huggingface/safetensors, "Format"): 8 bytes, little endian, the
 length of a JSON header; the header, which may end in spaces; the tensors' bytes without holes.
@@ -77,14 +77,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str, spelled: str) -> torch.dtype:
-    """The dtype of the tensor ``name`` as spelled; raises :class:`CheckpointCorruptError` when torch has none such."""
+    """The dtype with this name, of the tensor ``name``; raises :class:`CheckpointCorruptError` when torch has none."""
     dtype = getattr(torch, spelled, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError(f"{name} has the dtype {spelled!r}, which this torch does not know")
     return dtype
 
 
-# ---- One safetensors file
+# ---- Safetensors files
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Source:
         key: its name in the file.
         dtype: its dtype.
         shape: its shape.
-        produce: gives the tensor, on any device, when its turn comes; it is let go of right after.
+        produce: returns the tensor, on any device, when it is written; it is released right after.
     """
 
     key: str
@@ -105,7 +105,7 @@ class Source:
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> Source:
-        """A tensor that is in memory already."""
+        """A source of a tensor that is in memory already."""
         return cls(key, tensor.dtype, tuple(tensor.shape), tensor.detach)
 
     @property
@@ -261,7 +261,7 @@ class TensorFile:
         return tensor.clone()
 
     def sources(self) -> dict[str, Source]:
-        """Every tensor in the file by name; each is read when it is asked for."""
+        """Every tensor in the file by name; each is read on access."""
         found = {}
         for key in sorted(self._keys):
             part = self._file.get_slice(key)
@@ -275,7 +275,7 @@ class TensorFile:
         return CheckpointCorruptError(f"{self.path.name} holds no {key}", whose=str(self.path.parent))
 
 
-# ---- Who writes what
+# ---- Planning and writing
 
 Layout = dict[str, tuple[Any, ...]]
 """All that a rank's offer depends on: for each tensor by name dtype, whole shape and, in shards, where they lie."""
@@ -309,7 +309,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
     sharded = in_shards(tensors)
     for name, tensor in tensors.items():
         place: tuple[Any, ...] = ()
-        if isinstance(tensor, DTensor):  # Says the same as its list of chunks, at a tenth of the price.
+        if isinstance(tensor, DTensor):  # Equivalent to its list of chunks, at a tenth of the cost.
             place = (tensor.device_mesh, tensor.placements)
         elif name in sharded:
             shard: Any = tensor
@@ -319,7 +319,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
 
 
 def in_shards(tensors: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of tensors of which this rank holds parts: DTensors, and all that torch's planners ask for chunks."""
+    """Names of the tensors that this rank holds in shards: DTensors, and tensors with ``__create_chunk_list__``."""
     return frozenset(name for name, tensor in tensors.items() if hasattr(tensor, "__create_chunk_list__"))
 
 
@@ -333,7 +333,7 @@ class Written:
 
 
 def planner_of(tensors: dict[str, Any]) -> DefaultSavePlanner:
-    """What finds the bytes of a planned chunk in these tensors. Not collective."""
+    """The planner that finds the bytes of a planned chunk in these tensors. Not collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
     return planner
@@ -351,7 +351,7 @@ def of_lowest_rank(plans: list[SavePlan], names: AbstractSet[str]) -> list[SaveP
 
 
 def common_plan(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) -> tuple[SavePlan, Metadata]:
-    """Give each chunk to one of the ranks that offer it, the one with least to write so far. Not collective.
+    """Assign each chunk to the rank that offers it and has least to write so far. Not collective.
 
     Every rank computes the same answer from the same offers.
 
@@ -373,7 +373,7 @@ def common_plan(planner: DefaultSavePlanner, plans: list[SavePlan], rank: int) -
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file that this rank is going to write: its name, what goes in, and the chunks that makes."""
+    """One file that this rank will write: its name, its tensors, and their chunks."""
 
     name: str
     sources: tuple[Source, ...]
@@ -382,7 +382,7 @@ class PlannedFile:
 
 
 def plan_files(planner: DefaultSavePlanner, plan: SavePlan, prefix: str) -> list[PlannedFile]:
-    """Share this rank's chunks out to files. Nothing is copied or written. Not collective.
+    """Distribute this rank's chunks over files. Nothing is copied or written. Not collective.
 
     Args:
         planner: of the tensors that were planned.
@@ -426,7 +426,7 @@ def index_tensors(metadata: Metadata, sharded: AbstractSet[str], written: list[W
     """The manifest's index, from the common plan and what each rank says it wrote.
 
     Raises:
-        CheckpointError: a planned chunk that nobody wrote.
+        CheckpointError: a planned chunk that no rank wrote.
     """
     chunks: dict[str, list[Chunk]] = {}
     for part in written:
@@ -459,7 +459,7 @@ class DrivetrainReader(StorageReader):
         self.manifest = manifest or read_manifest(self.folder)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The manifest's index in torch's words."""
+        """The manifest's index as torch's ``Metadata``."""
         found: dict[str, Any] = {}
         dtypes: dict[str, TensorProperties] = {}
         for name, entry in self.manifest.tensors.items():
@@ -470,7 +470,7 @@ class DrivetrainReader(StorageReader):
         return Metadata(found)
 
     def check_data(self, plan: LoadPlan) -> None:
-        """Find in the files all that the plan reads, with the dtypes and shapes of the manifest; nothing is read.
+        """Check that the files hold all that the plan reads, with the manifest's dtypes and shapes; nothing is read.
 
         Raises:
             CheckpointCorruptError: a file that is not what the manifest says.
@@ -514,16 +514,16 @@ class DrivetrainReader(StorageReader):
             found.setdefault(chunk.file, []).append((item, (chunk.key, dtypes[spelled], chunk.shape)))
         return found
 
-    # What follows has nothing to do for a folder that is only read.
+    # The remaining methods of the interface do nothing for a folder that is only read.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turn to another checkpoint, if one is named."""
+        """Switch to another checkpoint, if one is named."""
         if checkpoint_id is not None:
             self.folder = Path(checkpoint_id)
             self.manifest = read_manifest(self.folder)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing to set up: files are opened when they are read."""
+        """Do nothing: files are opened when they are read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan as it is."""

@@ -1,6 +1,6 @@
-"""Python state as JSON and tensors, and back, with nothing that could be executed on the way.
+"""Encodes Python state as JSON and tensors, and decodes it, without executing anything.
 
-What JSON cannot say is written as an object with the key ``$`` for its kind: tuples, dictionaries with other keys than
+What JSON cannot hold is written as an object with the key ``$`` for its kind: tuples, dictionaries with other keys than
 strings, non-finite floats, bytes, dtypes, NumPy values, and tensors, which are named here and stored elsewhere.
 """
 
@@ -25,7 +25,7 @@ _PLAIN = frozenset({type(None), bool, int, str})
 
 @dataclass
 class Encoder:
-    """Encodes values; the tensors met on the way are collected in ``tensors`` under unique names."""
+    """Encodes values; their tensors are collected in ``tensors`` under unique names."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Encoder:
             path: name of the value, the beginning of its tensors' names.
 
         Raises:
-            CheckpointError: something else was met; names the path inside the value and the type.
+            CheckpointError: a value of another type; names the path inside the value and the type.
         """
         if type(value) in _PLAIN:
             return value
@@ -117,7 +117,7 @@ def decode(node: Any, fetch: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_keys(node: Any, like: Any = None) -> Iterator[tuple[str, Any]]:
-    """Name of each tensor in encoded state, beside what lies at the same place in ``like`` (``None`` when nothing)."""
+    """Name of each tensor in encoded state, with the value at the same path in ``like`` (``None`` if there is none)."""
     waiting = [(node, like)]
     while waiting:
         node, like = waiting.pop()

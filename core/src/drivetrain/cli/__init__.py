@@ -1,1 +1,1 @@
-"""The command line: one file a subcommand, each imported when it is called."""
+"""The command line: one file per subcommand, imported when it is called."""

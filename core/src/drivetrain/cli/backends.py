@@ -1,4 +1,4 @@
-"""``drivetrain backends``: every backend that is installed, whose it is, what it can do, ready or why not."""
+"""``drivetrain backends``: lists the installed backends, their distributions, capabilities and readiness."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def remarks(report: BackendReport) -> list[str]:
 
 
 def abilities(report: BackendReport, *, verbose: bool) -> list[str]:
-    """Return what a backend declares: its flags that are set, then its sets."""
+    """Return the capabilities that a backend declares: flags that are set, then sets."""
     assert report.capabilities is not None
     values = dataclasses.asdict(report.capabilities)
     words = [name for name, value in values.items() if value is True]

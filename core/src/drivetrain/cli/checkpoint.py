@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint``: look into a checkpoint, give its model to other programs, take over other libraries'."""
+"""``drivetrain checkpoint``: inspects and exports checkpoints, and converts those of other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class _Commands(click.Group):
-    """Brings ``convert``, which is a distribution of its own, when it is asked for."""
+    """Imports ``convert``, which is a distribution of its own, when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), "convert"])
@@ -86,7 +86,7 @@ def export(path: Path, out: Path, max_shard_size: str, index: int) -> None:
 
 
 def to_dict(found: Inspection) -> dict[str, Any]:
-    """Return everything as JSON knows it."""
+    """Return the report for JSON output."""
     manifest = found.manifest
     return {
         "path": str(found.path),
@@ -104,7 +104,7 @@ def to_dict(found: Inspection) -> dict[str, Any]:
 
 
 def lines(found: Inspection) -> list[str]:
-    """Return what a reader wants to know, the health last."""
+    """Return the report as lines of text, problems last."""
     manifest = found.manifest
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
     mesh = ", ".join(f"{axis} {size}" for axis, size in manifest.mesh.items() if size > 1)

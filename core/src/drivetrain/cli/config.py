@@ -1,4 +1,4 @@
-"""``drivetrain config``: write a configuration file, take over Accelerate's, or show where each value comes from."""
+"""``drivetrain config``: writes a configuration file, imports Accelerate's, or shows where each value comes from."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def config(ctx: click.Context, default: bool, target: str, force: bool) -> None:
 
 
 def _asked(target: str) -> str | None:
-    """The text of a file from answers, ``None`` when it shall not be written."""
+    """The text of a file from answers, ``None`` when the user does not want it written."""
     from drivetrain.cli.prompts import Lines, Terminal
     from drivetrain.cli.wizard import Wizard, detect
     from drivetrain.config.template import chosen_file
@@ -125,7 +125,7 @@ def import_file(file: str, output: str | None, force: bool) -> None:
 
 
 def _what_stops(file: str) -> str:
-    """What is wrong with the values that are carried over; empty when a launch would go on."""
+    """Problems of the values that are carried over; empty when a launch would go on."""
     from drivetrain.config import load_config
     from drivetrain.errors import DrivetrainError
 
@@ -139,7 +139,7 @@ def _what_stops(file: str) -> str:
 
 
 def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
-    """The three piles as lines, and whether a launch with this file would go on."""
+    """The report as lines, and whether a launch with this file would go on."""
     from drivetrain.compat.config_rules import PILES
 
     verdicts = list(verdicts)
@@ -155,7 +155,7 @@ def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
 
 
 def as_file(verdicts: Iterable[Verdict], source: str) -> str:
-    """What was carried over, as the text of a configuration file; what was not stands there as comments."""
+    """The converted keys as the text of a configuration file, with the others as comments."""
     from drivetrain.config.locate import write
 
     lines = [f"# From {source}, a configuration file of Accelerate."]

@@ -1,4 +1,4 @@
-"""``drivetrain env``: what a bug report needs to say. This one may import torch."""
+"""``drivetrain env``: prints versions, devices and plugins for a bug report. This subcommand may import torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def env() -> None:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Yield what is worth knowing about this machine and environment, one line each."""
+    """Yield the facts about this machine and environment, one line each."""
     import torch
 
     from drivetrain.backend import CONTRACT
@@ -75,7 +75,7 @@ def _communication_backends() -> list[str]:
 
 
 def _accelerators() -> Iterator[tuple[str, str]]:
-    """Every accelerator, hidden ones too, in the order in force; then what hides or orders them, and who said so."""
+    """Every accelerator, hidden ones too, in the order in effect; then what hides or orders them, and its source."""
     from drivetrain.launch.devices import known_kinds, take_inventory, visible
     from drivetrain.registry import get_registry
 

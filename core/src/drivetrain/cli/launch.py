@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Launch(click.Command):
-    """A command that says what to write instead of an option of another launcher's."""
+    """A command whose errors suggest what to write instead of another launcher's option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -34,7 +34,7 @@ class Launch(click.Command):
 
 @click.command(
     cls=Launch,
-    # What stands after the script's name is the script's own, even where it looks like ours.
+    # Arguments after the script's name are the script's, even where they look like ours.
     context_settings={"allow_interspersed_args": False, "token_normalize_func": normalise},
     epilog="Options of the launcher go before the script, those of the script after it.",
 )
@@ -95,7 +95,7 @@ def launch(
 
 
 def _show(resolved: ResolvedConfig, typed: CommandLine, *, slurm: str | None, module: bool) -> None:
-    """Write what would be run. The machines may be others than this one, whose devices are therefore not looked at."""
+    """Print what would be run. The job may run on other machines, so this one's devices are not checked."""
     from drivetrain.launch import dry_run, script
     from drivetrain.launch.plan import make_plan
 

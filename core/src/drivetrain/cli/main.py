@@ -1,4 +1,4 @@
-"""``drivetrain``: the group of all subcommands. It answers ``--help`` without importing any of them."""
+"""``drivetrain``: the group of all subcommands, which it imports only when they are called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ELSEWHERE = {"new-plugin": ("drivetrain-testing", "Write a package that brings a
 
 
 class Commands(click.Group):
-    """A group that knows its subcommands by name and imports one when it is needed; plugins may add more."""
+    """A group that imports a subcommand when it is needed; plugins may add more."""
 
     _asked = False
 
@@ -84,7 +84,7 @@ class Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
     def _ask_plugins(self) -> None:
-        """Let plugins add their subcommands, once; what goes wrong is said and harms nobody else."""
+        """Let plugins add their subcommands, once; an error in one is reported and does not affect the others."""
         if self._asked:
             return
         self._asked = True
@@ -113,9 +113,9 @@ def drivetrain() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. Ends the process: 0, 2 for a mistake of the user's, else the failure's own code."""
+    """Run the command line and exit: with 0, with 2 for a usage error, else with the failure's own code."""
     warnings.formatwarning = _plain_warning
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr always: what a plugin or a path says may be no UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: text of a plugin or a path may be invalid UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         drivetrain.main(args=arguments, prog_name="drivetrain")
@@ -125,5 +125,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _plain_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """A user of the command line wrote none of our lines; the sentence is enough."""
+    """Show only the message: our source lines mean nothing to a user of the command line."""
     return f"warning: {message}\n"

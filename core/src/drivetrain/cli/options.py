@@ -1,4 +1,4 @@
-"""Options that several subcommands share, and how flags become configuration keys."""
+"""Options that several subcommands share, and their translation to configuration keys."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, Any]) -> ResolvedConfig:
-    """Load the configuration that file, environment and these flags amount to.
+    """Load the configuration from file, environment and these flags.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.config.load_config`.

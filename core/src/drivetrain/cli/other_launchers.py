@@ -1,4 +1,4 @@
-"""Suggests what to write instead of an option of another launcher. Imported when one was typed."""
+"""Suggests what to write instead of an option of another launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NEEDLESS = {
 
 
 def advise(option: str) -> str:
-    """A sentence about this option; empty where nobody knows it.
+    """A sentence about this option; empty where it is unknown.
 
     Args:
         option: as typed, ``--multi_gpu``.
@@ -72,7 +72,7 @@ def _backend(name: str) -> str:
 
 
 def _advise(rule: Rule, section: str) -> str:
-    """What a rule for a key of a file says to somebody who typed it as an option."""
+    """The advice of a configuration key's rule, for the option of the same name."""
     if rule.to:
         return f"Write --set {rule.to}=VALUE."
     if rule.why:

@@ -1,4 +1,4 @@
-"""How a question of the wizard is put: menus with arrow keys on a terminal, one line of text for each elsewhere."""
+"""Prompts of the configuration wizard: menus on a terminal, one line of text per question elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import click
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer of a menu.
+    """One choice of a menu.
 
     Args:
-        value: what is answered.
+        value: the answer.
         about: one sentence.
         blocked: why it cannot be taken here, in a word or two; empty when it can.
         cure: the whole reason, and what to type so that it can be taken.
@@ -50,14 +50,14 @@ class Question:
 
 
 class NoAnswerError(Exception):
-    """Nobody answers any more: the input has ended."""
+    """The input has ended."""
 
 
 class Asker(Protocol):
-    """Who puts questions."""
+    """Asks questions."""
 
     def ask(self, question: Question) -> str:
-        """Return an answer without a complaint. Raises :class:`NoAnswerError`; ``click.Abort`` when interrupted."""
+        """Return a valid answer. Raises :class:`NoAnswerError`; ``click.Abort`` when interrupted."""
 
 
 class Terminal:
@@ -85,7 +85,7 @@ class Terminal:
                 questionary.Choice(each.value, disabled=each.blocked or None, description=_below_menu(each))
                 for each in question.choices
             ]
-            # The cursor cannot stand on what is greyed out.
+            # The cursor cannot be on a disabled choice.
             free = [each.value for each in question.choices if not each.blocked]
             start = question.default if question.default in free else None
             prompt = questionary.select(question.text, menu, default=start, instruction="(arrow keys)")
@@ -100,7 +100,7 @@ class Terminal:
 
 
 class Lines:
-    """One line of text for each question, from anything that can be read."""
+    """One line of text for each question, from any stream."""
 
     def __init__(self, source: TextIO) -> None:
         self._source = source
@@ -126,7 +126,7 @@ class Lines:
 
 
 def explain_blocked(choices: Sequence[Choice]) -> None:
-    """Say of each choice that cannot be taken why not, and what to do about it; a menu has no room for that."""
+    """Explain each blocked choice and what to do about it, below the menu."""
     for each in choices:
         if each.cure:
             _aside(f"{each.value} cannot be chosen here: {each.cure}")
@@ -143,7 +143,7 @@ def _aside(text: str) -> None:
 
 
 def _below_menu(choice: Choice) -> str | None:
-    """The sentence about the choice under the cursor; questionary itself cuts what is longer than a line."""
+    """The description of the choice under the cursor; questionary itself cuts what is longer than a line."""
     indent = " " * len("  Description: ")
     return textwrap.fill(choice.about, _width(), initial_indent=indent, subsequent_indent=indent).strip() or None
 
@@ -157,7 +157,7 @@ def _valid(question: Question, answer: str) -> bool | str:
 
 
 def _not_a_choice(question: Question, answer: str) -> str:
-    """What a menu makes impossible, in words."""
+    """The error for an answer that is not among the choices."""
     if not question.choices:
         return ""
     free = [each.value for each in question.choices if not each.blocked]

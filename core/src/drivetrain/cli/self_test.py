@@ -1,6 +1,6 @@
-"""What ``drivetrain test`` runs on every process: a few steps of training, compared with plain torch on one process.
+"""Trains a few steps on every process and compares them with plain torch, for ``drivetrain test``.
 
-Each check prints one line on the main process. A number that is wrong raises, which ends the whole run.
+Each check prints one line on the main process. A wrong number raises, which ends the whole run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TOLERANCE = {"no": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 
 class SelfTestError(AssertionError):
-    """A number is not what one plain process computes."""
+    """A number differs from that of one plain process."""
 
 
 def main() -> None:
     """Run all checks. Collective over all ranks."""
-    # Backend, precision and mesh are the configuration's; windows and shares are those of the reference below.
+    # Backend, precision and mesh are configured; accumulation and batch sizes are those of the reference below.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
     check(accelerator)
     accelerator.end_training()
@@ -63,7 +63,7 @@ def check(accelerator: Accelerator) -> None:
 
 
 def check_gather(accelerator: Accelerator) -> None:
-    """What data-parallel ranks hold arrives everywhere, in their order; sums add up. Collective over all ranks.
+    """Check that values are gathered in the order of ranks, and reduced to their sum. Collective over all ranks.
 
     Ranks that share a sample, along ``tp``, ``cp`` or ``pp``, are one data-parallel rank and count once.
     """
@@ -82,7 +82,7 @@ def check_gather(accelerator: Accelerator) -> None:
 def check_gradients(
     accelerator: Accelerator,
 ) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[Tensor, ...]]]:
-    """A few steps on shares of a batch give the parameters of the same steps on whole batches. Collective.
+    """Check that steps on parts of a batch give the parameters of the same steps on whole batches. Collective.
 
     Returns:
         The prepared model, optimizer and loader.
@@ -112,7 +112,7 @@ def check_checkpoint(
     loader: DataLoader[tuple[Tensor, ...]],
     folder: Path,
 ) -> None:
-    """Steps after loading a checkpoint repeat the steps that were taken after saving it. Collective."""
+    """Check that steps after loading a checkpoint repeat those taken after saving it. Collective."""
     accelerator.save_state(str(folder))
     saved = parameters_of(accelerator, model)
     train_epoch(accelerator, model, optimizer, loader)
@@ -122,7 +122,7 @@ def check_checkpoint(
     expect(difference(parameters_of(accelerator, model), saved) == 0, "load_state did not bring the parameters back")
     train_epoch(accelerator, model, optimizer, loader)
     again = difference(parameters_of(accelerator, model), first)
-    # The momentum is part of the state: without it the second pass goes another way by about 1e-2.
+    # The momentum is part of the state: without it the second pass differs by about 1e-2.
     expect(again <= 1e-6, f"training after load_state differs by {again:.2e} from training after save_state")
     accelerator.print("save_state, load_state: parameters and optimizer come back, training repeats itself")
 
@@ -141,7 +141,7 @@ def train_epoch(
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """A small loss, whose gradients no clipping that a configuration asks for would reach."""
+    """A small loss, so that configured clipping does not change its gradients."""
     return mse_loss(output, target) * SCALE
 
 
@@ -176,7 +176,7 @@ def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
 
 @contextmanager
 def shared_folder(accelerator: Accelerator) -> Iterator[Path]:
-    """Lend a folder that the main process makes and removes. Collective."""
+    """Context with a temporary folder, which the main process makes and removes. Collective."""
     [name] = broadcast_object_list([tempfile.mkdtemp(prefix="drivetrain-test-") if accelerator.is_main_process else ""])
     try:
         yield Path(name) / "checkpoint"

@@ -1,4 +1,4 @@
-"""``drivetrain test``: a real, short distributed run that checks its own numbers."""
+"""``drivetrain test``: runs a short distributed job that checks its own results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask for the values of a configuration file, without the questions that the machine answers by itself."""
+"""Asks for the values of a configuration file, except those that can be detected on the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PRECISIONS = {
     "fp16": "Computes in float16 with a scaled loss; parameters stay float32.",
 }
 
-# ---- what need not be asked -----------------------------------------------------------------------------------------
+# ---- detection ------------------------------------------------------------------------------------------------------
 
 BEST = "best"
 """The answer that leaves the backend to the core."""
@@ -37,7 +37,7 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Machine:
-    """What is here.
+    """What was detected on this machine.
 
     Args:
         inventory: accelerators that the environment does not hide.
@@ -57,7 +57,7 @@ class Machine:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Machine:
-    """Look at this machine. Takes about as long as ``import torch``, which another process does."""
+    """Detect this machine's devices. Takes about as long as ``import torch``, which another process does."""
     environ = os.environ if environ is None else environ
     listed = environ.get("SLURM_JOB_NODELIST", "")
     return Machine(
@@ -72,7 +72,7 @@ def backend_choices(registry: Registry, world_size: int) -> tuple[Choice, ...]:
     """Every backend that is installed or could be, each with the reason why it cannot train here.
 
     Args:
-        registry: who knows the backends.
+        registry: of the backends.
         world_size: processes over all machines.
     """
     try:
@@ -97,16 +97,16 @@ def backend_choices(registry: Registry, world_size: int) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-# ---- the questions --------------------------------------------------------------------------------------------------
+# ---- the wizard -----------------------------------------------------------------------------------------------------
 
 
 class Wizard:
-    """Asks one after the other and collects values by dotted key; asks nothing that the machine answers.
+    """Asks the questions and collects values by dotted key.
 
     Args:
-        asker: how questions are put.
+        asker: asks the questions.
         machine: what was detected.
-        registry: who knows the backends.
+        registry: of the backends.
     """
 
     def __init__(self, asker: Asker, machine: Machine, registry: Registry) -> None:
@@ -114,7 +114,7 @@ class Wizard:
         self.values: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
-        """Ask everything; where nobody answers any more the rest keeps its defaults.
+        """Ask everything; when the input ends, the rest keeps its defaults.
 
         Returns:
             Values by dotted key, typed as the configuration has them: what was answered and is no default.
@@ -132,7 +132,7 @@ class Wizard:
         return self._typed()
 
     def confirm(self, text: str) -> bool:
-        """Ask for a yes; who does not answer has not said no."""
+        """Ask for confirmation; no answer counts as yes."""
         answers = (Choice("yes"), Choice("no"))
         try:
             return self._asker.ask(Question(text, "yes", answers)) == "yes"
@@ -143,7 +143,7 @@ class Wizard:
 
     def _machines(self) -> int:
         found = self._machine.machines
-        # A range, for jobs that lose machines and go on, is written by hand.
+        # A range, for elastic jobs, is written by hand.
         question = Question("How many machines?", str(found), complaint=_not_a_count)
         machines = int(self._asker.ask(question))
         if machines > 1:
@@ -154,7 +154,7 @@ class Wizard:
         return machines
 
     def _devices(self, machines: int) -> int:
-        """Who computes; returns the processes on one machine."""
+        """Ask for the devices; returns the processes on one machine."""
         devices = self._machine.inventory.devices
         if not devices:
             return self._processes(machines)
@@ -180,14 +180,14 @@ class Wizard:
         return len(marked.split(","))
 
     def _processes(self, machines: int) -> int:
-        """On one machine, where there is nothing to count."""
+        """Ask for the number of processes on one machine without accelerators."""
         text = "How many processes on each machine?" if machines > 1 else "How many processes?"
         here = int(self._asker.ask(Question(text, "1", complaint=_not_a_count)))
         self.values["num_processes"] = str(here * machines)
         return here
 
     def _backend(self, world: int) -> str | None:
-        """Returns the backend's name; ``None`` when the core shall choose."""
+        """Ask for the backend; returns its name, or ``None`` to let the core choose."""
         choices = backend_choices(self._registry, world)
         if all(choice.blocked for choice in choices):
             explain_blocked(choices)
@@ -229,7 +229,7 @@ class Wizard:
         model = None if backend is None else self._registry.load_section(self._registry.info(backend))
         if backend is None or model is None or not model.model_fields:
             return
-        # What is itself made of keys is written by hand.
+        # Nested sections are written by hand.
         named = {info.alias or key: info for key, info in model.model_fields.items()}
         fields = {key: info for key, info in named.items() if not isinstance(_default(info), BaseModel)}
         choices = tuple(Choice(key, _about(info)) for key, info in fields.items())
@@ -245,7 +245,7 @@ class Wizard:
         name, choices = f"{backend}.{key}", tuple(map(Choice, options))
         self._ask(name, f"{name}?", default, choices, unwritten=default, about=_about(info))
 
-    # ---- one answer ---------------------------------------------------------------------------------------------
+    # ---- single questions ---------------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -265,7 +265,7 @@ class Wizard:
         return answer
 
     def _complaint(self, key: str, answer: str) -> str:
-        """What the configuration says about an answer, with all that was answered before."""
+        """Validate an answer together with the earlier ones; returns the error, if any."""
         if not answer:
             return "an answer is needed here"
         try:

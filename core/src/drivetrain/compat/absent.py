@@ -1,4 +1,4 @@
-"""Names that scripts import from Accelerate and that mean nothing here, each with what to write instead. No torch."""
+"""Names of Accelerate that do not exist here, each with what to write instead. Imports no torch."""
 
 from __future__ import annotations
 

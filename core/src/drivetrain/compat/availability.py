@@ -38,14 +38,14 @@ DEVICES = ("cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
 
 @functools.cache
 def probe(name: str) -> Callable[..., bool]:
-    """The function of this name.
+    """The function ``is_..._available`` of this name.
 
     Raises:
         AttributeError: there is none.
     """
     word = name.removeprefix("is_").removesuffix("_available")
     if word in PACKAGES or word in known_extras():
-        package = PACKAGES.get(word, word)  # an engine is called as its backend is
+        package = PACKAGES.get(word, word)  # an engine has the name of its backend
         return _named(name, f"Whether the package {package} is installed.", lambda: _installed(package))
     if word in DEVICES:
         return _named(name, f"Whether this machine has an accelerator of type {word}.", lambda: _has(word))
@@ -56,7 +56,7 @@ def probe(name: str) -> Callable[..., bool]:
 
 def _named(name: str, text: str, answer: Callable[..., bool]) -> Callable[..., bool]:
     def available(*_: Any, **__: Any) -> bool:
-        # Accelerate's arguments (check_device, min_version, ...) ask for what is checked in any case.
+        # What Accelerate's arguments (check_device, min_version, ...) ask for is always checked.
         return answer()
 
     available.__name__ = available.__qualname__ = name
@@ -84,7 +84,7 @@ def _bf16(ignore_tpu: bool = False) -> bool:  # noqa: ARG001 - Accelerate's argu
 
 
 def _fp8() -> bool:
-    """Whether ``mixed_precision="fp8"`` can be chosen: it cannot, here."""
+    """Whether ``mixed_precision="fp8"`` can be chosen: always ``False``."""
     return False
 
 
@@ -101,7 +101,7 @@ def _torch_xla(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
 
 
 def _always() -> bool:
-    """Part of every torch that runs here."""
+    """Always ``True``: part of every supported version of torch."""
     return True
 
 

@@ -1,6 +1,6 @@
-"""Read a configuration file of Accelerate: each key is converted, has no effect here, or is refused.
+"""Reads a configuration file of Accelerate: each key is converted, has no effect here, or is refused.
 
-The same verdicts serve ``drivetrain config import``, which prints them, and every loading of a file, which obeys.
+``drivetrain config import`` prints these decisions; loading a file applies them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drivetrain.errors import BackendError
 
 
 class Importers(Protocol):
-    """What is asked of the registry; a test can stand in for it."""
+    """The part of the registry that is used here."""
 
     def resolve(self, name: str) -> str: ...
     def names(self) -> tuple[str, ...]: ...
@@ -33,13 +33,13 @@ class Importers(Protocol):
 
 
 def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
-    """What becomes of a key for which :func:`may_be_foreign` holds: one verdict for each key inside it.
+    """Convert a key for which :func:`may_be_foreign` holds; one result for each key inside it.
 
     Args:
         key: at the top of the file.
         value: what it holds.
         values: the whole file.
-        registry: who knows the engines.
+        registry: of the engines.
     """
     if key in RULES:
         return [judge(key, value, RULES[key])]
@@ -53,22 +53,22 @@ def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importe
         # Accelerate writes an empty section for each engine that it knows, installed here or not.
         return [replace(stranger, stops=stranger.stops and value not in (None, {}))]
     verdicts = list(judge_section(key, value, rules))
-    # What another engine is told changes nothing in this run.
+    # Another engine's settings do not affect this run.
     return [replace(each, stops=False) for each in verdicts] if _is_idle(key, values, registry) else verdicts
 
 
 def _is_idle(section: str, values: Mapping[str, Any], registry: Importers) -> bool:
-    """Whether the file chooses a backend, and it is another than the one that reads this section."""
+    """Whether the file chooses another backend than the one that reads this section."""
     chosen = values.get("distributed_type")
     try:
         engine = registry.resolve(section.removesuffix("_config"))
         return chosen is not None and registry.resolve("no" if chosen is False else str(chosen)) != engine
     except BackendError:
-        return False  # a name that nobody brings is told where it stands
+        return False  # an unknown name is reported at its place in the file
 
 
 def judge_file(values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
-    """Every key of a file, ours included, in the order of the file."""
+    """Convert every key of a file, ours included, in the order of the file."""
     verdicts: list[Verdict] = []
     for key, value in values.items():
         if may_be_foreign(key):
@@ -97,7 +97,7 @@ def _own(key: str, value: Any, registry: Importers) -> Verdict:
 
 
 def _stranger(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> Verdict:
-    """A backend's own section, the section of an engine that is not installed, or a key that nobody knows."""
+    """A backend's own section, the section of an engine that is not installed, or an unknown key."""
     engine = key.removesuffix("_config")
     try:
         name = registry.resolve(engine)

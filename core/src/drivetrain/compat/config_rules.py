@@ -1,4 +1,4 @@
-"""Rules for the keys of Accelerate's configuration files that belong to no engine; an engine's are in its plugin."""
+"""Rules that convert the keys of Accelerate's configuration files; those of an engine are in its plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.errors import UsageError, closest, cut
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# ---- How keys of another library's configuration file become ours: rules as data, and what applying them to a file g
+# ---- Rules
 
 Model = TypeVar("Model", bound="BaseModel")
 Pile = Literal["carried over", "no meaning here", "not supported"]
@@ -27,7 +27,7 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key. Exactly one of ``to``, ``into``, ``why`` and ``instead`` decides about ordinary values.
+    """How one key is converted. Exactly one of ``to``, ``into``, ``why`` and ``instead`` applies to ordinary values.
 
     Args:
         to: our dotted key, such as ``"mesh.tp"``: the value is carried over.
@@ -36,7 +36,7 @@ class Rule:
         convert: turns the value into ours, with ``to``. Raises ``ValueError`` with what to write instead.
         why: the key has no meaning here, for this reason.
         instead: the value is not supported; what to write or do.
-        nothing: values that say nothing special; the key then has no meaning here.
+        nothing: values that have no effect; the key then has no meaning here.
         changes_results: a run that goes on without an unsupported value would give other numbers; the launch stops.
     """
 
@@ -51,7 +51,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one key of a file.
+    """The result of converting one key of a file.
 
     Args:
         key: as it stands in the file, dotted.
@@ -122,7 +122,7 @@ def section_from_arguments(
         model: of the section.
 
     Raises:
-        UsageError: arguments that nobody knows, that cannot be honoured, or that the section refuses, all at once.
+        UsageError: arguments that are unknown, unsupported or refused by the section, all at once.
     """
     carried: dict[str, Any] = {}
     wrong: list[str] = []
@@ -189,10 +189,10 @@ def flag(value: Any) -> bool:
     raise ValueError("write true or false")
 
 
-# ---- Rules for the keys of Accelerate's configuration files that belong to no engine; an engine's are in its plugin
+# ---- Rules for Accelerate's keys
 
 def _only_yes(instead: str, *, changes_results: bool = False) -> Rule:
-    """A switch that says nothing special while it is off."""
+    """A switch that has no effect while it is off."""
     return Rule(instead=instead, nothing=(False, "no", "No", "false", "False"), changes_results=changes_results)
 
 

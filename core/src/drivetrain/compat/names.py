@@ -1,4 +1,4 @@
-"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. No torch."""
+"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Names(type):
-    """Makes every upper-case attribute of a class a backend's canonical name."""
+    """Metaclass that makes every upper-case attribute a backend's canonical name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("_") or not name.isupper():
@@ -28,9 +28,9 @@ def from_plugins(name: str) -> Any:
     """The object that an installed plugin gives this name.
 
     Raises:
-        AttributeError: nobody installed brings it.
-        AbsentNameError: the same, and a backend that is not installed might.
-        BackendConflictError: two backends bring it.
+        AttributeError: no installed plugin provides it.
+        AbsentNameError: no installed plugin provides it, but one that is not installed might.
+        BackendConflictError: two backends provide it.
         BackendBrokenError: its import failed.
     """
     registry = get_registry()

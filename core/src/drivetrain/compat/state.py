@@ -1,6 +1,6 @@
-"""Accelerate's singletons: the state of the newest accelerator, for code that has none at hand.
+"""Accelerate's singletons ``PartialState``, ``AcceleratorState`` and ``GradientState``, without state of their own.
 
-State lives on the accelerator, and several may coexist; what is here only finds the one that was made last.
+State lives on the accelerator, of which several may coexist; the singletons look up the newest one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# `PartialState().is_main_process` is written all over scripts: the first one's claim on the process group is kept.
+# `PartialState().is_main_process` is common in scripts: the first one's claim on the process group is kept.
 _kept: list[World] = []
 
 
 @final
 class PartialState(ProcessControl):
-    """Who this process is, and the means to wait, split and print, before or without an :class:`Accelerator`.
+    """The process's ranks and process control, before or without an :class:`Accelerator`.
 
     The first one joins the process group, forming it when a launcher started several processes (collective over all
     ranks then). One made later, with the same wishes, or beside a started ``Accelerator``, shares what is there.
@@ -100,7 +100,7 @@ class PartialState(ProcessControl):
 
     @property
     def distributed_type(self) -> str:
-        """Name of the backend that trains here, or that would when nobody chooses one."""
+        """Name of the backend that trains here, or of the default one."""
         return self._name or get_registry().default(self.num_processes).name
 
     @property
@@ -119,7 +119,7 @@ class PartialState(ProcessControl):
             torch.accelerator.set_device_index(self.device.index)
 
     def destroy_process_group(self) -> None:
-        """Give back the claim on the process group; the last claim destroys it. Every rank calls it, none waits.
+        """Release this claim on the process group; the last one destroys it. Called on every rank, does not block.
 
         An ``Accelerator`` that uses the group keeps it until its ``end_training``.
         """
@@ -132,7 +132,7 @@ class PartialState(ProcessControl):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget every state of this process and give back the claims on the process group."""
+        """Reset every state of this process and release the claims on the process group."""
         forget_all()
         while _kept:
             _kept.pop().stop()
@@ -156,13 +156,13 @@ def _group_settings(given: dict[str, Any]) -> ProcessGroupSettings:
     return ProcessGroupSettings(given.get("backend"), given.get("init_method"), seconds)
 
 
-# ---- the newest accelerator -----------------------------------------------------------------------------------------
+# ---- newest accelerator ---------------------------------------------------------------------------------------------
 
 _made: list[weakref.ref[Accelerator]] = []
 
 
 def remember(run: Accelerator) -> None:
-    """Note a new accelerator; it is held weakly."""
+    """Register a new accelerator; it is held weakly."""
     _made[:] = [each for each in _made if each() is not None]
     _made.append(weakref.ref(run))
 
@@ -189,7 +189,7 @@ class AcceleratorState:
     """
 
     def __new__(cls) -> Any:
-        """Find it."""
+        """Return the newest accelerator's state."""
         run = _newest()
         if run is None:
             raise UsageError("there is no accelerator yet, so it has no state", cure="Create Accelerator() first.")
@@ -197,13 +197,13 @@ class AcceleratorState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget which accelerators there are; they themselves go on."""
+        """Forget all accelerators, which keep working."""
         _made.clear()
 
 
 @final
 class GradientState:
-    """Where the loop stands in its window and its loader: ``accelerator.gradient_state``, computed when asked.
+    """Position of the loop in its window and its loader: ``accelerator.gradient_state``, computed on access.
 
     ``GradientState()`` is the newest accelerator's; it raises as :class:`AcceleratorState` does.
 
@@ -216,7 +216,7 @@ class GradientState:
     _active: ActiveLoaders
 
     def __new__(cls, loop: TrainingLoop | None = None, active: ActiveLoaders | None = None) -> GradientState:
-        """Find it, or make it for one accelerator."""
+        """Return the newest accelerator's, or make one for an accelerator."""
         if loop is None or active is None:
             found: GradientState = AcceleratorState().gradient_state
             return found
@@ -258,7 +258,7 @@ class GradientState:
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here. Collective over all ranks."""
+    """Wait until every process has made this call. Collective over all ranks."""
     current_backend().barrier()
 
 

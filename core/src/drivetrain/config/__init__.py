@@ -1,4 +1,4 @@
-"""The configuration: one typed schema, four layers, and the place where each value was written.
+"""The configuration: a typed schema, filled from four layers, that records where each value was written.
 
 Importing this package imports neither pydantic nor PyYAML; the first use of a name does.
 """

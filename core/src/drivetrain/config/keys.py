@@ -40,5 +40,5 @@ CORE_KEYS = frozenset(
 
 
 def may_be_foreign(key: str) -> bool:
-    """Whether this top-level key is one of Accelerate's that is not ours, or looks like the section of an engine."""
+    """Whether this top-level key is one of Accelerate's only, or looks like the section of an engine."""
     return key not in CORE_KEYS and (key in RULES or key in SECTIONS or key.endswith("_config"))

@@ -25,7 +25,7 @@ from drivetrain.errors import BackendError, BackendNotFoundError
 if TYPE_CHECKING:
     from drivetrain.backend import BackendInfo
 
-# ---- The layers of a configuration and how they are laid over each other: file, then environment, then flags
+# ---- Layers
 
 PREFIX = "DRIVETRAIN_"
 
@@ -39,13 +39,13 @@ _SERVICE = re.compile(r"_?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UD
 
 @dataclass
 class Tree:
-    """Values of all layers so far, each leaf with the layer that said it last.
+    """Values of all layers so far, each leaf with the layer that set it last.
 
     Args:
         values: nested values.
         origins: where each value, and each mapping on the way to it, came from.
         keys: where each key of the file stands.
-        problems: mistakes met on the way.
+        problems: mistakes found so far.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Tree:
     problems: list[Problem] = field(default_factory=list)
 
     def put(self, path: Path, value: Any, origin: Origin) -> None:
-        """Lay one value over what is there; a mapping that stood in the way of a nested key makes room."""
+        """Set one value; a value on the path of a nested key is replaced by a mapping."""
         here = self.values
         for depth, key in enumerate(path[:-1], start=1):
             below = here.get(str(key))
@@ -76,7 +76,7 @@ class Tree:
 
 
 def tree_of(document: Document) -> Tree:
-    """The first layer: what the file says."""
+    """The first layer: the file's values."""
     return Tree(document.values, dict(document.places), dict(document.keys), list(document.problems))
 
 
@@ -119,7 +119,7 @@ def read_text(text: str, *, is_text: bool) -> Any:
 
 
 def lay(tree: Tree, entries: Iterable[tuple[Path, Any, Origin]], is_text: Callable[[Path, str], bool]) -> None:
-    """Lay environment or flags over the tree.
+    """Merge environment or flags into the tree.
 
     Args:
         tree: changed in place.
@@ -140,7 +140,7 @@ def unknown_variable(name: str, known: Iterable[str]) -> str:
     return f"no such key{suggest(name, known) or '; `drivetrain config show` lists the keys'}"
 
 
-# ---- Load a configuration: defaults < file < environment < flags; every mistake is found before one error is raised
+# ---- Loading
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """A whole resolved configuration as JSON: how the launcher speaks to its workers."""
@@ -155,7 +155,7 @@ _REFERENCE = re.compile(r"\$\{[^}]*\}|\$[A-Z_][A-Z_0-9]+")
 
 
 class Backends(Protocol):
-    """What loading asks of :class:`drivetrain.registry.Registry`."""
+    """The part of :class:`drivetrain.registry.Registry` that loading uses."""
 
     def resolve(self, name: str) -> str: ...
     def info(self, name: str) -> BackendInfo: ...
@@ -171,14 +171,14 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     registry: Backends | None = None,
 ) -> ResolvedConfig:
-    """Read a file, then lay environment variables and flags over it.
+    """Read a file, then override its values by environment variables and flags.
 
     Args:
         path: a YAML file; ``None`` reads the one that ``DRIVETRAIN_CONFIG_FILE`` names, or none.
         overrides: values of flags by dotted key (``{"mesh.tp": 2}`` or nested); text is read as YAML would read it,
             ``None`` means that the flag was not given.
         environ: the environment; ``None`` = this process's. ``DRIVETRAIN_MESH__TP=2`` sets ``mesh.tp``.
-        registry: who knows the backends; ``None`` = the process's registry.
+        registry: of the backends; ``None`` = the process's registry.
 
     Raises:
         ConfigError: all mistakes at once, each with file, line and column (or variable, or flag).
@@ -191,9 +191,9 @@ def load_config(
 
 
 def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backends | None = None) -> ResolvedConfig:
-    """The configuration of a process that trains: what the launcher handed over, else a file, else defaults.
+    """The configuration of a training process: the launcher's, else a file's, else defaults.
 
-    Environment variables are laid over it, except where a flag of the launcher has spoken.
+    Environment variables override it, except where a flag of the launcher set the value.
 
     Args:
         environ: the environment; ``None`` = this process's.
@@ -217,11 +217,11 @@ def worker_config(environ: Mapping[str, str] | None = None, *, registry: Backend
 
 
 class _Loading:
-    """One run over all layers; collects mistakes on the way."""
+    """Loads all layers and collects mistakes."""
 
     def __init__(self, tree: Tree, registry: Backends | None, *, mentioned: bool = False) -> None:
         self.tree = tree
-        self._mentioned = mentioned  # the launcher has said what does not stop the run
+        self._mentioned = mentioned  # the launcher has warned of what does not stop the run
         self.problems = tree.problems
         self._registry = registry
         self._models: dict[str, type[BaseModel] | None] = {}
@@ -238,7 +238,7 @@ class _Loading:
     def run(
         self, environ: Mapping[str, str], overrides: Mapping[str, Any], settled: AbstractSet[Path] = frozenset()
     ) -> ResolvedConfig:
-        """Lay the layers, validate, and raise or return. Paths in ``settled`` are out of the environment's reach."""
+        """Merge the layers, validate, and raise or return. The environment does not override paths in ``settled``."""
         self._import()
         lay(self.tree, self._environment(environ, settled), self._is_text)
         flags = ((path, value, Origin("flag", ".".join(map(str, path)))) for path, value in flag_paths(overrides))
@@ -265,7 +265,7 @@ class _Loading:
         return ResolvedConfig(config, checked, self._origins(config, checked))
 
     def _import(self) -> None:
-        """Turn Accelerate's own keys into ours, each at the place of the key that it came from."""
+        """Convert Accelerate's own keys to ours, each with the origin of the key that it came from."""
         file = dict(self.tree.values)
         for key in filter(may_be_foreign, file):
             for verdict in judge_key(key, self.tree.values.pop(key), file, self.registry):
@@ -276,7 +276,7 @@ class _Loading:
                     self._carry(verdict.key, ours, value)
 
     def _follow(self, path: Path, verdict: Verdict) -> None:
-        """A key that cannot be honoured stops the run where the numbers would change, else it is mentioned."""
+        """Apply a conversion; an unsupported key is an error where results would change, else a warning."""
         shown = "" if isinstance(verdict.value, (dict, list)) else f": {show(verdict.value)}"
         sentence = f"{verdict.key}{shown} is not supported; {verdict.says}"
         if verdict.stops:
@@ -285,7 +285,7 @@ class _Loading:
             warnings.warn(f"{self._at(path)}: {sentence}; the run goes on without it.", UserWarning, stacklevel=5)
 
     def _carry(self, theirs: str, key: str, value: Any) -> None:
-        """Write one of our keys, unless the file says it itself."""
+        """Set one of our keys, unless the file sets it itself."""
         path, ours = tuple(theirs.split(".")), tuple(key.split("."))
         there: Any = self.tree.values
         for part in ours:
@@ -298,7 +298,7 @@ class _Loading:
             self._complain(path, f"{both}; keep one of the two")
 
     def _mention_references(self) -> None:
-        """Say that ``${HOME}`` in a value is just these characters; nothing is filled in."""
+        """Warn that references such as ``${HOME}`` in values are not expanded."""
         for path, value in () if self._mentioned else leaves(self.tree.values):
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and _REFERENCE.search(text):
@@ -320,7 +320,7 @@ class _Loading:
         return entries
 
     def _unknown_variable(self, origin: Origin, key: str) -> None:
-        """A near miss is a mistake; anything else may belong to somebody else and is only mentioned."""
+        """A variable similar to one of ours is a mistake; any other may be another program's and only warns."""
         known = {*CORE_KEYS, *self.registry.names()}
         sentence = unknown_variable(key, known)
         if suggest(key, known):
@@ -346,7 +346,7 @@ class _Loading:
     # ---- validation ---------------------------------------------------------------------------------------------
 
     def _split(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The core's keys and the rest, which are sections of backends or mistakes."""
+        """Separate the core's keys from the rest, which are sections of backends or mistakes."""
         core: dict[str, Any] = {}
         rest: dict[str, Any] = {}
         for key, value in self.tree.values.items():
@@ -365,7 +365,7 @@ class _Loading:
             return None
 
     def _section(self, name: str, values: Any) -> bool:
-        """Validate one key that is not the core's; whether it is the section of an installed backend."""
+        """Validate one key that is not the core's; returns whether it is the section of an installed backend."""
         try:
             canonical = self.registry.resolve(name)
             if canonical != name:
@@ -391,7 +391,7 @@ class _Loading:
         return bool(values)
 
     def _judge(self, name: str, problem: Problem) -> None:
-        """A file that another backend would read may be missing here: what is not chosen is only mentioned, once."""
+        """Report a section's problem; that of a backend that is not chosen only warns: its files may be absent here."""
         if not (problem.judged and self._is_idle(name)):
             self.problems.append(problem)
         elif not self._mentioned:
@@ -399,25 +399,25 @@ class _Loading:
             warnings.warn(f"{problem}; {chosen}.", UserWarning, stacklevel=5)
 
     def _is_idle(self, name: str) -> bool:
-        """Whether a backend is chosen, and it is another than this one."""
+        """Whether another backend than this one is chosen."""
         chosen = self.tree.values.get("distributed_type")
         try:
             return chosen is not None and self.registry.resolve("no" if chosen is False else str(chosen)) != name
         except BackendError:
-            return False  # told where it stands
+            return False  # reported at its place in the file
 
     def _spelled(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
         model = self._model(name)
         return values if model is None or not isinstance(values, dict) else spell_out(model, values)
 
     def _stranger(self, name: str, error: BackendNotFoundError) -> str:
-        """A key that is neither the core's nor an installed backend's: a backend to install, or a slip of the pen."""
+        """A key that is neither the core's nor an installed backend's: a backend to install, or a typing error."""
         if "pip install" in error.cure and "Did you mean" not in error.cure:
             return f"{error}".rstrip(".")
         return unknown_key(name, {*CORE_KEYS, *self.registry.names()})
 
     def _backend(self, core: Mapping[str, Any]) -> str | None:
-        """The canonical name of the chosen backend. The registry's own error passes, with the place as a note."""
+        """The canonical name of the chosen backend. The registry's own errors propagate, with the origin as a note."""
         written = core.get("distributed_type")
         name = "no" if written is False else written
         if not isinstance(name, str):
@@ -433,7 +433,7 @@ class _Loading:
             self._models[name] = self.registry.load_section(self.registry.info(name))
         return self._models[name]
 
-    # ---- places -------------------------------------------------------------------------------------------------
+    # ---- origins ------------------------------------------------------------------------------------------------
 
     def _at(self, path: Path) -> Origin:
         return self.tree.origin(path) or DEFAULT

@@ -18,7 +18,7 @@ import yaml
 
 from drivetrain.errors import ConfigError, cut
 
-# ---- Where a configuration value came from, and where in a file a mistake sits
+# ---- Origins of values
 
 Kind = Literal["default", "file", "environment", "flag"]
 
@@ -51,14 +51,14 @@ class Origin:
         return f"environment variable {self.source}" if self.kind == "environment" else f"flag {self.source}"
 
     def at_least(self, kind: Kind) -> bool:
-        """Whether this origin speaks as loud as ``kind`` or louder."""
+        """Whether this origin has at least the precedence of ``kind``."""
         return PRECEDENCE.index(self.kind) >= PRECEDENCE.index(kind)
 
 
 DEFAULT = Origin("default")
 
 
-# ---- Parse YAML into plain values, with the line and column of each key and value
+# ---- Parsing YAML
 
 Path = tuple[str | int, ...]
 """Position of a value in the tree: mapping keys and list indices, outermost first."""
@@ -71,7 +71,7 @@ class Problem:
     Args:
         origin: where.
         sentence: what is wrong.
-        judged: a check of the model's own found it, which may have looked beyond the configuration: at a file.
+        judged: a validator of the model itself found it, which may have read a file.
     """
 
     origin: Origin
@@ -89,7 +89,7 @@ class Document:
     Args:
         values: the tree of plain values.
         keys: where each key stands.
-        places: where each value stands (for a value of a mapping: of the value, not of its key).
+        places: where each value stands (not its key).
         problems: mistakes that do not stop the reading, such as a key written twice.
     """
 
@@ -117,7 +117,7 @@ _LARGEST_NUMBER = 10**300
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with the three changes named above, which stops at a text that is too large while it reads it."""
+    """The safe loader with the three changes named above, and with a limit on the size of the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -134,7 +134,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refuse_size(values: int, depth: int, mark: Any) -> None:
-    """Raise ``yaml.MarkedYAMLError`` for more than a configuration can mean."""
+    """Raise ``yaml.MarkedYAMLError`` for more values than a configuration can have."""
     if values > MAX_VALUES:
         sentence = f"there are more than {MAX_VALUES:,} keys and values, counting what an alias (*name) repeats"
         raise yaml.MarkedYAMLError(problem=sentence, problem_mark=mark)
@@ -159,14 +159,14 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the loader would take for something else than text."""
+    """Quotes text that the loader would read as another type."""
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML's other styles break the line at these, and read some of them back as a space.
+    # PyYAML's other styles break lines at these characters, and read some of them back as a space.
     style = '"' if any(each in "\n\r\x85\u2028\u2029" for each in text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -266,7 +266,7 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Walk:
-    """Turn nodes into values, noting positions on the way.
+    """Converts nodes to values and records their positions.
 
     An alias stands for the same node once more, so values are counted here again: a few lines of aliases of aliases
     can stand for billions of values.
@@ -305,7 +305,7 @@ class _Walk:
 
     @contextmanager
     def _opened(self, node: yaml.Node) -> Iterator[None]:
-        """Refuse a node that is met again inside itself."""
+        """Refuse a node that contains itself."""
         if id(node) in self.open:
             raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
         self.open.add(id(node))
@@ -317,7 +317,7 @@ class _Walk:
             value = self.loader.construct_object(node)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # the loader's constructors raise what int(), a dictionary or a regex happens to
+        except Exception as error:  # the loader's constructors raise whatever int(), a dictionary or a regex raises
             tag = node.tag.removeprefix("tag:yaml.org,2002:")
             raise yaml.MarkedYAMLError(
                 problem=f"{cut(node.value, 60)!r} cannot be read as '{tag}'", problem_mark=node.start_mark
@@ -329,7 +329,7 @@ class _Walk:
         if isinstance(value, str) and (wrong := _NEITHER_PATH_NOR_TEXT.search(value)):
             sentence = f"it holds the character U+{ord(wrong[0]):04X}, which neither a path nor a name can hold"
             raise yaml.MarkedYAMLError(problem=sentence, problem_mark=node.start_mark)
-        if not isinstance(value, (str, int, float, type(None))):  # a date, bytes: nothing that a key here could want
+        if not isinstance(value, (str, int, float, type(None))):  # a date, bytes: types that no key has
             raise _unknown_tag(node)
         return value
 
@@ -342,7 +342,7 @@ class _Walk:
         return result
 
     def _pairs(self, node: yaml.MappingNode, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Keys of a mapping with their nodes. What ``<<`` merges stands first, and gives way to what is written out."""
+        """Keys of a mapping with their nodes. Keys merged by ``<<`` come first, and explicit ones override them."""
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value_node in node.value:
@@ -353,12 +353,12 @@ class _Walk:
             elif not key_node.value.isprintable():
                 self._problem(key_node.start_mark, "a key must be a word, without characters that cannot be shown")
             else:
-                # The text as written: a key such as `no` is a word, whatever YAML 1.1 makes of it.
+                # The text as written: a key such as `no` is text, not YAML 1.1's boolean.
                 own[str(key_node.value)] = (key_node, value_node)
         return merged | own
 
     def _merged(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """What ``<<: node`` brings; of several mappings the first that has a key decides."""
+        """The keys merged by ``<<: node``; the first of several mappings that has a key wins."""
         self._count(node, depth)
         with self._opened(node):
             if isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""Turn validation errors of pydantic into messages with line, column and a suggestion."""
+"""Turns pydantic's validation errors into messages with line, column and a suggestion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LIMITS = {
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing when no known word is close."""
+    """``"; did you mean 'x'?"``, or an empty string when no known word is close."""
     names = list(known)
     guess = closest(word, names)
     if guess is None and len(word) >= 4:
@@ -53,14 +53,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The sentence about a key that nobody knows."""
+    """The sentence about an unknown key."""
     names = sorted(known)
     rest = suggest(key, names) or (f"; the keys here are {', '.join(names)}" if names else "; no key fits here")
     return f"unknown key '{cut(key, 60)}'{rest}"
 
 
 def show(value: Any) -> str:
-    """A value as a person would have written it, cut when long."""
+    """A value as it would be written in a file, cut when long."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
@@ -80,7 +80,7 @@ def model_problems(
     origins: Mapping[Path, Origin],
     keys: Mapping[Path, Origin],
 ) -> list[Problem]:
-    """One problem per place that pydantic complains about.
+    """One problem per location of pydantic's errors.
 
     Args:
         error: what validation raised.
@@ -108,14 +108,14 @@ def model_problems(
             problems.append(Problem(keys.get(path) or _nearest(path, origins), said))
             continue
         origin = _nearest(path, origins)
-        # A variable or a flag is its own name; a place in a file is not.
+        # The origin of a variable or a flag names the key already; that of a file does not.
         said = f"{'.'.join(map(str, path))}: {said}" if origin.kind == "file" else said
         problems.append(Problem(origin, said, judged[path]))
     return problems
 
 
 def _joined(sentences: list[str]) -> str:
-    """Alternatives of a union speak about the same value: ``expected a, or b, not c``."""
+    """Join the errors of a union's alternatives for one value: ``expected a, or b, not c``."""
     split = [each.removeprefix("expected ").split(", not ") for each in sentences]
     if all(each.startswith("expected ") for each in sentences) and len({part[-1] for part in split}) == 1:
         wanted = " or ".join(", not ".join(part[:-1]) for part in split)
@@ -168,7 +168,7 @@ def _literal_guess(value: Any, wanted: str) -> str:
     return suggest(value, wanted.replace("'", "").replace(" or ", ", ").split(", ")) if isinstance(value, str) else ""
 
 
-# ---- questions about models -----------------------------------------------------------------------------------------
+# ---- pydantic models ------------------------------------------------------------------------------------------------
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -206,7 +206,7 @@ _WORDS = {False: ("no", "off", "false", "n"), True: ("yes", "on", "true", "y")}
 
 
 def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with ``no`` given back to the fields that know it as a word, where YAML 1.1 made a boolean of it."""
+    """Restore ``no`` in fields that accept it as text, where YAML 1.1 made a boolean of it."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         info = _field(model, key)
@@ -223,7 +223,7 @@ def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, An
 
 
 def wants_text(model: type[BaseModel], path: Path, text: str) -> bool:
-    """Whether a value written in an environment variable or a flag is meant as text, whatever YAML would make of it."""
+    """Whether a value in an environment variable or a flag is taken as text instead of YAML."""
     for one in submodels(model, path[:-1]):
         info = _field(one, str(path[-1]))
         for plain in _members(info.annotation) if info is not None else ():

@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What :func:`drivetrain.config.load_config` returns, and what the launcher hands to its workers.
+    """The result of :func:`drivetrain.config.load_config`, which the launcher passes to its workers.
 
     Args:
         config: the core's keys.
@@ -103,7 +103,7 @@ class ResolvedConfig:
 def leaves(
     values: Mapping[str, Any] | BaseModel, prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Path and value of everything that is not itself made of keys and values; the core's parts are opened."""
+    """Path and value of every leaf; sections of the core are expanded."""
     pairs = values.items() if isinstance(values, Mapping) else iter(values)
     for key, value in pairs:
         path = (*prefix, str(key))
@@ -158,7 +158,7 @@ def mistakes(problems: list[Problem]) -> ConfigError:
     return ConfigError("\n".join([*lines, f"{count} in the configuration"]))
 
 
-# ---- where each value came from -------------------------------------------------------------------------------------
+# ---- origins of values ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +180,10 @@ def rows(resolved: ResolvedConfig, registry: Backends | None = None) -> list[Row
 
     Args:
         resolved: a loaded configuration.
-        registry: who knows the backends; ``None`` = the process's registry. Asked only when a backend was chosen.
+        registry: of the backends; ``None`` = the process's registry. Used only when a backend was chosen.
 
     Raises:
-        BackendError: the chosen backend is gone or broken by now.
+        BackendError: the chosen backend is missing or broken.
     """
     found = [_row(resolved, path, value) for path, value in leaves(resolved.config)]
     chosen = resolved.config.distributed_type

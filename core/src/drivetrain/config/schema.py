@@ -1,4 +1,4 @@
-"""Every key that a configuration file may hold, with type, default and one sentence each.
+"""The schema of configuration files: every key with its type, default and description.
 
 Names follow Accelerate's files wherever the two mean the same. A backend's own keys live in a section named after it,
 described by the plugin's model, which should derive from :class:`Section`.

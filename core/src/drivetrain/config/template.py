@@ -1,4 +1,4 @@
-"""Write a configuration file in which every key stands with its default and one sentence."""
+"""Writes a configuration file with every key, its default and its description."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def default_file(values: Mapping[str, Any] | None = None, registry: Backends | N
     """The text of a commented YAML file; loading it gives the defaults, changed by ``values``.
 
     Args:
-        values: by dotted key or nested, what shall stand there instead of the default, sections of backends included.
-        registry: who knows the backends; ``None`` = the process's registry.
+        values: by dotted key or nested, written instead of the defaults, sections of backends included.
+        registry: of the backends; ``None`` = the process's registry.
     """
     if registry is None:
         from drivetrain.registry import get_registry
@@ -57,7 +57,7 @@ def chosen_file(values: Mapping[str, Any], registry: Backends, remarks: Iterable
 
     Args:
         values: by dotted key; keys of sections, those of backends included, are two words long.
-        registry: who knows the backends.
+        registry: of the backends.
         remarks: comment lines for the top of the file.
     """
     lines = [f"# {line}\n" for line in (*_CHOSEN, *remarks)]
@@ -102,7 +102,7 @@ def _section(name: str, registry: Backends, given: Given) -> str:
 
 
 def _given(path: tuple[str, str], given: Given) -> Any:
-    """What was given for a key of a section; keys below it are put together again."""
+    """The value given for a key of a section; dotted keys below it are nested again."""
     if path in given:
         return given[path]
     nested: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Keeps track of the prepared loaders that are being iterated: their current batches, and where the loop ends."""
+"""Tracks the prepared loaders that are being iterated: their current batches, and where the loop ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BatchInfo:
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """Which batch this is, the same on every rank: number of the loader, epoch, index within the epoch."""
+        """Identifier of the batch, the same on every rank: number of the loader, epoch, index within the epoch."""
         return self.loader.number, self.loader.epoch, self.index
 
 
@@ -45,7 +45,7 @@ class Pass:
     """One iteration of a prepared loader.
 
     Args:
-        created: serial of the moment when the iteration was asked for.
+        created: serial number at which the iteration was created.
         begun: serial of its first batch; 0 before it.
         batch: the batch that it yielded last.
         iterator: what the script iterates.
@@ -60,7 +60,7 @@ class Pass:
 
 
 class LoopState(NamedTuple):
-    """The script's loop when a micro-batch begins.
+    """State of the script's loop when a micro-batch begins.
 
     Args:
         batch: a number that differs from batch to batch; 0 outside of every loop.
@@ -90,7 +90,7 @@ class ActiveLoaders:
     the loader around it is then current again.
 
     **Several loaders in one loop.** Loaders that yield between the same two micro-batches are read in one loop
-    (``zip``, or an iterator that the script keeps and calls ``next`` on). An inner loop is told from that by its
+    (``zip``, or an iterator that the script keeps and calls ``next`` on). An inner loop is recognised by its
     iteration, which begins anew within each batch of the outer one. The loop ends with the loader that yields first in
     each round, and with those that were begun together with it, as ``zip`` begins them. An iterator that was begun
     earlier, or within the loop, is the script's own: it begins another when one has ended.
@@ -121,7 +121,7 @@ class ActiveLoaders:
         return current is not None and current.is_last
 
     def state(self) -> LoopState:
-        """Where the loop stands; asked once for each micro-batch."""
+        """The state of the loop; called once for each micro-batch."""
         if not self._passes:
             return _OUTSIDE
         if len(self._passes) > 1:
@@ -145,14 +145,14 @@ class ActiveLoaders:
         return self._registered - 1
 
     def show(self, one: Pass, info: BatchInfo) -> None:
-        """Make this the current batch, which this iteration has yielded."""
+        """Make this batch, which this iteration has yielded, the current one."""
         one.batch, one.begun = info, one.begun or info.serial
         if not self._passes or self._passes[-1] is not one:
             self.leave(one)
             self._passes.append(one)
 
     def leave(self, one: Pass) -> None:
-        """The iteration has ended, however."""
+        """Remove an iteration that has ended in any way."""
         self._passes = [each for each in self._passes if each is not one]
 
     def _state_of_several(self) -> LoopState:
@@ -176,7 +176,7 @@ def _batch(one: Pass) -> BatchInfo:
 
 
 def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
-    """Of these, in the order in which they yielded, those that are read in one loop with the last one."""
+    """Those of these passes, ordered by when they yielded, that are read in one loop with the last one."""
     if len(passes) < 2:
         return list(passes)
     inner, loader = passes[-1], _batch(passes[-1]).loader
@@ -188,7 +188,7 @@ def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _ends(moved: Sequence[Pass]) -> tuple[bool, str]:
-    """Whether a loop over several loaders ends here, and why that is not known."""
+    """Whether a loop over several loaders ends here, or why that is unknown."""
     first = moved[0]
     ending = [
         (each, info)
@@ -211,7 +211,7 @@ def _ends(moved: Sequence[Pass]) -> tuple[bool, str]:
 
 
 def _held_by(one: Pass, kind: type) -> bool:
-    """Whether an object of this class holds the iterator. Slow; asked only where loaders of one loop end apart."""
+    """Whether an object of this class holds the iterator. Slow; called only where loaders of one loop end apart."""
     iterator = None if one.iterator is None else one.iterator()
     if iterator is None:
         return False
@@ -221,7 +221,7 @@ def _held_by(one: Pass, kind: type) -> bool:
 
 
 def _rows_of(infos: Sequence[BatchInfo]) -> tuple[Rows | None, str]:
-    """What a loss over the batches of one loop is a mean over, and why it has no weight."""
+    """The rows that a loss over the batches of one loop is a mean over, or why it has no weight."""
     held = [info.rows for info in infos]
     known = [rows for rows in held if rows is not None]
     if len(known) == len(held) and len({rows.real for rows in known}) == 1:

@@ -31,17 +31,17 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True)
 class LoadingContext:
-    """The run, as far as loaders are concerned.
+    """The settings of a run that loaders use.
 
     Args:
         backend: started; its topology says which share is this rank's.
         config: how samples are shared out.
         base_seed: the same on every rank; each loader's order is derived from it.
         put_on_device: move batches to the backend's device.
-        active: notes which loader's batch is current.
+        active: tracks which loader's batch is current.
         rng_types: random states to synchronise at the beginning of each pass, at the cost of a collective; the order of
             samples needs none (``"generator"`` therefore costs nothing).
-        interruption: is told where a training step has ended; ``None`` where nobody wants to stop there.
+        interruption: called where a training step has ended; ``None`` when the run does not save on signals.
     """
 
     backend: Backend
@@ -98,11 +98,11 @@ logger = get_logger(__name__)
 
 @dataclass
 class Cursor:
-    """Where a loader and the views of it stand.
+    """The position of a loader and its views.
 
     Args:
         seed: of the order.
-        position: what was shown.
+        position: what was yielded.
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
@@ -122,7 +122,7 @@ class Cursor:
 
 @final
 class PreparedDataLoader(DataLoader[Any]):
-    """A data loader that shares its samples out among the data-parallel ranks and knows where it stands.
+    """A data loader that distributes its samples over the data-parallel ranks and tracks its position.
 
     It is a ``DataLoader`` only so that ``isinstance`` says so; the work is done by a source. Attributes that are not
     named here are those of the user's loader.
@@ -155,7 +155,7 @@ class PreparedDataLoader(DataLoader[Any]):
         number: int = 0,
         skip: int | None = None,
     ) -> None:
-        # DataLoader.__init__ is not called: it would build samplers that nobody iterates.
+        # DataLoader.__init__ is not called: it would build unused samplers.
         self.base_dataloader = loader
         self._source, self._context, self._cursor = source, context, cursor
         self._shares_out = not source.identity().shares
@@ -183,7 +183,7 @@ class PreparedDataLoader(DataLoader[Any]):
         start, skipped = self._begin(this_pass)
         self.end_of_dataloader = False
         if start.position.finished:
-            # As exact resume wants it, and a surprise to a script that counts epochs by steps.
+            # Exact resume needs this, but it may surprise a script that counts epochs by steps.
             logger.warning(
                 "This pass over a %s is empty: what was restored is the end of epoch %d. The next pass begins the next "
                 "epoch; skip_first_batches(loader, 0) begins it at once.",
@@ -213,7 +213,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 if item.hidden:
                     continue
                 if self.end_of_dataloader is not is_last:
-                    # At a change only: DataLoader looks at every attribute that is set.
+                    # Only on a change: DataLoader checks every attribute that is set.
                     self.end_of_dataloader = is_last
                 rows = item.rows if self._shares_out else None
                 nominal = _larger(nominal, rows)
@@ -234,7 +234,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def _read(
         self, items: Iterator[Item], move: Callable[[Any], Any] | None, full: int
     ) -> tuple[Item | None, Callable[[], Any] | None, Rows | None]:
-        """The next batch, what gives it on its device, and what other ranks' batches hold after the last one."""
+        """The next batch, a function that moves it to its device, and the rows of other ranks after the last batch."""
         beyond = None
         for item in items:
             if item.absent:
@@ -249,7 +249,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return None, None, beyond
 
     def _nominal_rows(self) -> int:
-        """Rows of one rank's full batch, 0 where nobody says."""
+        """Rows of one rank's full batch, 0 where unknown."""
         if self._source.cut.batch_size:
             return self._source.cut.batch_size
         for says in (self.base_dataloader, getattr(self.base_dataloader, "batch_sampler", None)):
@@ -259,7 +259,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return 0
 
     def _begin(self, this_pass: object) -> tuple[Start, int | None]:
-        """Settle where a new pass begins; ``(start, skip)``."""
+        """Decide where a new pass begins; ``(start, skip)``."""
         cursor, source, skip = self._cursor, self._source, self._skip
         self._skip = None
         if not cursor.fresh and skip is None:
@@ -313,7 +313,7 @@ class PreparedDataLoader(DataLoader[Any]):
             synchronize_rng_states(wanted, backend=self._context.backend)
 
     def _move(self) -> Callable[[Any], Any] | None:
-        """Copies a batch to the device; ``None`` leaves batches where they are."""
+        """The function that copies a batch to the device; ``None`` leaves batches where they are."""
         if not self._put_on_device:
             return None
         device, non_blocking = self._context.backend.topology.device, self._context.config.non_blocking
@@ -323,12 +323,12 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def what(self) -> str:
-        """In words, for errors."""
+        """A description for error messages."""
         return f"{type(self.base_dataloader).__name__} number {self.number}"
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether the main process reads every batch and hands it out."""
+        """Whether the main process reads every batch and distributes it."""
         return isinstance(self._source, DispatchSource)
 
     @property
@@ -341,7 +341,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._cursor.even_batches = value
 
     def __len__(self) -> int:
-        """Batches that this rank sees in a full epoch; of a view from ``skip_first_batches``, in its next pass."""
+        """Batches that this rank yields in a full epoch; for a view from ``skip_first_batches``, in its next pass."""
         length = self._source.length()
         if length is None:
             raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
@@ -354,12 +354,12 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Rows of a full global batch; ``None`` where batches are made by somebody else."""
+        """Rows of a full global batch; ``None`` where the loader does not make the batches."""
         return self._source.round_units if self._source.cut.batch_size else None
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in an epoch over all ranks. Raises ``TypeError`` where the data does not say."""
+        """Samples in an epoch over all ranks. Raises ``TypeError`` where that is unknown."""
         length = self._source.length()
         return length if length is not None and self._source.cut.batch_size else len(self.base_dataloader.dataset)
 
@@ -403,7 +403,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a position; the next pass goes on from there.
+        """Load a position; the next pass continues from there.
 
         Raises:
             UsageError: the state is not a loader's, or is of data that is read in another way.
@@ -415,7 +415,7 @@ class PreparedDataLoader(DataLoader[Any]):
         cursor.mark = mark if mark is None or self._shares_out else mark[self._context.dp_rank]
 
     def remember(self) -> Callable[[], None]:
-        """What takes this loader back to where it is now. Not collective."""
+        """A function that restores this loader's current position. Not collective."""
         cursor, was = self._cursor, dict(vars(self._cursor))
         return lambda: vars(cursor).update(was)
 
@@ -433,12 +433,12 @@ class PreparedDataLoader(DataLoader[Any]):
 
 
 def _larger(nominal: int, rows: Rows | None) -> int:
-    """Rows of a full batch: where somebody else makes batches, those before a shorter one say it."""
+    """Rows of a full batch: the larger of the two, where the loader does not make the batches."""
     return max(nominal, *rows.loaded) if rows is not None and rows.whole and rows.counted else nominal
 
 
 def _keep_on_cpu(batch: Any) -> Any:
-    """The common batches of a CPU run have nothing to move; looking is cheaper than rebuilding them."""
+    """Skip the copy of common batches on the CPU: checking them is cheaper than rebuilding them."""
     values = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
     for value in values:  # a loop, since all() over a generator costs twice as much on each batch
         if type(value) is not torch.Tensor or not value.is_cpu:
@@ -448,7 +448,7 @@ def _keep_on_cpu(batch: Any) -> Any:
 
 @contextmanager
 def even_batches_as(loaders: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-    """Passes that begin in here follow this setting instead of the loaders' own; ``None`` changes nothing.
+    """Context in which new passes use this setting instead of the loaders' own; ``None`` changes nothing.
 
     Args:
         loaders: prepared ones.
@@ -518,7 +518,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 class _Kind(type):
-    """A class that has instances without having made them."""
+    """Metaclass of classes that only serve ``isinstance`` checks."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, PreparedDataLoader) and instance.is_dispatched == cls._dispatched

@@ -22,7 +22,7 @@ from drivetrain.errors import CollectiveMismatchError, UsageError
 
 
 def rows_to_keep(sizes: Sequence[int], info: BatchInfo | None, what: str, *, scalar: bool = False) -> list[int]:
-    """How many leading rows of each rank's part are real.
+    """Number of leading rows of each rank's part that are not padding or repeats.
 
     A part is aligned with the batch when it has a row for each row loaded. Where every rank gives as many rows as a
     full batch has while the current batch is shorter (``loss.repeat(batch_size)``), each keeps one for each sample.
@@ -71,9 +71,9 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
     come in; 0-d becomes 1-d. Their sizes along dim 0 may differ from rank to rank. A list of other things becomes the
     list of all ranks' elements, inside a dict or tuple too; anything else becomes a list with one element per rank.
 
-    What is cut is what the current batch of the innermost loop repeats; outside of a loop nothing is. The sizes, a
-    digest of the structure and the batch that a rank is at are exchanged first, so that all ranks raise together and
-    none is left waiting; on an accelerator this waits for the device.
+    Rows that the current batch of the innermost loop repeats are cut; outside of a loop none are. The sizes, a
+    digest of the structure and each rank's current batch are exchanged first, so that all ranks raise together and
+    none hangs; on an accelerator this waits for the device.
 
     Args:
         data: a tree of tensors, lists, objects.
@@ -117,7 +117,7 @@ _loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
 
 
 def set_loaders(backend: Backend, active: ActiveLoaders) -> None:
-    """Say which loaders feed the script that runs on this backend."""
+    """Register the loaders of the script that runs on this backend."""
     _loaders[backend] = active
 
 
@@ -127,7 +127,7 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
     As :func:`drivetrain.distributed.nested.gather`. In a loop whose current batch the ranks do not share in full, equal
     parts, rows of samples come first, in order, and what is beyond them after those, so that cutting the end leaves
     each sample once.
-    A tensor is told to have rows of samples by their number: one for each row of the batch on every rank, the same
+    A tensor is taken to have rows of samples by their number: one for each row of the batch on every rank, the same
     after ``pad_across_processes``, or one number repeated for each row of a full batch (``loss.repeat(batch_size)``).
     Any other tensor must be of one size on all ranks, and is concatenated as it is.
 
@@ -150,7 +150,7 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
 
 
 def _unequal_batch(backend: Backend) -> BatchInfo | None:
-    """The current batch of the script's loop, if the ranks do not hold full, equal parts of it."""
+    """The current batch of the script's loop if the ranks hold unequal or incomplete parts of it."""
     active = _loaders.get(backend)
     info = None if active is None else active.current
     if active is None or info is None or info.rows is None:
@@ -195,12 +195,12 @@ def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], inf
 
 
 def _rows_before_padding(leaf: Tensor) -> int:
-    # What `pad_across_processes` leaves on a tensor to which it has added rows at the end.
+    # Attribute that `pad_across_processes` sets on a tensor to which it has added rows at the end.
     return int(getattr(leaf, "_drivetrain_rows", 0))
 
 
 def current_batch(active: ActiveLoaders, call: str) -> BatchInfo | None:
-    """The batch that a collective of the data-parallel ranks is about; ``None`` outside of every loop.
+    """The batch that a collective of the data-parallel ranks concerns; ``None`` outside of every loop.
 
     Raises:
         UsageError: a rank has no such batch, and cannot take part; or several loaders of one loop repeat samples on
@@ -225,7 +225,7 @@ def current_batch(active: ActiveLoaders, call: str) -> BatchInfo | None:
 
 
 def _check_batches(places: Sequence[tuple[int, ...] | None]) -> None:
-    """Raise the same on every rank where ranks are at different batches."""
+    """Raise the same error on every rank where ranks are at different batches."""
     if len(set(places)) > 1:
         told = "\n".join(
             f"  rank {rank}: outside of a loop"
@@ -283,7 +283,7 @@ def _as_rows(value: Any) -> list[Any] | None:
 
 
 def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backend) -> list[Tensor]:
-    # What a lazy device has recorded so far is the same for every batch; what is cut below is not.
+    # Run the operations that a lazy device has recorded: they are the same for every batch, the cuts below are not.
     backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
     flat = nested.at_least_1d(leaves)
@@ -315,7 +315,7 @@ def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: BatchInfo | No
     text = trees.describe(leaves, lambda tensor: ["*", *tensor.shape[1:]])
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     mine = [leaf.shape[0] for leaf in leaves]
-    # Of fixed size, so that ranks with other numbers of tensors still understand each other.
+    # Of fixed size, so that ranks with different numbers of tensors can exchange it.
     place = _NOWHERE if info is None else info.identity
     header = [*place, digest, len(leaves), *mine[:_HEADER]]
     table = _exchange(header + [0] * (_HEADER + 5 - len(header)), backend)

@@ -1,20 +1,19 @@
-"""Plans which rank reads which sample, from the epoch's order, the units consumed and the rank's coordinate. No torch.
+"""Plans which rank reads which samples, from the epoch's order, the position in it and the rank. Imports no torch.
 
-The unit is a *sample* where the batches are ours to cut, and a whole *batch* where somebody else makes them (a batch
-sampler of the user's, a dataset that yields batches).
+The unit is a *sample* where Drivetrain makes the batches, and a whole *batch* where the user's batch sampler or dataset
+makes them.
 
 **Samples.** A global batch is the next ``dp_size * batch_size`` samples of the order. It is cut into ``dp_size``
 consecutive chunks, so that the ranks' batches, one after the other, are the order. A last, incomplete one is cut as
 evenly as possible: no two ranks differ by more than one sample, and nothing is repeated, since a repeated sample cannot
 be taken out of the mean that a script computes as its loss. Each rank's loss is weighed by its number of samples
 instead (:mod:`drivetrain.loop.accumulation`). Where there are fewer samples than ranks, ``even_batches`` gives the
-ranks without one a sample from the head of the order, so that all ranks take the same number of steps; it weighs
-nothing.
+ranks without one a sample from the head of the order, with weight 0, so that all ranks take the same number of steps.
 
 **Batches.** The ranks take batches in turn, a global batch is the next ``dp_size`` of them. With ``even_batches`` a
 last, incomplete round is filled with batches from the head of the order.
 
-What is repeated is known here, without communication, and never weighs on a metric (:mod:`drivetrain.data.metrics`).
+Repeated samples are known without communication and excluded from metrics (:mod:`drivetrain.data.metrics`).
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class IndexedOrder:
 
     def take(self, start: int, stop: int) -> list[Any]:
         part = self._units[start:stop]
-        # tolist() gives Python's integers, which every dataset understands.
+        # tolist() gives Python integers, which every dataset accepts.
         return part.tolist() if hasattr(part, "tolist") else list(part)
 
     def head(self, count: int) -> list[Any]:
@@ -106,7 +105,7 @@ class StreamedOrder:
     Args:
         units: the epoch from its beginning.
         keep: how many of the first units are remembered for :meth:`head`.
-        guard: entered around each stretch of reading, for random state that is the stream's own.
+        guard: context entered for each read, for the stream's own random state.
     """
 
     def __init__(self, units: Iterator[Any], keep: int, guard: AbstractContextManager[Any] | None = None) -> None:
@@ -144,8 +143,8 @@ class Rows:
     Args:
         real: rows that count.
         loaded: rows that are loaded, repeated ones included.
-        units: by how much it moves the position.
-        whole: these are batches that somebody else made.
+        units: by how much it advances the position.
+        whole: these are batches that the user's loader made.
         counted: the numbers are rows; otherwise a nominal 1 stands for a batch whose size is not known.
     """
 
@@ -161,7 +160,7 @@ class Rows:
         return self.real != self.loaded
 
     def grown(self, size: int) -> Rows:
-        """The same rows among batches of this size: every rank that has any loads so many."""
+        """The same rows in batches padded to this size on every rank that has any."""
         return replace(self, loaded=tuple(size if number else 0 for number in self.loaded))
 
     @cached_property
@@ -182,7 +181,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Cut:
-    """How an order is cut into batches.
+    """How an order is split into batches.
 
     Args:
         batch_size: rows of one rank's full batch; ``0`` where the unit is a batch.
@@ -212,7 +211,7 @@ class Cut:
         return Rows(sizes, sizes, self.units)
 
     def rows(self, samples: int) -> Rows:
-        """How a global batch of this many samples is shared out."""
+        """The distribution of a global batch of this many samples."""
         if samples == self.units:
             return self.full
         base, extra = divmod(samples, self.dp_size)
@@ -221,7 +220,7 @@ class Cut:
         return Rows(real, tuple(max(rows, 1) for rows in real) if even else real, samples)
 
     def rounds(self, units: int, dp_rank: int) -> int:
-        """Batches that this coordinate sees in an epoch of so many units."""
+        """Batches of this coordinate in an epoch of this many units."""
         full, rest = divmod(units, self.units)
         if not rest or (self.drop_last and self.batch_size):
             return full
@@ -256,7 +255,7 @@ def plan_samples(order: Order, cut: Cut, start: int, dp_rank: int | None) -> Ite
 
     Args:
         order: the epoch's samples.
-        cut: how they are shared out.
+        cut: how they are split.
         start: samples consumed, over all ranks.
         dp_rank: whose batches; ``None`` yields the global batches, all ranks' chunks one after the other.
 
@@ -328,7 +327,7 @@ def plan_split(
 
 
 def round_rows(sizes: Sequence[int | None], real: int, dp_size: int) -> Rows:
-    """What a round of whole batches holds.
+    """The rows of a round of whole batches.
 
     Args:
         sizes: rows of each coordinate's batch, ``None`` where that is not known.
@@ -346,12 +345,12 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class Position:
-    """What has been shown. Not frozen: a loader moves it on with every batch, and a new one each time costs more.
+    """Position in the data. Mutable: a loader advances it with every batch, and a new object each time costs more.
 
     Args:
         epoch: counts from 0.
-        consumed: units (samples or batches) of the epoch that were shown, over all ranks, repetitions not counted.
-        finished: the epoch's last batch was shown.
+        consumed: units (samples or batches) of the epoch that were yielded, over all ranks, without repetitions.
+        finished: the epoch's last batch was yielded.
         streams: for a dataset read by several workers, units taken from each worker's stream; else empty.
         turn: the worker whose stream is next.
     """
@@ -369,14 +368,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Identity:
-    """What must agree between the loader that saved a position and the one that takes it over.
+    """Properties that must agree between the loader that saved a position and the one that loads it.
 
     Args:
         unit: ``"samples"`` or ``"batches"``.
         num_streams: worker streams of an iterable dataset, else 1.
         length: units in an epoch where known.
-        shares: 0 where the loader shares samples out among the ranks; else, for data that each rank already has a
-            share of, the number of ranks: their shares cannot be dealt out anew.
+        shares: 0 where the loader distributes samples over the ranks; else, for already sharded data, the number of
+        ranks, which cannot change.
     """
 
     unit: str

@@ -1,4 +1,4 @@
-"""Prepares a data loader: decides how its samples are shared out among the ranks and which seed orders them."""
+"""Prepares a data loader: decides how its samples are distributed over ranks and which seed orders them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare_data_loader(
     put_on_device: bool | None = None,
     slice_fn_for_dispatch: SliceFunction | None = None,
 ) -> PreparedDataLoader:
-    """Share a loader's samples out among the data-parallel ranks. A prepared loader comes back as it is.
+    """Distribute a loader's samples over the data-parallel ranks. A prepared loader is returned unchanged.
 
     Collective over all ranks if the loader has a random generator of the user's (its seed is taken from rank 0), else
     local. Every rank prepares its loaders in the same order.
@@ -69,7 +69,7 @@ def prepare_data_loader(
     data = loader.dataset if isinstance(loader, DataLoader) else loader
     shares = context.dp_size if is_sharded(data) or is_sharded(loader) else 0
     dp_size = 1 if shares else context.dp_size
-    # Also for ranks that compute one batch together: each would read it for itself.
+    # Also for ranks that compute one batch together: each would read it separately.
     dispatched = bool(context.config.dispatch_batches) and not shares and context.backend.topology.world_size > 1
     if slice_fn_for_dispatch is not None and not context.config.dispatch_batches:
         raise UsageError(
@@ -138,7 +138,7 @@ def _refuse_split(refuse: bool, whose: str) -> None:
 
 
 def _seed(context: LoadingContext, generator: torch.Generator | None, number: int) -> int:
-    """The user's generator decides, then ``data_seed``, then the run with the loader's number."""
+    """Seed from the user's generator, else from ``data_seed``, else from the run's seed and the loader's number."""
     if generator is not None:
         return derive_seed("generator", context.backend.broadcast_object(generator.initial_seed()))
     if context.config.data_seed is not None:

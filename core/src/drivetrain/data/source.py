@@ -1,7 +1,7 @@
 """Reads the batches of a prepared loader: from map-style and iterable datasets, stateful loaders, or the main process.
 
 :class:`MapSource` and :class:`IterableSource` read torch's ``DataLoader``, :class:`StatefulSource` an object that has
-its own state, and :class:`DispatchSource` hands out what the main process has read through one of these.
+its own state, and :class:`DispatchSource` distributes what the main process reads through one of these.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from drivetrain.launch.worker import SIGNALS
 class PrivateRandom:
     """Python's, numpy's and torch's (CPU) global random state, swapped in on entry and out on exit.
 
-    What runs inside sees a stream that depends on the seed alone, across any number of entries. What runs outside does
-    not notice it, save for one thing: the second of a pair of normal numbers that numpy's legacy functions keep for
-    the next call is drawn anew after an entry. (Numpy's generators are exchanged rather than copied, at a hundredth of
-    the cost; an entry costs about ten microseconds.)
+    Code inside draws from a stream that depends on the seed alone, across any number of entries. Code outside is
+    unaffected, with one exception: the second of a pair of normal numbers that numpy's legacy functions keep for the
+    next call is drawn anew after an entry. (Numpy's generators are exchanged rather than copied, at a hundredth of the
+    cost; an entry costs about ten microseconds.)
     """
 
     def __init__(self, seed: int) -> None:
@@ -195,15 +195,15 @@ def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | No
 
 
 def _num_indices(unit: Any) -> int | None:
-    """Rows of a batch by its indices; ``None`` for one index, which stands for a batch that the dataset makes."""
+    """Rows of a batch by its indices; ``None`` for a single index, for which the dataset makes the batch."""
     is_batch = getattr(unit, "ndim", 0) == 1 or (isinstance(unit, Sequence) and not isinstance(unit, (str, bytes)))
     return len(unit) if is_batch else None
 
 
 def _is_plain(sampler: Any, kind: type) -> bool:
-    """Of this very class, or its twin in torchdata, whose stateful loader brings samplers of its own.
+    """Whether the sampler is of exactly this class, or of torchdata's equivalent.
 
-    A subclass may do anything, so it is iterated instead.
+    A subclass may behave differently, so it is iterated instead.
     """
     own = type(sampler)
     return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
@@ -270,9 +270,9 @@ class Item(NamedTuple):
     Args:
         batch: this rank's rows; in a source read for all ranks the global batch, or the list of every rank's batch.
         rows: what the global batch holds.
-        stream: the worker it came from, where workers read streams of their own.
+        stream: the worker it came from, where each worker reads its own stream.
         mark: the loader's own state after this batch, for loaders that keep one.
-        hidden: it counts as consumed but is not shown.
+        hidden: it counts as consumed but is not yielded.
         absent: the ranks that come first have a batch here, and this rank has none.
     """
 
@@ -290,9 +290,9 @@ class Start:
 
     Args:
         seed: of the order.
-        position: what has been shown, or is to be passed over.
+        position: what has been yielded, or is to be skipped.
         even_batches: as in :class:`~drivetrain.data.plan.Cut`.
-        discard: pass over so many global batches more (where only reading tells whose streams they come from).
+        discard: skip this many further global batches (where their streams are known only by reading).
         mark: units consumed when the loader's own state was taken, and that state, for loaders that keep one.
     """
 
@@ -307,13 +307,13 @@ class Source(ABC):
     """Reads the batches of a prepared loader.
 
     Args:
-        cut: how units are shared out; ``batch_size`` 0 where the unit is a whole batch.
+        cut: how units are split; ``batch_size`` 0 where the unit is a whole batch.
         dp_rank: whose batches; ``None`` reads for all ranks.
         shares: see :class:`~drivetrain.data.plan.Identity`.
 
     Attributes:
         round_units: units of a full global batch.
-        num_streams: streams that workers read each for itself; 1 where there are none.
+        num_streams: number of streams, one per worker; 1 without workers.
     """
 
     num_streams = 1
@@ -323,7 +323,7 @@ class Source(ABC):
         self.round_units = cut.units
 
     def identity(self) -> Identity:
-        """What its positions mean."""
+        """The identity that its positions belong to."""
         return Identity("samples" if self.cut.batch_size else "batches", self.num_streams, self.length(), self._shares)
 
     @abstractmethod
@@ -340,7 +340,7 @@ def _length(data: Any) -> int | None:
 
 
 def num_rows(batch: Any) -> int | None:
-    """Rows of a batch that somebody else made: the size along dim 0 that its tensors agree on, else its length."""
+    """Rows of a batch that the user's loader made: the common size of its tensors along dim 0, else its length."""
     found = {leaf.shape[0] if leaf.dim() else 0 for _, leaf in trees.leaves(batch) if isinstance(leaf, Tensor)}
     if len(found) == 1:
         return found.pop() or None
@@ -350,10 +350,10 @@ def num_rows(batch: Any) -> int | None:
 
 
 def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[Any]:
-    """A loader of the same class with the same settings, whatever they are, that reads something else.
+    """A loader of the same class and settings that reads another dataset or sampler.
 
-    Torch forbids setting these attributes since a loader in use would not follow; this one is not in use yet. Building
-    it anew by its constructor would lose what a subclass adds.
+    torch forbids setting these attributes since a loader in use would ignore them; this one is not in use yet. Calling
+    its constructor would lose what a subclass adds.
     """
     made = copy.copy(loader)
     vars(made).update(replaced, _iterator=None)
@@ -362,9 +362,9 @@ def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[An
 
 @final
 class PlannedSampler:
-    """Stands in for the user's sampler: hands the planned units to the ``DataLoader`` and keeps their rows.
+    """Replaces the user's sampler: gives the planned units to the ``DataLoader`` and keeps their rows.
 
-    The rows of a global batch without units for this rank are kept, and the ``DataLoader`` does not hear of it.
+    The rows of a global batch without units for this rank are kept, and the ``DataLoader`` does not see that batch.
     """
 
     def __init__(self) -> None:
@@ -480,7 +480,7 @@ class StatefulSource(Source):
                 )
             loader.load_state_dict(state)
         cut = replace(self.cut, even_batches=start.even_batches)
-        # Batches are passed over without being kept, except the first, which may be needed to fill the last round.
+        # Skipped batches are not kept, except the first, which may be needed to fill the last round.
         order = StreamedOrder(iter(loader), cut.dp_size)
         for batch_list, real in plan_rounds(order, cut, wanted - read):
             rows = round_rows([num_rows(batch) for batch in batch_list], real, cut.dp_size)
@@ -495,10 +495,10 @@ class StatefulSource(Source):
 
 @final
 class _IgnoreFirstSignal:
-    """A ``worker_init_fn`` after which the process heeds a second signal only.
+    """A ``worker_init_fn`` that makes the process ignore the first SIGTERM or SIGINT.
 
-    Schedulers send SIGTERM to all processes of a job, and a terminal Ctrl-C, these among them. Whoever really means to
-    end them asks twice: torch when it gives up on one, then Python when it ends.
+    Schedulers send SIGTERM to all processes of a job, and a terminal sends SIGINT, loader workers included. Those that
+    must really end get a second signal: from torch when it gives up on one, then from Python when it exits.
 
     Args:
         function: the user's own.
@@ -508,14 +508,14 @@ class _IgnoreFirstSignal:
         self._function = function
 
     def __call__(self, worker: int) -> None:
-        for number in SIGNALS:  # here, since torch sets handlers when the process has begun
+        for number in SIGNALS:  # here, since torch sets handlers when the process has started
             signal.signal(number, _heed_next_signal)
         if self._function is not None:
             self._function(worker)
 
 
 def ignore_first_signal(loader: DataLoader[object]) -> DataLoader[object]:
-    """The same loader, with processes that go on; itself where it has none."""
+    """The same loader, whose workers ignore the first signal; unchanged without workers."""
     if not loader.num_workers:
         return loader
     return clone(loader, {"worker_init_fn": _IgnoreFirstSignal(loader.worker_init_fn)})
@@ -536,14 +536,14 @@ class StreamShard(IterableDataset[Any]):
     ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
     yields whole batches.
 
-    It cuts and collates by itself, since only where the stream is read is it known which samples are repeated. With
-    workers each reads a stream of its own, as torch has it, the same on every rank.
+    It splits and collates by itself, since only the reader of the stream knows which samples are repeated. Each worker
+    reads its own stream, as in torch, the same on every rank.
 
-    A whole global batch is held in memory: which rank gets what of the last one depends on where the stream ends.
+    A whole global batch is held in memory: how the last one is distributed depends on where the stream ends.
 
     Args:
         dataset: the user's.
-        cut: how units are shared out.
+        cut: how units are split.
         dp_rank: whose batches; ``None`` keeps all ranks' (for dispatch).
         collate: the user's.
         num_streams: number of workers, at least 1.
@@ -562,7 +562,7 @@ class StreamShard(IterableDataset[Any]):
     ) -> None:
         self.dataset, self.cut, self.dp_rank = dataset, cut, dp_rank
         self._collate, self._seed_workers = collate, seed_workers
-        # Persistent workers hold a copy of this object from the first epoch on; they see later ones by this memory.
+        # Persistent workers hold a copy of this object from the first epoch; this memory tells them of later ones.
         self._control = torch.zeros(4 + num_streams, dtype=torch.int64)
 
     def share(self) -> None:
@@ -579,7 +579,7 @@ class StreamShard(IterableDataset[Any]):
         seed, epoch, turn, even, *skips = self._control.tolist()
         skip = skips[stream]
         if stream < turn:
-            # Torch begins with worker 0; it is given something to pass over until the stream that was next comes.
+            # torch begins with worker 0; it gets batches to skip until the stream that was next.
             yield stream, _NO_BATCH, [], None
         own = derive_seed("stream", seed, epoch, stream)
         guard: AbstractContextManager[None] | None = None
@@ -615,14 +615,14 @@ def _as_is(item: Any) -> Any:
 
 @final
 class _WorkerInit:
-    """Shows the user's ``worker_init_fn`` and dataset the ``get_worker_info().dataset`` that torch would show them."""
+    """Gives the user's ``worker_init_fn`` and dataset the same ``get_worker_info().dataset`` as torch."""
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
         self._function = function
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        # WorkerInfo refuses assignment to protect users from themselves; this restores what they expect in it.
+        # WorkerInfo refuses assignment to protect users; this restores what they expect in it.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker)
@@ -635,7 +635,7 @@ class IterableSource(Source):
     Args:
         loader: the user's.
         cut, dp_rank, shares: see :class:`Source`.
-        ignores_signals: its processes go on when the run is told to end.
+        ignores_signals: its workers ignore the first signal.
     """
 
     def __init__(
@@ -679,12 +679,12 @@ SliceFunction = Callable[..., Any]
 class DispatchSource(Source):
     """Batches that global rank 0 reads; collective over all ranks, one broadcast for each.
 
-    Ranks that do not read never touch the dataset. An exception of the reader is raised on every rank.
+    Other ranks never access the dataset. An exception of the reader is raised on every rank.
 
     Args:
         inner: reads for all ranks; used on the main process.
-        backend: the way to the other ranks.
-        slice_fn: how a global batch is cut; ``None``: :func:`slice_rows`.
+        backend: for the broadcast.
+        slice_fn: splits a global batch; ``None``: :func:`slice_rows`.
     """
 
     def __init__(self, inner: Source, backend: Backend, slice_fn: SliceFunction | None) -> None:
@@ -724,7 +724,7 @@ class DispatchSource(Source):
                 item, following = following, next(items, None)
                 yield item, following is None
         except Exception as error:
-            # The others wait for a batch; they learn why there is none before this rank goes down.
+            # The others wait for a batch; tell them why there is none before this rank raises.
             self._backend.broadcast_object((f"{type(error).__name__}: {error}", True))
             raise
 

@@ -1,1 +1,1 @@
-"""What processes have in common: process group, collectives, random numbers, devices."""
+"""Process group, collectives, random number generators and devices of the processes of a job."""

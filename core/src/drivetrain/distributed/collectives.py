@@ -1,4 +1,4 @@
-"""Collectives on one tensor or one object over ``torch.distributed``: what a :class:`~drivetrain.api.Backend` inherits.
+"""Collectives on one tensor or one object over ``torch.distributed``, the defaults of :class:`~drivetrain.api.Backend`.
 
 ``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
 Every function is collective over the group it names and local when that group has one member. A tensor of any dtype
@@ -115,7 +115,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp, topology: Topology) -> Tensor:
 
 
 def broadcast(tensor: Tensor, src: int, topology: Topology) -> Tensor:
-    """Everyone gets global rank ``src``'s values in a new tensor. Collective over all ranks; shape and dtype agree."""
+    """Broadcast global rank ``src``'s values in a new tensor. Collective over all ranks; shape and dtype agree."""
     if not 0 <= src < topology.world_size:
         raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
     if topology.world_size == 1:
@@ -161,7 +161,7 @@ def all_gather_object(obj: Any, topology: Topology) -> list[Any]:
 
 
 def broadcast_object(obj: Any, src: int, topology: Topology) -> Any:
-    """Everyone gets global rank ``src``'s object, pickled. Collective over all ranks; ``obj`` is ignored elsewhere."""
+    """Broadcast global rank ``src``'s object, pickled. Collective over all ranks; ``obj`` is ignored elsewhere."""
     if not 0 <= src < topology.world_size:
         raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
     if topology.world_size == 1:
@@ -172,7 +172,7 @@ def broadcast_object(obj: Any, src: int, topology: Topology) -> Any:
 
 
 def barrier(topology: Topology) -> None:
-    """Wait until every rank of the job is here. Collective over all ranks."""
+    """Wait until every rank of the job has made this call. Collective over all ranks."""
     if topology.world_size == 1:
         return
     device = torch.device(topology.device)
@@ -189,21 +189,21 @@ def _as_carried(tensor: Tensor, topology: Topology) -> tuple[Tensor, bool]:
 
 
 def _wire_device(tensor: Tensor, topology: Topology) -> torch.device:
-    """Where a tensor must lie to travel: NCCL cannot carry a CPU tensor, so it goes by way of the device."""
+    """The device on which a tensor is sent: NCCL cannot send a CPU tensor, so it is copied to the accelerator."""
     device = torch.device(topology.device)
     return tensor.device if tensor.device.type == device.type else device
 
 
 class Ranks:
-    """Collectives over every rank of the job, by global rank, that tell every rank when one of them fails.
+    """Collectives over every rank of the job, by global rank, that raise on every rank when one of them fails.
 
     A backend's own object collectives span the data-parallel ranks; where the mesh has other axes too, the default
     process group spans them all.
 
     Args:
-        backend: whose ranks these are.
-        alone: only the main process is in this; it waits for nobody.
-        group: a process group of all ranks to talk over instead, for a thread beside the training.
+        backend: of the ranks.
+        alone: only the main process calls; nothing is communicated.
+        group: another process group of all ranks, for a background thread.
     """
 
     def __init__(self, backend: Backend, *, alone: bool = False, group: Any = None) -> None:
@@ -228,12 +228,12 @@ class Ranks:
         return value if self.world_size == 1 else cast("T", self._backend.broadcast_object(value, 0))
 
     def ask_whether_same(self, fits: bool, mark: int) -> Callable[[], bool]:
-        """Begin to find out whether ``fits`` is true on every rank and ``mark`` the same. Collective over all ranks.
+        """Start to check whether ``fits`` is true on every rank and ``mark`` the same. Collective over all ranks.
 
-        Far cheaper than :meth:`gather`. Only where these ranks were given a process group, which carries CPU tensors.
+        Far cheaper than :meth:`gather`. Only with a ``group``, which must support CPU tensors.
 
         Returns:
-            Waits for the answer. To be called before anything else is asked of these ranks.
+            A function that waits for the answer, to be called before the next collective of these ranks.
         """
         if self.world_size == 1:
             return lambda: fits
@@ -249,7 +249,7 @@ class Ranks:
         return answer
 
     def agree(self, action: str, work: Callable[[], T]) -> list[T]:
-        """Every rank works, and nobody goes on when one of them failed. Collective over all ranks.
+        """Run ``work`` on every rank, and raise on all of them when one failed. Collective over all ranks.
 
         Args:
             action: what ``work`` does, as in "rank 1 could not <action>".

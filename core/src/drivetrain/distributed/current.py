@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class World(Backend):
-    """All processes of the job and their collectives; trains nothing, so it has no name in the registry."""
+    """A backend that only provides the collectives of the job; it trains nothing and is not in the registry."""
 
     capabilities = Capabilities(replicated=False)
 
@@ -54,14 +54,14 @@ class World(Backend):
         *,
         training: bool = True,
     ) -> NoReturn:
-        """Refuse: there is nothing here that could train."""
+        """Raise: this backend cannot train."""
         raise UnsupportedError(
             f"PartialState connects processes and does not train ({type(model).__name__} was given)",
             cure="Use Accelerator().prepare(...).",
         )
 
     def stop(self) -> None:
-        """Give the claim on the process group back."""
+        """Release the claim on the process group."""
         if self._handle is not None:
             self._handle.release()
             self._handle = None
@@ -72,7 +72,7 @@ _started: list[tuple[ref[Backend], str]] = []
 
 
 def set_current_backend(backend: Backend, name: str = "") -> None:
-    """Make a started backend the current one, until a newer is set or it is forgotten or garbage.
+    """Make a started backend the current one, until a newer one is set or it is forgotten or collected.
 
     Args:
         backend: the backend, started.
@@ -83,12 +83,12 @@ def set_current_backend(backend: Backend, name: str = "") -> None:
 
 
 def forget_backend(backend: Backend) -> None:
-    """Take a backend that stops out of the running; the one set before it becomes current again."""
+    """Remove a backend that stops; the one set before it becomes current again."""
     _started[:] = [(one, name) for one, name in _started if one() not in (None, backend)]
 
 
 def forget_all() -> None:
-    """As if no Accelerator and no PartialState had ever been made."""
+    """Remove all backends."""
     _started.clear()
 
 

@@ -1,4 +1,4 @@
-"""Choosing this process's device, by ``torch.accelerator``: cuda, xpu, hpu, npu, mps, tpu and cpu alike."""
+"""Selects this process's device through ``torch.accelerator``."""
 
 from __future__ import annotations
 

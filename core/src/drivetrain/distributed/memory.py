@@ -1,4 +1,4 @@
-"""Freeing device memory, and finding a batch size that fits."""
+"""Frees device memory and finds a batch size that fits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 SHRINK = 0.9
 """Factor from one batch size to the next, Accelerate's."""
 
-# What is said with a bare RuntimeError, by torch's CPU allocator, cuDNN's workspace and older device plugins.
+# Messages of a plain RuntimeError, from torch's CPU allocator, cuDNN's workspace and older device plugins.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch caches back to the device.
+    """Release the device memory that torch caches.
 
     Args:
         garbage_collection: collect unreachable Python objects first.
@@ -52,7 +52,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory, of the device or of the host, was not enough."""
+    """Whether an exception means that device or host memory was exhausted."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
@@ -75,7 +75,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Decorate a function so that it runs again with a smaller batch size when memory was not enough.
+    """Decorate a function so that it runs again with a smaller batch size when it runs out of memory.
 
     The function gets the batch size as its first argument, which callers leave out. After every attempt the ranks
     vote (collective over the data-parallel ranks): when one of them ran out of memory, all try again with the same,
@@ -129,7 +129,7 @@ def find_executable_batch_size(
 def _attempt(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, RuntimeError | MemoryError | None]:
-    """The result, or the error when memory was not enough; another error passes."""
+    """The result, or the error when out of memory; other errors propagate."""
     clear_device_cache(garbage_collection=True)
     try:
         return function(size, *args, **kwargs), None

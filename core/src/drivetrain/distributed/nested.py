@@ -10,7 +10,7 @@ the process when sizes differ, and mixes up elements when only shapes do; so on 
 accelerator that comparison would make the host wait for the device, so there it is made in debug mode only
 (``debug=True``).
 
-**What travels.** Small tensors go together in one collective.
+Small tensors are sent together in one collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from drivetrain.distributed.trees import describe, tensors, with_tensors
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import CollectiveMismatchError, UsageError
 
-# On 2 gloo ranks a collective of 64 KiB takes as long as one of 256 bytes; at 1 MiB the size tells.
+# On 2 gloo ranks a collective of 64 KiB takes as long as one of 256 bytes; one of 1 MiB takes longer.
 TOGETHER_BYTES = 1 << 16
 
 
@@ -62,7 +62,7 @@ def at_least_1d(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gather_parts(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
-    """Each tensor from all data-parallel ranks, shape ``(dp_size, n, ...)``. Small ones travel together, as bytes.
+    """Each tensor from all data-parallel ranks, shape ``(dp_size, n, ...)``. Small ones are sent together, as bytes.
 
     Collective over the data-parallel ranks, which give the same shapes and dtypes.
     """
@@ -245,7 +245,7 @@ def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bo
 
 
 def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of tensors that travel in one collective: small ones by dtype and device, large ones alone."""
+    """Indices of tensors sent in one collective: small ones by dtype and device, large ones alone."""
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         small = leaf.numel() * leaf.element_size() <= TOGETHER_BYTES

@@ -42,7 +42,7 @@ def share(length: int, index: int, count: int, padded: bool = False) -> list[int
 
 
 def split(inputs: Any, index: int, count: int, padded: bool = False) -> Any:
-    """The share of one process; the argument is left as it was. Local.
+    """The share of one process; the argument is unchanged. Local.
 
     Args:
         inputs: a list, tuple or other sequence, a tensor or array (cut along dim 0), a dict of these (nested too, all
@@ -106,7 +106,7 @@ def _take(inputs: Any, indices: list[int]) -> Any:
 
 
 class ProcessControl:
-    """Ranks of one process and what it does by them: what ``PartialState`` and ``Accelerator`` have in common.
+    """Ranks and process control, the common base of ``PartialState`` and ``Accelerator``.
 
     Args:
         job: the started backend.
@@ -156,7 +156,7 @@ class ProcessControl:
         return self.num_processes > 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Collective over all ranks."""
+        """Wait until every process has made this call. Collective over all ranks."""
         check_collective("wait_for_everyone")
         self._job.barrier()
 
@@ -280,7 +280,7 @@ class ProcessControl:
 
 
 def _only_where(here: Callable[[], bool], function: Callable[P, R] | None) -> Any:
-    """A decorator, or the decorated function; the place is asked at each call."""
+    """A decorator, or the decorated function; the condition is evaluated at each call."""
 
     def decorate(inner: Callable[P, R]) -> Callable[P, R | None]:
         @functools.wraps(inner)

@@ -1,4 +1,4 @@
-"""Forms the default process group once, shares it within the process, and destroys it when its last user is gone."""
+"""Forms the default process group once, shares it within the process, and destroys it after its last use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAIN_SECONDS = 0.1
 
 
 class _Groups:
-    """The process groups that this process has formed so far."""
+    """The process groups that this process has formed."""
 
     holders = 0
     """How many handles keep the present group alive."""
@@ -38,18 +38,18 @@ class _Groups:
 
 @dataclass
 class ProcessGroupHandle:
-    """One holder's claim on the default process group.
+    """A counted reference to the default process group.
 
     Args:
         communication_backend: gloo, nccl, ...; ``None`` when one process runs alone and no group exists.
-        counted: this handle is one of those that keep the group alive.
+        counted: this handle keeps the group alive.
     """
 
     communication_backend: str | None
     counted: bool = False
 
     def release(self) -> None:
-        """Give the claim back; the last one destroys the group if we formed it. Not collective. May be called twice."""
+        """Release the reference; the last destroys the group if we formed it. Not collective. May be called twice."""
         if not self.counted:
             return
         self.counted = False
@@ -63,13 +63,13 @@ def ensure_process_group(
 ) -> ProcessGroupHandle:
     """Join the default process group, forming it when there is none. Collective over all ranks when it forms.
 
-    A group that somebody else formed is used as it is and never destroyed by us. A lone process forms none, unless its
+    An existing group is used as it is and never destroyed by us. A single process forms none, unless its
     engine needs one.
 
     Args:
         process: ranks, as the launcher gave them.
         device_type: what torch's default communication backend is chosen for.
-        settings: the user's wishes.
+        settings: the user's settings.
         alone: form a group of one too, without a rendezvous.
 
     Raises:
@@ -108,14 +108,14 @@ def ensure_process_group(
 
 
 def _rendezvous_method() -> str:
-    """By the common variables, or at the address on which the tasks of a cluster's launcher agree."""
+    """The init method: the common variables, or the address derived from a cluster launcher's variables."""
     point = meeting_point(os.environ)
     return "env://" if point is None else f"tcp://{point[0]}:{point[1]}"
 
 
 def _check_devices(communication_backend: str, device_type: str) -> None:
-    """Refuse nccl and its like on the CPU, where torch would fail at the first collective, without a reason."""
-    # Gloo is what Apple's devices use too; it is at home on the CPU.
+    """Refuse nccl and similar backends on the CPU, where torch would fail at the first collective."""
+    # gloo runs on the CPU, and Apple's devices use it too.
     if device_type != "cpu" or communication_backend == "gloo":
         return
     kinds = known_kinds(get_registry().devices())
@@ -143,7 +143,7 @@ def _store(process: ProcessInfo, init_method: str, timeout: timedelta) -> Any:
 
 
 def _destroy() -> None:
-    """Destroy the group and let its threads drain; wrappers that hold it must be gone by now."""
+    """Destroy the group and let its threads drain; wrappers that hold it must be released before."""
     _Groups.holders = 0
     if dist.is_initialized():
         gc.collect()

@@ -1,4 +1,4 @@
-"""Random number generators: seeding them, making ranks agree, and their state as plain data for a checkpoint."""
+"""Seeds random number generators, synchronises them over ranks, and captures their state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceGenerator:
-    """Random numbers of a device type that torch has no module for, so that ``torch.manual_seed`` does not reach them.
+    """The generator of a device type without a torch module, which ``torch.manual_seed`` does not seed.
 
     Args:
-        state: gives the state as a CPU tensor of bytes.
-        set_state: takes such a state.
-        seed: starts anew from a number, from 0 to 2**64 - 1.
+        state: returns the state as a CPU tensor of bytes.
+        set_state: sets such a state.
+        seed: seeds it with a number from 0 to 2**64 - 1.
     """
 
     state: Callable[[], Tensor]
@@ -40,7 +40,7 @@ _generators: dict[str, DeviceGenerator] = {}
 
 
 def register_device_generator(device_type: str, generator: DeviceGenerator) -> None:
-    """Let :func:`set_seed`, checkpoints and synchronisation reach this device type's generator.
+    """Register this device type's generator for :func:`set_seed`, checkpoints and synchronisation.
 
     Called by a backend in ``start``; seeds it as torch's own generators are seeded. Once a process counts.
     """
@@ -85,7 +85,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_state(
     rng_type: str | None = None, generator: torch.Generator | None = None, backend: Backend | None = None
 ) -> None:
-    """Give every rank the main process's state of one generator. Collective over all ranks.
+    """Broadcast the main process's state of one generator. Collective over all ranks.
 
     Args:
         rng_type: ``"torch"`` (CPU), ``"python"``, ``"numpy"``, ``"generator"`` (the given), ``"device"``, or the type
@@ -145,7 +145,7 @@ def capture_rng(device: str = "cpu") -> dict[str, Any]:
 
 
 def restore_rng(captured: Mapping[str, Any], device: str = "cpu") -> None:
-    """Take over a state that :func:`capture_rng` made. Not collective.
+    """Restore a state that :func:`capture_rng` made. Not collective.
 
     The state of an accelerator is taken over by the same type only; on another type its generator keeps its state and a
     warning is logged.

@@ -1,7 +1,7 @@
-"""Compares over ranks an engine's first collectives before it runs them, so that different ones raise.
+"""Compares an engine's first collectives over ranks before they run, and raises where they differ.
 
-An engine that gathers or reduces part of a model needs every rank at the same part. Where a layer runs on one rank
-alone, communication libraries wait without end or end the process.
+An engine that gathers or reduces part of a model needs every rank to do the same. Where a layer runs on one rank only,
+communication libraries hang or abort the process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _serial = count()
 class SameOrder:
     """The first collectives of one engine. Made in the same order on every rank.
 
-    Ranks write what they are about to do to the process group's store, not by a collective, since another one may be
-    under way on some of them. On one process nothing is compared.
+    Ranks exchange their next operation through the process group's store instead of a collective, since another one may
+    be running on some of them. On one process nothing is compared.
 
     Args:
         topology: the job.
@@ -44,7 +44,7 @@ class SameOrder:
         return self._done >= self._number
 
     def meet(self, action: str, parts: Iterable[str] = ()) -> None:
-        """Wait for all ranks and compare. Collective over all ranks.
+        """Wait for all ranks and compare their next operation. Collective over all ranks.
 
         Args:
             action: ``gathers the parameters of heads.low``.
@@ -62,7 +62,7 @@ class SameOrder:
         other = next((rank for rank in range(self._size) if words[rank] != words[0]), None)
         if other is None:
             return
-        # The process that serves the store may be the first to end.
+        # The process that hosts the store may be the first to end.
         store.set(f"{self._prefix}/seen/{self._rank}", "")
         if self._rank == 0:
             with suppress(dist.DistError):
@@ -77,7 +77,7 @@ class SameOrder:
 
 
 def _what(mine: Sequence[str], others: Sequence[str]) -> str:
-    """An action, with those of its parts that the other rank's has not."""
+    """An action, with those of its parts that the other rank's action does not have."""
     action, *parts = mine
     only = [part for part in parts if part not in others]
     if not only:

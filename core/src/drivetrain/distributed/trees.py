@@ -1,4 +1,4 @@
-"""Walks, rebuilds, moves and slices nested structures of tensors. Local; the collectives are in ``nested``.
+"""Traverses, rebuilds, moves and slices nested structures of tensors. Local; the collectives are in ``nested``.
 
 A *tree* is a tensor, or a list, tuple, named tuple, mapping or dataclass of trees. Every function returns a new tree of
 the same types (``ModelOutput``, ``defaultdict``, named tuples, ...) and leaves its argument as it was.
@@ -30,10 +30,10 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def attribute(value: Any, name: str) -> Any:
-    """``getattr(value, name, None)`` of an object of somebody else's, of which nothing is known.
+    """``getattr(value, name, None)`` of an object of unknown type.
 
-    An ``__getattr__`` may raise anything for a name that it does not know: a model of diffusers raises ``KeyError`` for
-    ``__iter__``. What cannot be read counts as absent; who needs it says so at its place.
+    An ``__getattr__`` may raise anything for an unknown name: a model of diffusers raises ``KeyError`` for
+    ``__iter__``. An attribute that cannot be read counts as absent.
     """
     try:
         return getattr(value, name, None)
@@ -61,7 +61,7 @@ def honor_type(node: Any, values: Iterable[Any]) -> Any:
         return type(node)(values)
     made = copy.copy(node)
     for field, value in zip(dataclasses.fields(node), values, strict=True):
-        # The way around a frozen dataclass's refusal, as its own __init__ does it.
+        # Works for frozen dataclasses too, as in their own __init__.
         object.__setattr__(made, field.name, value)
     return made
 
@@ -203,7 +203,7 @@ def send_to_device(
         try:
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:
-            # A batch class of the user's own: `to(device)` is all that it promises.
+            # A batch class of the user's, of which only `to(device)` is known.
             return tensor.to(device)
     if isinstance(tensor, Mapping):
         moved = (v if k in skipped else send_to_device(v, device, non_blocking, skipped) for k, v in tensor.items())

@@ -1,7 +1,7 @@
-"""Checks that every rank makes the same collective calls, and raises where they differ instead of letting ranks hang.
+"""Checks that every rank makes the same collective calls, and raises where they differ instead of hanging.
 
 *The call log*: each public method logs its name and the script's line (:func:`log_call`), where the launcher finds it
-after the process has died.
+after the process has ended.
 
 *The desync watchdog*: each collective call of the script is compared over all ranks before it is made: operation,
 structure, shapes, dtypes and the line of the script (:func:`check_collective`). The comparison goes through the process
@@ -68,7 +68,7 @@ class CallSite:
 
 
 class _CallLog:
-    """This process's call log; in its own memory, or in the launcher's file where there is one."""
+    """This process's call log, in its own memory or, where there is one, in the launcher's file."""
 
     numbers: memoryview = memoryview(bytearray(8 * (STOP + 1))).cast("Q")
     file: BinaryIO | None = None
@@ -96,7 +96,7 @@ def use_launcher_log() -> None:
 
 
 def log_call(call: str) -> str:
-    """Log that the script calls this; to be the first line of a public method. Not collective.
+    """Log a call of the script; the first line of a public method. Not collective.
 
     Costs about half a microsecond.
 
@@ -107,7 +107,7 @@ def log_call(call: str) -> str:
         ``gather at eval.py:88``.
     """
     frame = sys._getframe(2)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
-    # Only lines of scripts are in the table, so that a known one is found without looking at names of files.
+    # The table holds only lines of scripts, so that a known one is found without comparing file names.
     while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
         if frame.f_back is None or not frame.f_code.co_filename.startswith(_BETWEEN):
             site = _new_site(call, frame)
@@ -129,7 +129,7 @@ def _new_site(call: str, frame: FrameType) -> CallSite:
 
 
 def set_stop(value: int) -> None:
-    """Tell the launcher what a request to stop does to this process, see :data:`drivetrain.launch.worker.STOP`."""
+    """Record for the launcher how this process handles a request to stop, see :data:`drivetrain.launch.worker.STOP`."""
     _CallLog.numbers[STOP] = value
 
 
@@ -151,7 +151,7 @@ class Watchdog:
         store: of the process group.
         rank: global rank.
         world_size: number of ranks.
-        timeout_seconds: how long a rank that is here waits for the others.
+        timeout_seconds: how long a rank waits for the others.
         batch_index: number of the batch that the script is at, ``None`` outside of a loop; compared too, since ranks of
             which one has skipped a batch make the same calls.
     """
@@ -178,14 +178,14 @@ class Watchdog:
             call: operation, what it is given, and where.
 
         Raises:
-            CollectiveMismatchError: a rank makes another call, has ended, or does not come in time; on every rank that
-                is here, and on the others at their next call.
+            CollectiveMismatchError: a rank makes another call, has ended, or does not call in time; on every rank that
+            waits, and on the others at their next call.
         """
         call = self._begin(call)
         number, slot = self._calls, self._calls % 2
         try:
-            # Whoever comes first writes the call down, the others read it. All know what the slot held before: nobody
-            # is here who has not seen everybody at the call before this one, and so nobody needs the one before that.
+            # The first rank writes its call, the others read it. Slots can be reused: a rank gets here only after all
+            # ranks have made the call before this one, so the one before that is no longer needed.
             mine = f"{number} {call}"
             first = self._store.compare_set(str(slot), self._slots[slot], mine).decode()
             self._slots[slot] = first
@@ -210,10 +210,10 @@ class Watchdog:
         return call if index is None else f"{call}, batch {index}"
 
     def give_up(self, call: str) -> None:
-        """This process has waited for the others in a call that is not compared. Not collective.
+        """Raise after waiting in vain for the others in a call that is not compared. Not collective.
 
         Raises:
-            CollectiveMismatchError: with what the others do, here and on them.
+            CollectiveMismatchError: on this rank and the others, with what each is doing.
         """
         call = self._begin(call)
         try:
@@ -223,7 +223,7 @@ class Watchdog:
             return  # nobody is left who could be told
 
     def leave(self) -> None:
-        """Tell those who will wait for this process that its script has ended. Not collective."""
+        """Record that this process's script has ended, for ranks that wait for it. Not collective."""
         try:
             self._report(f"its script has ended; last call that all ranks made: {self._shared}")
             self._store.add("arrived", _ALARM)
@@ -231,29 +231,29 @@ class Watchdog:
             return  # nobody is left who could be told
 
     def _all_come(self, arrived: int, wanted: int) -> bool:
-        """Wait for the count; ``False`` when somebody has raised the alarm or time is up."""
+        """Wait until all ranks are counted; ``False`` when a rank has set the alarm or time is up."""
         pause, longest = _POLL_SECONDS
         deadline = time.monotonic() + self._timeout
         alarmed = False
-        # A rank that has ended raises the alarm, too, and may have come to this call before.
+        # A rank that has ended sets the alarm, too, and may have made this call before.
         while arrived % _ALARM < wanted:
             if alarmed:
                 return False
             if time.monotonic() > deadline:
-                # This rank takes its arrival back, so that who comes later finds the call not made. Who came in this
-                # very moment counted all, has gone on, and is followed.
+                # This rank withdraws its arrival, so that later ranks find the call incomplete. If a rank has arrived
+                # at this very moment, it has counted all and gone on, and so does this one.
                 if self._store.add("arrived", _ALARM - 1) % _ALARM < wanted - 1:
                     return False
                 self._store.add("arrived", 1 - _ALARM)
                 return True
-            alarmed = arrived >= _ALARM  # believed at a second look, see above
+            alarmed = arrived >= _ALARM  # trusted only when seen twice, see above
             time.sleep(longest if alarmed else pause)
             pause = min(2 * pause, longest)
             arrived = self._store.add("arrived", 0)
         return True
 
     def _raise(self, call: str) -> None:
-        """Exchange reports with the ranks that are here, and raise what all of them say."""
+        """Exchange reports with the ranks that wait, and raise an error that contains all of them."""
         self._report(call)
         ranks = range(self._world)
         deadline = time.monotonic() + _REPORT_SECONDS
@@ -264,7 +264,7 @@ class Watchdog:
         raise CollectiveMismatchError("\n".join([*lines, "they would wait for each other"]), cure=CURE)
 
     def _report(self, doing: str) -> None:
-        """Say once what this rank does: what it does after an error explains nothing."""
+        """Report once what this rank is doing: what it does after an error is irrelevant."""
         if not self._reported:
             self._reported = True
             self._store.set(f"report/{self._rank}", doing)
@@ -283,7 +283,7 @@ class _Current:
 
 
 def watch(backend: Backend, batch_index: Callable[[], int | None]) -> Watchdog | None:
-    """Compare calls from now on; ``None`` where one process is alone. Every rank calls it, or none.
+    """Start to compare calls; ``None`` with one process. Called on every rank or none.
 
     Args:
         backend: started.
@@ -307,14 +307,14 @@ def watch(backend: Backend, batch_index: Callable[[], int | None]) -> Watchdog |
 
 
 def stop_watching(watchdog: Watchdog | None) -> None:
-    """The run that asked for it is over. Not collective; nothing happens for ``None`` or a second time."""
+    """Stop comparing calls. Not collective; does nothing for ``None`` or a second time."""
     if watchdog is not None and _Current.watchdog is watchdog:
         _Current.watchdog = None
         watchdog.leave()
 
 
 def check_collective(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
-    """Log a collective call of the script, and compare it over all ranks where a watchdog is on; its first line.
+    """Log a collective call of the script, and compare it over all ranks when a watchdog is active.
 
     Args:
         call: the method's name, as users know it.
@@ -335,14 +335,14 @@ def check_collective(call: str, tree: Any = None, *, compare: Literal["all", "dt
 
 
 def give_up(call: str) -> None:
-    """This process has waited in vain, in a call that is not compared; see :meth:`Watchdog.give_up`."""
+    """Raise after waiting in vain in a call that is not compared; see :meth:`Watchdog.give_up`."""
     if _Current.watchdog is not None:
         _Current.watchdog.give_up(call)
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """In here ranks may make different numbers of calls."""
+    """Context in which ranks may make different numbers of calls."""
     watchdog = _Current.watchdog
     if watchdog is None:
         yield
@@ -364,8 +364,8 @@ LATER_PATIENCE_SECONDS = 1.0
 class MainProcessOnlyCall:
     """Detects, through the process group's store, that a collective call is made on the main process only.
 
-    A rank that is not on its way is blocked in another collective, waiting for the main process; so the main process
-    decides, and a rank that comes too late reads the decision. Made in the same order on every rank.
+    A rank that does not make the call is blocked in another collective, waiting for the main process; so the main
+    process decides, and a rank that calls too late reads the decision. Created in the same order on every rank.
 
     Args:
         topology: the job.
@@ -390,7 +390,7 @@ class MainProcessOnlyCall:
             site: ``save_state at train.py:88``.
 
         Raises:
-            CollectiveMismatchError: the main process does not come within the process group's time-out, or has ended.
+            CollectiveMismatchError: the main process does not call within the process group's timeout, or has ended.
         """
         if not self._others:
             return True

@@ -1,1 +1,1 @@
-"""Starting processes, and reading in each process what a launcher put into its environment."""
+"""Starts worker processes, and reads a launcher's environment variables in each process."""

@@ -1,4 +1,4 @@
-"""Decides when workers start, with which ranks, and where they meet: on one node at once, on several by a coordinator.
+"""Rendezvous of nodes: decides when workers start, with which ranks, and at which address.
 
 Workers run in *rounds*. On one node a round begins whenever the launcher starts its workers. On several nodes the
 launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. Every launcher sends it the status of
@@ -6,8 +6,8 @@ its node once a second and gets the state of the job in return. A round begins w
 suffice, when no other has joined for a while. It ends when a node is lost, when workers of a node fail, or when a node
 joins; all workers are then started again, and the script resumes from its last checkpoint.
 
-Only the coordinator decides, so that no two nodes can disagree. It measures all times on its own clock. Imports torch
-when workers need a store, in a thread.
+Only the coordinator decides, so that nodes cannot disagree. It measures all times on its own clock. torch is imported
+in a thread, when workers need a store.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _SIOCGIFADDR = 0x8915  # Linux, netdevice(7): address of an interface
 
 @final
 class WorkerStore:
-    """The port where the workers of one round meet, open at once, and torch's store behind it as soon as that is there.
+    """The port and store of one round's workers. The port is open at once; the store serves it once torch is loaded.
 
-    Workers import torch while the launcher does; those that are quicker wait in the socket's queue. Each round has a
-    store of its own, since keys of dead workers would mislead the next ones.
+    Workers import torch while the launcher does; faster ones wait in the socket's queue. Each round has its own store,
+    since keys of dead workers would mislead the next ones.
 
     Args:
         port: 0 takes a free one.
@@ -87,12 +87,12 @@ class WorkerStore:
         threading.Thread(target=self._serve, name="drivetrain-store").start()
 
     def check(self) -> None:
-        """Raise what kept the store from opening: the workers would wait for it in vain."""
+        """Raise the error that kept the store from opening: the workers would wait for it in vain."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Give the port back. May be called twice, and while torch is still being imported."""
+        """Close the port. May be called twice, and while torch is still being imported."""
         with self._lock:
             self._closed, self._store = True, None
             self._socket.close()
@@ -141,9 +141,9 @@ class Round:
     Args:
         node_rank: index of this node among those that take part.
         num_nodes: how many take part.
-        master_addr, master_port: where the workers meet.
+        master_addr, master_port: address of the workers' store.
         restart_count: failures so far.
-        store: where they meet, on the node that holds it.
+        store: the workers' store, on the node that hosts it.
         variables: further environment variables for the workers.
     """
 
@@ -157,7 +157,7 @@ class Round:
 
 
 class Rendezvous(ABC):
-    """What a launcher asks before it starts workers, and tells when they have ended."""
+    """Interface through which a launcher learns when to start workers, and reports how they ended."""
 
     @abstractmethod
     def next_round(self) -> Round:
@@ -170,11 +170,11 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def must_restart(self) -> bool:
-        """Whether this node has to stop its workers and get ready for the next round. Raises as :meth:`next_round`."""
+        """Whether this node has to stop its workers and prepare for the next round. Raises as :meth:`next_round`."""
 
     @abstractmethod
     def may_restart(self, why: str) -> bool:
-        """Whether the workers, of which one failed, may be started again. Asked once they are stopped.
+        """Whether the workers may be restarted after one failed. Called once they are stopped.
 
         Args:
             why: ``rank 1 failed: ...``.
@@ -182,7 +182,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def leave(self, how: Departure, why: str = "") -> list[str]:
-        """Tell the other nodes that this one leaves, and why.
+        """Report to the other nodes that this one leaves, and why.
 
         Returns:
             A sentence for each other node that was lost or failed, the cause of the others last.
@@ -194,7 +194,7 @@ class Rendezvous(ABC):
 
 @final
 class SingleNode(Rendezvous):
-    """All workers are on this node."""
+    """The rendezvous of a job on one node."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._port = int(plan.rdzv_endpoint.rpartition(":")[2])
@@ -226,7 +226,7 @@ Departure = Literal["finished", "failed", "interrupted", "stopped"]
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What a node tells the coordinator.
+    """Status of a node, sent to the coordinator.
 
     Args:
         node: its ``machine_rank``.
@@ -236,7 +236,7 @@ class NodeStatus:
         ready: the round that it is ready for; its workers run in an earlier one, or in none.
         why: why its workers failed, or why it left.
         left: how it left; ``None`` while it is there.
-        done: it left and waits for nothing more.
+        done: it left and needs no further replies.
     """
 
     node: int
@@ -254,16 +254,16 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class JobState:
-    """What the coordinator decided, the same for all nodes.
+    """State of the job as the coordinator decided it, the same for all nodes.
 
     Args:
         round: the last round that began; 0 before the first.
         members: the nodes that take part in it, by ``machine_rank``.
-        port: where the workers of this round meet, on node 0.
-        next_round: the round that nodes have to get ready for; the same as ``round`` while that goes on.
+        port: of the workers' store of this round, on node 0.
+        next_round: the round that nodes have to prepare for; the same as ``round`` while that goes on.
         failures: rounds that ended because workers failed or a node was lost.
         departures: a sentence for each node that was lost or left, empty for one that finished or was stopped.
-        present: nodes that are there, or still wait to hear about the others.
+        present: nodes that are connected, or still wait for news of the others.
         over: why no further round will begin; ``None`` while the job goes on.
     """
 
@@ -282,7 +282,7 @@ class JobState:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> JobState:
-        """From what ``asdict`` gave and JSON carried."""
+        """Build from the JSON of ``asdict``."""
         members = tuple(NodeStatus(**member) for member in fields.pop("members"))
         departures = {int(node): sentence for node, sentence in fields.pop("departures").items()}
         return cls(members=members, departures=departures, present=tuple(fields.pop("present")), **fields)
@@ -290,16 +290,16 @@ class JobState:
 
 @dataclass
 class _Heard:
-    """The last status of a node, and when it came."""
+    """The last status of a node, and when it was received."""
 
     status: NodeStatus
     at: float
 
 
 class Coordinator:
-    """Decides from the nodes' messages who takes part in which round. Without a network or a clock of its own.
+    """Decides from the nodes' messages which of them take part in which round. Uses neither network nor clock.
 
-    ``hear`` each message, then ``update``; :attr:`state` is what all nodes shall know.
+    Call ``hear`` for each message, then ``update``; :attr:`state` is sent to all nodes.
 
     Args:
         plan: how many nodes and restarts, and how long to wait; the same on all nodes.
@@ -316,18 +316,18 @@ class Coordinator:
         self._ready: tuple[str, ...] = ()
 
     def hear(self, status: NodeStatus, now: float) -> None:
-        """Take in a message of a node."""
+        """Process a message of a node."""
         self._heard[status.node] = _Heard(status, now)
 
     def rival(self, status: NodeStatus, now: float) -> tuple[NodeStatus, float] | None:
-        """Another launcher with the rank of this one, unless it has left or was lost, and when it was last heard."""
+        """Another launcher with the same rank, unless it has left or was lost, and when its last message arrived."""
         heard = self._heard.get(status.node)
         if heard is None or heard.status.id == status.id or self._absence(heard, now) is not None:
             return None
         return heard.status, heard.at
 
     def update(self, now: float) -> bool:
-        """Bring the state up to date. ``True``: the nodes of the next round are complete, and it may :meth:`begin`."""
+        """Update the state. ``True``: the nodes of the next round are complete, and it may :meth:`begin`."""
         absences = {node: self._absence(heard, now) for node, heard in sorted(self._heard.items())}
         departures = {node: sentence for node, sentence in absences.items() if sentence is not None}
         present = (node for node, it in self._heard.items() if not (it.status.done or self._is_silent(it, now)))
@@ -344,7 +344,7 @@ class Coordinator:
         return False
 
     def begin(self, port: int) -> None:
-        """Begin the next round with the nodes that are ready, whose workers meet at this port."""
+        """Begin the next round with the nodes that are ready; this is the port of the workers' store."""
         ready = (heard.status for heard in self._heard.values() if heard.status.id in self._ready)
         members = tuple(sorted(ready, key=_rank))
         self.state = replace(self.state, round=self.state.next_round, members=members, port=port)
@@ -402,7 +402,7 @@ class Coordinator:
         return f"after {seconds} {came} came, {many} {', '.join(absent)} did not{needed}"
 
     def _call(self, now: float) -> None:
-        """Have all nodes get ready for the next round."""
+        """Request all nodes to prepare for the next round."""
         self.state = replace(self.state, next_round=self.state.round + 1)
         self._waiting_since, self._ready, self._ready_since = now, (), now
 
@@ -413,7 +413,7 @@ class Coordinator:
         return [heard.status for heard in self._heard.values() if self._absence(heard, now) is None]
 
     def _absence(self, heard: _Heard, now: float) -> str | None:
-        """Why a node is not there; empty when it finished or was stopped, ``None`` when it is there."""
+        """Why a node is absent; empty when it finished or was stopped, ``None`` when it is present."""
         status = heard.status
         if status.left is not None:
             return f"{status}: {status.why}" if status.left in ("failed", "interrupted") else ""
@@ -431,7 +431,7 @@ def _rank(status: NodeStatus) -> int:
 
 @final
 class _Server:
-    """The coordinator's port on node 0, with a thread for each connection and one that looks at the time.
+    """The coordinator's server on node 0, with a thread for each connection and one for timeouts.
 
     Raises:
         LaunchError: the port is taken.
@@ -456,7 +456,7 @@ class _Server:
             threading.Thread(target=target, name=f"drivetrain-{name}", daemon=True).start()
 
     def exchange(self, status: NodeStatus) -> JobState:
-        """Take in a message, and return the state of the job."""
+        """Process a message, and return the state of the job."""
         with self._lock:
             self._coordinator.hear(status, time.monotonic())
             return self._update()
@@ -487,7 +487,7 @@ class _Server:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer the messages of one connection. What is no message of a launcher ends it."""
+        """Answer the messages of one connection. Anything else than a launcher's message closes it."""
         ends = contextlib.suppress(OSError, ValueError, TypeError)
         with ends, connection, connection.makefile("rw", encoding="utf-8") as stream:
             stream.write(_GREETING)
@@ -502,7 +502,7 @@ class _Server:
                     return
 
     def _rival(self, status: NodeStatus) -> NodeStatus | None:
-        """Another launcher of this rank that is alive. Waits until it is heard again, or is lost."""
+        """Another live launcher of this rank. Waits until its next message arrives, or it is lost."""
         first: float | None = None
         while True:
             with self._lock:
@@ -518,7 +518,7 @@ class _Client:
     """The connection of another node to the coordinator.
 
     Raises:
-        LaunchError: nothing answers in time, or what answers is another program.
+        LaunchError: nothing answers in time, or another program answers.
     """
 
     def __init__(self, host: str, port: int, plan: LaunchPlan) -> None:
@@ -549,7 +549,7 @@ class _Client:
                 f"what answers at {host}, port {port}, is no `drivetrain launch`",
                 cure="Another program has this port: write another --main_process_port, the same on every machine.",
             )
-        # The first answer may take as long as it takes to be sure that another launcher of this rank is lost.
+        # The first answer may take until it is certain that another launcher of this rank is lost.
         self._connection.settimeout(plan.rendezvous.lost_after_seconds + _HEARTBEAT)
 
     def exchange(self, status: NodeStatus) -> JobState:
@@ -581,7 +581,7 @@ class _Client:
 
 @final
 class Node(Rendezvous):
-    """This node among several. A thread of it exchanges messages with the coordinator, which on node 0 is here, too.
+    """The rendezvous of one of several nodes. A thread exchanges messages with the coordinator, which runs on node 0.
 
     The launcher's main thread never waits for the network: a dead link would hold it for many minutes.
     """
@@ -591,7 +591,7 @@ class Node(Rendezvous):
         self._plan, self._host, self._port = plan, host, int(port)
         self._is_first = plan.machine_rank == 0
         self._coordinator = f"machine 0 at {host}, port {port}"
-        own = host if self._is_first else _route_to(host)  # others see of node 0 where they reach it
+        own = host if self._is_first else _route_to(host)  # node 0's address is the one at which the others reach it
         self._status = NodeStatus(plan.machine_rank, uuid.uuid4().hex, socket.gethostname(), own)
         self._sent: NodeStatus | None = None
         self._state = JobState()
@@ -612,7 +612,7 @@ class Node(Rendezvous):
                 raise LaunchError(f"{self._coordinator} closed the connection") from None
             self._link = link
             self._thread.start()
-        # The coordinator knows who is missing; its sentence shall be read before this node gives up by itself.
+        # The coordinator knows which node is missing; wait for its message before this node gives up by itself.
         end = time.monotonic() + timeouts.timeout_seconds + timeouts.last_call_seconds + 3 * timeouts.lost_after_seconds
         index: int | None = None
         while index is None:
@@ -646,7 +646,7 @@ class Node(Rendezvous):
     def leave(self, how: Departure, why: str = "") -> list[str]:
         if self._link is None:
             return []
-        # A node that failed wants to hear about the others; node 0 has to serve them until they know.
+        # A node that failed waits for news of the others; node 0 has to serve them until then.
         lost_after = self._plan.rendezvous.lost_after_seconds
         patience = lost_after + (_STOP_SECONDS if self._is_first else 2 * _HEARTBEAT)
         self._say(left=how, why=why, done=how != "failed")
@@ -663,7 +663,7 @@ class Node(Rendezvous):
         return [it for it in (*sorted(others, key=_is_loss), self._lost) if it]
 
     def _run(self) -> None:
-        """The thread: exchange messages until nobody depends on it."""
+        """Body of the thread: exchange messages until no node depends on it."""
         assert self._link is not None
         while not self._stop.is_set():
             status = self._status
@@ -702,7 +702,7 @@ class Node(Rendezvous):
         return self._sent is self._status
 
     def _may_go(self) -> bool:
-        """Whether the message has arrived, no node needs this one, and it knows what it wants to know."""
+        """Whether the last message has arrived, no node needs this one, and it has the news it waits for."""
         if not self._is_sent():
             return False
         if self._is_first:
@@ -720,7 +720,7 @@ def _is_loss(sentence: str) -> bool:
 
 
 def _route_to(host: str) -> str:
-    """This node's own address on the way to ``host``; empty when there is no way, or no such host.
+    """This node's own address on the route to ``host``; empty when there is no route or no such host.
 
     Sends nothing: connecting a datagram socket only chooses a route.
     """
@@ -743,7 +743,7 @@ def _is_here(host: str) -> bool:
 
 
 def _interface_of(address: str) -> str:
-    """Name of the interface that carries this IPv4 address; empty when none does, and where it cannot be asked."""
+    """Name of the interface with this IPv4 address; empty when there is none or it cannot be determined."""
     if not sys.platform.startswith("linux"):
         return ""
     import fcntl

@@ -1,4 +1,4 @@
-"""Finds the accelerators of this node, and chooses which of them its workers see, and in what order.
+"""Finds the accelerators of this node, and selects which of them its workers see, and in what order.
 
 Kinds of accelerators are data; a plugin adds a kind, or replaces one, by the hook ``drivetrain_devices``. A driver
 reads the variables that hide and order devices once in a process, so a fresh interpreter without them lists what there
@@ -27,12 +27,12 @@ from drivetrain.errors import ConfigError, DrivetrainError
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What a launcher has to know about one vendor's accelerators.
+    """One vendor's kind of accelerator, as the launcher needs it.
 
     Args:
         type: torch's name of the device type; two vendors may share one.
-        vendor: as people say it.
-        visibility: environment variables that hide devices, the one that we write first; empty when there is none.
+        vendor: its name in messages.
+        visibility: environment variables that hide devices, the one that we set first; empty when there is none.
         communication_backend: torch's choice for collectives between these devices.
         ids: pattern of one identifier in the variable.
         order: variable that decides which device is number 0; empty when there is none.
@@ -90,7 +90,7 @@ def kind_from(description: Mapping[str, str]) -> DeviceKind:
 
 
 def known_kinds(described: Iterable[Mapping[str, str]] = ()) -> tuple[DeviceKind, ...]:
-    """All kinds: what a plugin describes stands for what the core knows of the same type, others follow."""
+    """All kinds: a plugin's description replaces the core's of the same type."""
     brought = tuple(map(kind_from, described))
     types = {kind.type for kind in brought}
     return (*(kind for kind in KINDS if kind.type not in types), *brought)
@@ -157,7 +157,7 @@ class Inventory:
 
 
 def take_inventory(kinds: Iterable[DeviceKind], environ: Mapping[str, str] | None = None) -> Inventory:
-    """Ask a fresh interpreter what the machine has when nothing is hidden. Takes about as long as ``import torch``.
+    """List all of the machine's devices, hidden ones too, in a fresh interpreter. Takes as long as ``import torch``.
 
     Args:
         kinds: their visibility variables are taken out of the environment.
@@ -187,7 +187,7 @@ def take_inventory(kinds: Iterable[DeviceKind], environ: Mapping[str, str] | Non
 
 
 def visible() -> Inventory:
-    """What torch sees in this process, under its variables. Imports torch and may start the vendor's driver."""
+    """The devices that torch sees in this process. Imports torch and may start the vendor's driver."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -199,7 +199,7 @@ def visible() -> Inventory:
 
 
 def _describe(device_type: str, index: int) -> Device:
-    """Facts that the device's module of torch gives; which of them exist differs between vendors."""
+    """Properties from torch's module of the device; which of them exist differs between vendors."""
     import torch
 
     module = torch.get_device_module(device_type)
@@ -223,7 +223,7 @@ _TORCH_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_
 
 
 def preload_torch() -> None:
-    """Start to load what ``import torch`` will want, on another core: linking takes a fifth of that import.
+    """Start to load the libraries of ``import torch`` on another core: linking takes a fifth of that import.
 
     Python cannot end before the thread has, which is a fraction of a second. Does nothing but on Linux.
     """
@@ -235,14 +235,14 @@ def _load_libraries() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return
-    with contextlib.suppress(OSError):  # whatever is missing, `import torch` finds it or says what it misses
+    with contextlib.suppress(OSError):  # `import torch` finds a missing library or reports it
         for name, mode in _TORCH_LIBRARIES:
             ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=mode)
 
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """What the user asked for.
+    """The user's choice of devices.
 
     Args:
         ids: identifiers in the wished order; ``None`` = all, empty = none, which means the CPU.
@@ -261,7 +261,7 @@ class DeviceRequest:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the launcher does about it.
+    """The devices that the launcher selected.
 
     Args:
         variables: to be set for the workers.
@@ -275,7 +275,7 @@ class Selection:
 
     @property
     def on_cpu(self) -> bool:
-        """Every device is hidden."""
+        """Whether every device is hidden."""
         return self.devices == ()
 
 
@@ -285,7 +285,7 @@ def choose(
     present: Inventory | None = None,
     kinds: Sequence[DeviceKind] = KINDS,
 ) -> Selection:
-    """Settle which devices the workers see.
+    """Decide which devices the workers see.
 
     Args:
         request: what was asked for.

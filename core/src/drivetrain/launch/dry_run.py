@@ -1,4 +1,4 @@
-"""Writes down what a launch would run: the commands and environments of all machines, or a batch file for Slurm."""
+"""Prints what a launch would run: the commands and environments of all machines, or a batch file for Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.launch.worker import EXIT_RESUMABLE
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A call of ``drivetrain launch`` in pieces, to be put together again for another machine.
+    """The parts of a ``drivetrain launch`` command line, to be reassembled for another machine.
 
     Args:
         flags: names and values, in order; ``--set`` may be there several times.
@@ -37,12 +37,12 @@ class CommandLine:
 def machines(
     plan: LaunchPlan, typed: CommandLine, environment: Mapping[str, str], worker: Sequence[str]
 ) -> Iterator[str]:
-    """What each machine has to run, one comment and one command each, and what every process then gets.
+    """The commands of each machine with a comment each, and the environment of every process.
 
     Args:
         plan: as :func:`drivetrain.launch.plan.make_plan` made it.
-        typed: what the user typed.
-        environment: what the launcher adds to the environment of its workers.
+        typed: the user's command line.
+        environment: variables that the launcher adds to those of its workers.
         worker: the command of one worker.
     """
     for machine in range(plan.num_machines):
@@ -60,15 +60,15 @@ def machines(
 
 
 def batch_file(plan: LaunchPlan, typed: CommandLine, *, accelerators: int, resumable: bool = False) -> str:
-    """Text for ``sbatch``: one launcher on each machine of the allocation, which meet at the first.
+    """Text for ``sbatch``: one launcher on each machine of the allocation, with the rendezvous on the first.
 
     Args:
         plan: how many machines and processes.
         typed: what the user typed; flags that number machines are filled in by Slurm.
         accelerators: devices to ask for on each machine; 0 asks for none.
-        resumable: the run saves itself when it is told to end, so let Slurm tell it in time, and submit the job again.
+        resumable: the run saves itself on a signal, so have Slurm send it in time and requeue the job.
     """
-    # The batch shell fills in the address, the shell of each task its own number.
+    # The batch shell expands the address, the shell of each task its own number.
     filled = {"num_machines": plan.machines, "machine_rank": "$SLURM_NODEID", "main_process_ip": "$HEAD"}
     filled |= {} if any(name == "main_process_port" for name, _ in typed.flags) else {"main_process_port": "$PORT"}
     line = shlex.join(typed.words(**filled) if plan.num_machines > 1 else typed.words())
@@ -95,7 +95,7 @@ def batch_file(plan: LaunchPlan, typed: CommandLine, *, accelerators: int, resum
 
 
 def _submitted_again(start: str) -> list[str]:
-    """A command whose exit code says whether the job goes back into the queue."""
+    """A command that requeues the job depending on its exit code."""
     return [
         "code=0",
         f"{start} || code=$?",

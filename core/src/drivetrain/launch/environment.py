@@ -1,8 +1,8 @@
-"""Read which process of a job this is from a launcher's environment variables, and set those of our own workers.
+"""Reads this process's ranks from a launcher's environment variables, and sets those of our own workers.
 
-``torchrun``'s variables are the most common: our launcher sets them too, and so do Ray, Kubernetes and whoever starts
-processes by hand. ``mpirun`` and ``srun`` have names of their own. A plain ``python script.py`` has none.
-Anything in between is refused, since a process that guesses wrong trains alone and looks healthy.
+``torchrun``'s variables are the most common: our launcher, Ray and Kubernetes set them too, and so do users by hand.
+``mpirun`` and ``srun`` have names of their own. A plain ``python script.py`` has none. Incomplete or contradictory
+variables raise, since a process that guesses wrong would silently train alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from drivetrain.errors import EnvironmentVariableError
 from drivetrain.topology import ProcessInfo
 
-# ---- variables for a while, and back again ---------------------------------------------------------------------------
+# ---- temporary variables ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def patch_environment(**variables: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """No variables at all inside of the block; afterwards those of before, whatever the block has set."""
+    """Remove all variables inside of the block; restore them afterwards, whatever the block has set."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -52,7 +52,7 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-# ---- Slurm's compressed lists, of hosts and of tasks -----------------------------------------------------------------
+# ---- Slurm's compressed lists ----------------------------------------------------------------------------------------
 
 
 def first_host(listed: str) -> str:
@@ -78,7 +78,7 @@ def tasks_per_node(text: str) -> list[int] | None:
     return counts
 
 
-# ---- launchers and their variables -----------------------------------------------------------------------------------
+# ---- variables of launchers ------------------------------------------------------------------------------------------
 
 CONFIG = "DRIVETRAIN_CONFIG"
 """The resolved configuration, as JSON: how the launcher hands it to its workers, all in one value."""
@@ -169,7 +169,7 @@ _PORTS = range(20000, 30000)
 
 
 def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Return where a launcher put this process. Not collective; reads the environment and nothing else.
+    """Return this process's ranks from a launcher's variables. Not collective; reads only the environment.
 
     ``RANK`` and ``WORLD_SIZE`` belong together. ``LOCAL_RANK`` may be missing when the world is 1; the size of the
     machine's part may be missing when there is one machine (``MASTER_ADDR`` is this host, or the group world is 1).
@@ -184,7 +184,7 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
     Raises:
         EnvironmentVariableError: variables are missing, are no numbers, or contradict each other, or two launchers
-            speak at once; lists what was seen.
+            set variables at once; lists them.
     """
     environ = os.environ if environ is None else environ
     every = _seen(environ)
@@ -202,7 +202,7 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
 
 
 def _seen(environ: Mapping[str, str]) -> dict[Names, Seen]:
-    """The variables of each launcher that has set some."""
+    """The set variables of each launcher."""
     every = {
         names: {name: environ[name] for name in names.variables if environ.get(name, "") != ""}
         for names in (TORCHRUN, *OTHERS)
@@ -215,7 +215,7 @@ def _jobs(every: Mapping[Names, Seen], environ: Mapping[str, str]) -> Jobs:
     jobs = [(names, job) for names in OTHERS if names in every and (job := _job(names, every[names])) is not None]
     if not jobs:
         return jobs
-    # mpirun and Ray have srun start one daemon on each machine; what srun told that, its processes inherit.
+    # mpirun and Ray have srun start one daemon on each machine, whose processes inherit srun's variables.
     one_each = environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES")
     worlds = [world for _, (_, world) in jobs]
     if own := _job(TORCHRUN, every.get(TORCHRUN, {})):
@@ -243,7 +243,7 @@ def _numbers(names: Names, seen: Seen, wanted: Iterable[str]) -> dict[str, int]:
 def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -> None:
     """Refuse to launch in each process of another launcher: every one of them would be a run of its own.
 
-    One launcher on each machine, started by ``srun`` or ``mpirun``, is as it should be.
+    One launcher on each machine, started by ``srun`` or ``mpirun``, is allowed.
 
     Raises:
         EnvironmentVariableError: this process is one of several, and not one of ``num_machines``.
@@ -275,7 +275,7 @@ def _refuse_otherwise(said: Seen, theirs: Jobs, every: Mapping[Names, Seen]) -> 
 
 
 def _refuse_half(every: Mapping[Names, Seen]) -> None:
-    """Refuse one alone of a rank and a world. Slurm's batch shell, too, has a rank, which is 0, and is no job."""
+    """Refuse a rank without a world size, or the reverse. Slurm's batch shell, too, has a rank, which is 0."""
     for names, seen in every.items():
         missing = [] if names is TORCHRUN else _missing(names, seen)
         if len(missing) == 1 and (names.launcher == "mpirun" or seen.get("SLURM_PROCID", "0") != "0"):
@@ -283,7 +283,7 @@ def _refuse_half(every: Mapping[Names, Seen]) -> None:
 
 
 def _refuse_two(theirs: Jobs, every: Mapping[Names, Seen]) -> None:
-    """Two launchers that agree are one, seen twice (srun with MPI); two that do not were started inside each other."""
+    """Refuse two launchers that disagree, which are nested; two that agree are the same job (srun with MPI)."""
     if len({numbers for _, numbers in theirs}) > 1:
         who = " and ".join(f"{names.launcher} ({names.rank[0]})" for names, _ in theirs)
         seen = {name: value for names, _ in theirs for name, value in every[names].items()}
@@ -326,7 +326,7 @@ def _process_info(names: Names, seen: Seen, environ: Mapping[str, str]) -> Proce
 
 
 def _size_here(names: Names, environ: Mapping[str, str], number: Mapping[str, int], seen: Seen) -> int:
-    """Processes on this machine: as told, else all of them when there is one machine."""
+    """Processes on this machine: as set, else all of them when there is one machine."""
     variable = next((name for name in names.here if name in seen), None)
     if variable is not None:
         counts = tasks_per_node(seen[variable])
@@ -342,13 +342,13 @@ def _size_here(names: Names, environ: Mapping[str, str], number: Mapping[str, in
 
 
 def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Where the processes of ``srun`` or ``mpirun`` meet, when the environment does not say; ``None`` when it does.
+    """Rendezvous address of ``srun`` or ``mpirun`` processes where the environment has none; ``None`` where it has one.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` go first. A step of Slurm lists its machines, and its job number makes a port;
-    processes of ``mpirun`` on one machine meet there, at a port made from what names their job.
+    processes of ``mpirun`` on one machine use that machine, with a port derived from their job's identifiers.
 
     Raises:
-        EnvironmentVariableError: ``mpirun`` runs over several machines, and nobody said where they meet.
+        EnvironmentVariableError: ``mpirun`` runs over several machines without a rendezvous address.
     """
     environ = os.environ if environ is None else environ
     said = {name for name, value in environ.items() if value}
@@ -379,7 +379,7 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
 
 
 def _check_master(environ: Mapping[str, str]) -> None:
-    """The common names of where processes meet, which several processes need."""
+    """Check the common rendezvous variables, which several processes need."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if environ.get("WORLD_SIZE", "1").strip() != "1" and missing:
         verb = "is" if len(missing) == 1 else "are"

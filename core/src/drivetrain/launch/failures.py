@@ -1,4 +1,4 @@
-"""Finds out which worker failed first and where each of the others was, and reports it.
+"""Determines which worker failed first and what the others were doing, and reports it.
 
 Workers write records of their exceptions (:mod:`drivetrain.launch.worker`); the launcher knows exit codes. Neither is
 enough: the launcher may notice the second failure first, and a crash leaves no record. What a worker was doing is read
@@ -42,15 +42,15 @@ _MOST_LINES = 400
 
 @dataclass(frozen=True)
 class LastSeen:
-    """What one worker left behind.
+    """The last known state of one worker.
 
     Args:
         rank: global rank.
         pid: its process, which is the leader of a process group.
         calls: how many calls of ours its script had made.
         call: the last of them, ``gather at eval.py:88``; empty when there was none.
-        stack: the main thread's stack when a signal found it, most recent call first; empty when none did.
-        stop: what a request to stop does or did, see :data:`drivetrain.launch.worker.STOP`.
+        stack: the main thread's stack at a signal, most recent call first; empty without one.
+        stop: how it handles a request to stop, see :data:`drivetrain.launch.worker.STOP`.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class LastSeen:
 
 
 def read_workers(records: Path) -> dict[int, LastSeen]:
-    """All workers of one start that left something, by global rank.
+    """The last known state of all workers of one start, by global rank.
 
     Args:
         records: the folder that holds a folder for each of them.
@@ -101,7 +101,7 @@ def _main_stack(text: str) -> str:
 def script_line(trace: str, *, newest_first: bool = False) -> str:
     """The script's line, and what it called there: ``in gather at eval.py:88``; empty where no script is in it.
 
-    The line is that of whoever called us; where nobody did, the innermost one that belongs to no library.
+    The line is that of the call of this library, else the innermost one outside of libraries.
 
     Args:
         trace: as Python or, ``newest_first``, as ``faulthandler`` writes it.
@@ -109,7 +109,7 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
     """
     frames = _FRAME.findall(trace)[:: -1 if newest_first else 1]
     forked = [index for index, (file, _, name) in enumerate(frames) if name == "_work" and file == _NOTEBOOK]
-    frames = frames[forked[-1] + 1 :] if forked else frames  # before it stands what the forking process was doing
+    frames = frames[forked[-1] + 1 :] if forked else frames  # frames before it belong to the forking process
     users = [index for index, (file, _, _) in enumerate(frames) if _is_users(file)]
     if not users:
         return ""
@@ -135,12 +135,12 @@ class Failure:
 
     Args:
         rank: global rank.
-        exit_code: as :mod:`subprocess` counts, negative for a signal; ``None`` when it was stopped, or nobody looked.
+        exit_code: as in :mod:`subprocess`, negative for a signal; ``None`` when it was stopped, or is unknown.
             A worker that was stopped while it was ending by itself has the code with which it would have ended.
         time: seconds since the epoch, from the worker's own record; ``None`` without one.
         message: last line of the exception.
         trace: the whole traceback.
-        seen: where it was; ``None`` where nothing of it is left.
+        seen: its last known state; ``None`` without one.
     """
 
     rank: int
@@ -152,7 +152,7 @@ class Failure:
 
     @property
     def stopped(self) -> bool:
-        """Ended by the launcher, not by itself."""
+        """Whether the launcher stopped it."""
         return self.exit_code is None or _killed(self.exit_code, self.seen)
 
     @property
@@ -171,10 +171,10 @@ class Failure:
 
     @property
     def remark(self) -> str:
-        """Host, place and last call, in brackets."""
+        """Host, line and last call, in brackets."""
         if self.seen is None:
             return ""
-        # What it was doing while it ended because of an exception is of no interest.
+        # What it did while it ended because of an exception is irrelevant.
         where = script_line(self.trace) if self.trace else script_line(self.seen.stack, newest_first=True)
         return f" [{'; '.join(filter(None, (f'host {socket.gethostname()}', where, self.seen.last)))}]"
 
@@ -231,13 +231,13 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
 
 
 def where_they_were(logs: Path) -> str:
-    """A line for each worker of this machine that was stopped for the sake of another machine."""
+    """A line for each worker of this machine that was stopped because of another machine."""
     stopped = (Failure(rank, None, seen=seen) for rank, seen in sorted(read_workers(logs).items()))
     return "".join(f"rank {it.rank} was stopped{it.remark}\n" for it in stopped)
 
 
 def _printable(text: str) -> str:
-    """The text as any UTF-8 file and stream takes it: a message may hold halves of surrogate pairs."""
+    """The text in valid UTF-8: a message may hold halves of surrogate pairs."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -250,12 +250,12 @@ def _shortened(trace: str) -> str:
 
 
 def _killed(exit_code: int, seen: LastSeen | None) -> bool:
-    """Whether the launcher killed it: it did not heed the first signal, for which a stack was written."""
+    """Whether the launcher killed it: it ignored the first signal, at which its stack was written."""
     return exit_code == -signal.SIGKILL and seen is not None and bool(seen.stack)
 
 
 def _behind(failures: list[Failure]) -> str:
-    """Who the others waited for, where it is not the one that failed first."""
+    """The rank that the others waited for, if it is not the one that failed first."""
     calls = {it.rank: it.seen.calls for it in failures if it.seen is not None}
     late = [rank for rank, number in calls.items() if number < max(calls.values())]
     if not late or failures[0].rank in late:
@@ -272,7 +272,7 @@ def _ending(failure: Failure, first: Failure) -> str:
 
 
 def file_report(failures: list[Failure], folder: str | None) -> Path | None:
-    """Write what :func:`explain` says, and every stack, into a file that outlives the run.
+    """Write the text of :func:`explain`, and every stack, to a file that is kept after the run.
 
     Args:
         failures: of all workers of this machine.

@@ -1,4 +1,4 @@
-"""Runs a function, not a script, on several processes: from a notebook, or on the CPU to try something out."""
+"""Runs a function on several forked processes, from a notebook or, for debugging, on the CPU."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def notebook_launcher(
 ) -> None:
     """Run ``function(*args)`` on several processes of this machine, forked from this one, and wait for them.
 
-    With one process the function runs right here. What it returns is lost, as the processes end with it.
+    With one process the function runs in this one. Return values of forked processes are lost.
 
     Args:
         function: the training function; it creates the ``Accelerator`` itself.
         args: its positional arguments.
         num_processes: processes on this machine; ``None`` = one per accelerator, or one.
         mixed_precision: for an ``Accelerator()`` in the function that names none: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        use_port: port on which the processes meet.
+        use_port: port of the rendezvous.
         master_addr: address of machine 0.
         node_rank: index of this machine.
         num_nodes: machines in the job; this function is called on each.
         rdzv_backend: ``"static"`` or ``"c10d"``; machines are numbered by ``node_rank`` either way.
-        rdzv_endpoint: where machines meet, ``host:port``; empty = ``master_addr:use_port``.
+        rdzv_endpoint: address of the rendezvous, ``host:port``; empty = ``master_addr:use_port``.
         rdzv_conf: how long machines wait for each other: ``{"timeout": 60}``, in seconds.
         rdzv_id: name of the job, ``TORCHELASTIC_RUN_ID`` of the processes.
         max_restarts: how often all processes are started again after one failed.
@@ -101,7 +101,7 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run ``function(*args)`` on several CPU processes that talk over gloo, forked from this one, and wait for them.
 
-    For trying out and testing: no accelerator is touched. What the function returns is lost.
+    For debugging and testing: no accelerator is used. The function's return value is lost.
 
     Args:
         function: any function; inside it ``Accelerator()`` or ``torch.distributed.init_process_group()`` just works.
@@ -121,7 +121,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 def _fork_workers(
     function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan, variables: Mapping[str, str]
 ) -> None:
-    """Fork the processes, wait, and turn the first failure into an error. Leaves nothing in this process."""
+    """Fork the processes, wait, and raise the first failure. Leaves no state in this process."""
     _refuse_if_started()
     check_backend(os.environ.get("DRIVETRAIN_DISTRIBUTED_TYPE") or None, plan.world_size)
     added = {**variables, LAUNCHER: "drivetrain", "ROLE_NAME": OutputConfig().role, worker.PARENT: str(os.getpid())}
@@ -151,7 +151,7 @@ def _fork_workers(
 
 
 def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:
-    """How long machines wait for each other, in the words of torch's rendezvous."""
+    """How long machines wait for each other, from the options of torch's rendezvous."""
     if rdzv_backend not in ("c10d", "static"):
         raise UsageError(f"rdzv_backend is {rdzv_backend!r}", cure="Write 'c10d' or 'static'.")
     ours = {"timeout": "timeout_seconds", "join_timeout": "timeout_seconds", "last_call_timeout": "last_call_seconds"}
@@ -190,7 +190,7 @@ def _start_function(function: Callable[..., Any], args: Sequence[Any]) -> Start:
 
 
 def _work(function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]) -> None:
-    """What a forked process does."""
+    """Body of a forked process."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Shows and files what workers write: which ranks are shown, which go to files, what a failure report quotes."""
+"""Routes the output of workers to the terminal and to files, and keeps its end for failure reports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Route:
 
     @property
     def inherited(self) -> bool:
-        """The worker writes to the terminal itself, so that progress bars know it for one."""
+        """Whether the worker inherits the terminal, so that progress bars detect it."""
         return self.shown and not (self.prefixed or self.filed)
 
 
@@ -59,7 +59,7 @@ def routes(config: OutputConfig, processes_here: int, first_rank: int = 0) -> li
     """Where stdout and stderr of each rank go, by local rank.
 
     Args:
-        config: what the user wrote.
+        config: the user's settings.
         processes_here: ranks on this machine.
         first_rank: the lowest of them.
     """
@@ -83,7 +83,7 @@ def routes(config: OutputConfig, processes_here: int, first_rank: int = 0) -> li
 
 @dataclass(frozen=True)
 class WorkerStreams:
-    """What one worker is started with.
+    """The streams and files with which one worker is started.
 
     Args:
         stdout, stderr: as :class:`subprocess.Popen` takes them: a file descriptor, ``DEVNULL``, or ``None`` for the
@@ -100,7 +100,7 @@ class Output:
     """Gives each worker its streams and its file for a failure, whenever workers are started. A context manager.
 
     Args:
-        config: what the user wrote; ``None`` = every worker writes where the launcher does.
+        config: the user's settings; ``None`` = every worker writes where the launcher does.
         folder: an existing folder that ends with the launch.
     """
 
@@ -160,7 +160,7 @@ class Output:
         if way.inherited:
             return None
         if not way.shown and not way.filed and name == "stdout":
-            return subprocess.DEVNULL  # of a rank that is not shown only the errors are kept
+            return subprocess.DEVNULL  # only stderr of a rank that is not shown is kept
         assert self._config is not None
         file: Path | None = None
         if way.filed:
@@ -211,7 +211,7 @@ class Stream:
             self._line(line)
 
     def finish(self) -> None:
-        """The stream has ended."""
+        """Handle the end of the stream."""
         if self._rest:
             self._line(self._rest)
             self._rest = b""
@@ -219,7 +219,7 @@ class Stream:
             self._file.close()
 
     def _line(self, raw: bytes) -> None:
-        # What a terminal would show in the end of a line that was drawn over.
+        # What a terminal shows in the end of a line that was overwritten.
         line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
         self.tail.append(line)
         if self._terminal is None or self._is_old(line):
@@ -228,7 +228,7 @@ class Stream:
             self._terminal.write(f"{self._prefix}{line}\n")
             self._terminal.flush()
         except BrokenPipeError:
-            self._terminal = None  # who read it, `head` for instance, has seen enough; the run goes on
+            self._terminal = None  # the reader, `head` for instance, has closed the pipe; the run goes on
 
     def _is_old(self, line: str) -> bool:
         """Whether this line belongs to a warning that another rank has shown."""
@@ -237,7 +237,7 @@ class Stream:
             return True
         if self._seen is None or not _WARNING.match(line):
             return False
-        # A rank may repeat itself: its script decides about that.
+        # A rank may repeat its own warnings: the script decides that.
         self._skips_source = self._seen.setdefault(line, self._rank) != self._rank
         return self._skips_source
 
@@ -246,7 +246,7 @@ class Stream:
             return
         try:
             self._file.write(data)
-        except OSError as error:  # a full disk is no reason to end the run, but one to say so
+        except OSError as error:  # a full disk does not end the run, but is reported
             sys.stderr.write(f"warning: no more is written to {self._path}: {error}\n")
             self._file.close()
             self._file = None
@@ -263,14 +263,14 @@ class Pump:
         self._thread.start()
 
     def connect(self, stream: Stream) -> int:
-        """Return the end of a pipe to write to, which is the caller's to close; what comes out is the stream's."""
+        """Return the write end of a pipe, which the caller closes; what is written goes to the stream."""
         reads, writes = os.pipe()
         os.set_blocking(reads, False)
         self._selector.register(reads, selectors.EVENT_READ, stream)
         return writes
 
     def close(self) -> None:
-        """Read what is still there, then stop. What lives longer than the workers is not waited for."""
+        """Read the rest, then stop. Processes that outlive the workers are not waited for."""
         os.close(self._stop)
         self._thread.join()
         for key in list(self._selector.get_map().values()):
@@ -288,7 +288,7 @@ class Pump:
                     self._end(key.fd, key.data)
 
     def _read(self, fd: int, stream: Stream) -> int:
-        """Read once; 0 when nobody writes any more."""
+        """Read once; 0 at the end."""
         data = os.read(fd, _CHUNK)
         stream.feed(data)
         return len(data)
@@ -310,7 +310,7 @@ class Pump:
 
 
 def check(config: OutputConfig, processes_here: int) -> None:
-    """Refuse what would show or keep nothing.
+    """Refuse settings that have no effect.
 
     Raises:
         ConfigError: a rank is named that this machine does not have, or ``log_dir`` cannot be a folder.
@@ -332,7 +332,7 @@ def check(config: OutputConfig, processes_here: int) -> None:
 
 
 def describe(config: OutputConfig, processes_here: int, machine_rank: int = 0) -> str:
-    """One sentence about what will not be seen, and how to see it; empty when all of it will be."""
+    """One sentence about output that is not shown, and how to see it; empty when all of it is shown."""
     first = machine_rank * processes_here
     shown = [rank for rank, (stdout, _) in enumerate(routes(config, processes_here, first), first) if stdout.shown]
     where = "" if config.log_dir is None else f"Output is filed in {config.log_dir}."
@@ -344,5 +344,5 @@ def describe(config: OutputConfig, processes_here: int, machine_rank: int = 0) -
 
 
 def _run_name() -> str:
-    """Folders of several runs sort by time and never meet."""
+    """A folder name that sorts by time and is unique to the run."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

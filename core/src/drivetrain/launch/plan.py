@@ -1,6 +1,6 @@
-"""Decides before anything starts what a launch will do: how many processes, on which devices, with which backend.
+"""Plans a launch before anything starts: the number of processes, their devices and the backend.
 
-Asks nothing but the environment and, for the number of accelerators, torch.
+Reads only the environment and, for the number of accelerators, torch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class LaunchPlan:
         processes_here: processes on this machine.
         num_machines: machines in the job; of an elastic one, the most.
         machine_rank: index of this machine.
-        rdzv_endpoint: where they meet, ``host:port``; port 0 takes a free one.
+        rdzv_endpoint: rendezvous address, ``host:port``; port 0 takes a free one.
         max_restarts: how often failed workers are started again.
         monitor_interval: seconds between two looks at the workers.
         selection: the accelerators that the workers of this machine see.
         rendezvous: how long machines wait for each other.
-        fewest_machines: with how many an elastic job goes on; 0 means all.
-        backend: name of the backend that trains; empty where nobody asked for it.
+        fewest_machines: the minimum for an elastic job; 0 means all.
+        backend: name of the backend that trains; empty where it was not determined.
     """
 
     world_size: int
@@ -60,12 +60,12 @@ class LaunchPlan:
 
     @property
     def machines(self) -> str:
-        """As ``num_machines`` is written."""
+        """The value of ``num_machines``."""
         return f"{self.fewest_machines}:{self.num_machines}" if self.fewest_machines else str(self.num_machines)
 
     @property
     def on_cpu(self) -> bool:
-        """The user chose no accelerator at all."""
+        """Whether the user chose the CPU."""
         return self.selection.on_cpu
 
 
@@ -76,11 +76,11 @@ def make_plan(
 
     Args:
         resolved: the configuration.
-        elsewhere: the plan is for another machine; what this one has is not asked.
+        elsewhere: the plan is for another machine; this one's devices are not checked.
         environ: the environment; ``None`` = this process's.
 
     Raises:
-        ConfigError: the numbers do not fit, machines do not know where to meet, or accelerators that were chosen are
+        ConfigError: the numbers do not fit, there is no rendezvous address, or accelerators that were chosen are
             not there, too few, or hidden by an exported variable.
         BackendError: the backend is absent, broken, or cannot train over this many processes.
     """
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _processes(name: str | None, selection: Selection, request: DeviceRequest, *, asks_machine: bool) -> int:
-    """Processes on one machine when nobody said how many: one per accelerator that may be used."""
+    """Default number of processes on one machine: one per usable accelerator."""
     if name is not None and not get_registry().info(name).capabilities.multi_process:
         return 1
     if request.ids is not None:
@@ -142,17 +142,17 @@ def _processes(name: str | None, selection: Selection, request: DeviceRequest, *
 
 
 def _check_devices(processes: int, selection: Selection, request: DeviceRequest, present: Inventory | None) -> None:
-    """More processes than accelerators, where there are accelerators, is a mistake."""
+    """Refuse more processes than accelerators, where there are any."""
     if request.ids is not None:
         check_count(processes, request.ids, present)
     elif selection.devices is not None and processes <= len(selection.devices):
-        return  # enough were named; asking torch would only take its time
+        return  # enough were named; importing torch would only take time
     elif processes > 1 and not selection.on_cpu and (count := count_devices()):
         check_count(processes, selection.devices or tuple(map(str, range(count))), present)
 
 
 def check_backend(name: str | None, world_size: int) -> str:
-    """Return the backend that will train, after making sure that it can. Loads nothing heavy.
+    """Return the backend that will train, after checking that it can. Imports nothing heavy.
 
     Raises:
         BackendError: see :class:`drivetrain.registry.Registry`; :class:`BackendBlockedError` also when it trains in one
@@ -173,7 +173,7 @@ def check_backend(name: str | None, world_size: int) -> str:
 
 
 def trains_over(name: str | None, world_size: int) -> bool:
-    """Whether the backend of this name, or for ``None`` any that is taken unnamed, can train over so many processes."""
+    """Whether this backend, or for ``None`` any default one, can train over this many processes."""
     try:
         check_backend(name, world_size)
     except (BackendBlockedError, BackendNotFoundError):
@@ -182,7 +182,7 @@ def trains_over(name: str | None, world_size: int) -> bool:
 
 
 def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
-    """Return one line that says what is about to be launched, by whom."""
+    """Return one line that describes the launch."""
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     here = f", {plan.processes_here} of them on machine {plan.machine_rank}" if plan.num_machines > 1 else ""
     precision = resolved.config.mixed_precision
@@ -197,5 +197,5 @@ def count_devices() -> int:
     import torch
 
     kind = torch.accelerator.current_accelerator()
-    # By the vendor's module, which for CUDA asks NVML: a process that has started the driver could not be forked.
+    # By the vendor's module, which for CUDA uses NVML: a process that has started the driver cannot be forked.
     return 0 if kind is None else int(torch.get_device_module(kind).device_count())

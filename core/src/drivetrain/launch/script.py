@@ -1,4 +1,4 @@
-"""Runs a script on every worker of this node, alone or among several, and reports the first failure once."""
+"""Runs a script on every worker of this node and reports the first failure."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Ending:
 
     Args:
         code: for the shell.
-        how, why: what the other nodes are told.
-        error: raised after they were told.
+        how, why: reported to the other nodes.
+        error: raised after the report.
     """
 
     code: int
@@ -79,7 +79,7 @@ def launch(
         ConfigError, BackendError: see :func:`drivetrain.launch.plan.make_plan`; nothing was started.
         UsageError: there is no such script or program.
         EnvironmentVariableError: another launcher started several of this one.
-        LaunchError: machines did not meet, or one that the others need was lost.
+        LaunchError: the rendezvous failed, or a machine that the others need was lost.
     """
     if not command:
         raise UsageError("no script was named", cure="Write: drivetrain launch [options] script.py [its arguments]")
@@ -139,7 +139,7 @@ def _run(
             sys.stderr.write(f"stopped by {stop.received.name}; no worker is left\n")
             return Ending(128 + stop.received, "interrupted", f"was stopped by {stop.received.name}")
         if failures:
-            # A scheduler that tells every process may reach the workers before it reaches this one.
+            # A scheduler that signals every process may reach the workers before this one.
             if resolved.config.save_on_interrupt and signals.was_starting(-(failures[0].exit_code or 0)):
                 signals.kill_leftovers()
                 return _stopped_while_starting()
@@ -154,13 +154,13 @@ def _run(
 
 
 def _stopped_while_starting() -> Ending:
-    """Of a run that saves itself when it is told to end; it had nothing to save yet."""
+    """The ending of a run that saves itself on a signal, but was stopped before it had anything to save."""
     sys.stderr.write("stopped by SIGTERM before the training began; started again, it goes on from its checkpoint\n")
     return Ending(EXIT_RESUMABLE, "interrupted", "was stopped by SIGTERM before the training began")
 
 
 def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> list[str]:
-    """What is started for each worker."""
+    """The command of each worker."""
     if no_python:
         return list(command)
     # Unbuffered, so that lines of different ranks arrive when they are written.
@@ -168,7 +168,7 @@ def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> 
 
 
 def worker_variables(resolved: ResolvedConfig, plan: LaunchPlan) -> dict[str, str]:
-    """What is added to the environment of each worker, besides its ranks."""
+    """The environment variables of each worker, besides its ranks."""
     if plan.on_cpu and resolved.config.accelerator_ids is not None:  # no accelerator was chosen
         resolved = replace(resolved, config=resolved.config.model_copy(update={"use_cpu": True}))
     return worker_environment(resolved.to_json(), plan.processes_here) | dict(plan.selection.variables)

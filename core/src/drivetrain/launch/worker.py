@@ -1,4 +1,4 @@
-"""Runs the user's script in a worker so that its failure reaches the launcher as one traceback.
+"""Runs the user's script in a worker process and records its failure for the launcher.
 
 The launcher starts ``python worker.py [-m] script args``. The script is executed as ``__main__`` just as ``python``
 would: same ``sys.argv``, same ``sys.path[0]``, and an exception ends the process with code 1. But the traceback goes
@@ -86,7 +86,7 @@ def _execute(arguments: list[str]) -> None:
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Hand an uncaught exception to the launcher; print it here when nobody would read it there."""
+    """Record an uncaught exception for the launcher; print it when there is none."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_HERE, "<frozen runpy")):
         trace = trace.tb_next
     error.__traceback__ = trace
@@ -95,13 +95,13 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
         return
     text = "".join(traceback.format_exception(kind, error, trace))
     said = traceback.TracebackException(kind, error, None)
-    said.__notes__ = None  # which would stand last; the traceback has them
+    said.__notes__ = None  # these would stand last; the traceback has them
     if not _write_record(list(said.format_exception_only())[-1].strip(), text, 1):
         sys.__excepthook__(kind, error, trace)
 
 
 def _write_record(message: str, text: str, exit_code: int) -> bool:
-    """Write what happened where the launcher reads it, as torch's elastic agent would. ``False``: nobody reads it.
+    """Write the error file in the format of torch's elastic agent. ``False`` when there is none.
 
     The exit code, as :mod:`subprocess` counts, is for a process that is stopped on its way out.
     """
@@ -117,7 +117,7 @@ def _write_record(message: str, text: str, exit_code: int) -> bool:
         "exit_code": exit_code,
     }
     try:
-        part = Path(path + ".part")  # nobody must read half of it
+        part = Path(path + ".part")  # it must appear whole
         part.write_text(json.dumps({"message": {"message": _cut(message), "extraInfo": details}}), encoding="utf-8")
         part.replace(path)
     except OSError:
@@ -130,7 +130,7 @@ def _cut(text: str) -> str:
 
 
 def leave_traces() -> None:
-    """Open the files from which the launcher tells where this process was when it cannot say so itself.
+    """Open the files from which the launcher finds out what this process was doing when it ended.
 
     A signal that ends the process makes ``faulthandler`` write every thread's stack, also while the main thread waits
     in a collective, where Python code could not run. What survives SIGKILL is only the record of the last call, which
@@ -142,7 +142,7 @@ def leave_traces() -> None:
     try:
         Path(path).with_name(LAST_CALL).write_bytes(struct.pack("5Q", os.getpid(), int(os.environ["RANK"]), 0, 0, 0))
         Path(path).with_name(STACKS).write_text(f"{_thread.get_ident():#x}\n", encoding="utf-8")
-    except OSError:  # a full disk must not keep anybody from training
+    except OSError:  # a full disk must not prevent training
         return
     _dump_stacks_into(Path(path).with_name(STACKS))
     # A loader's worker is stopped by the same signal, and its stack is not the rank's.
@@ -162,7 +162,7 @@ def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signal
 
 
 def _dump_stacks_into(path: Path) -> None:
-    """Write the stacks of all threads there when this process is told to end or crashes."""
+    """Write the stacks of all threads to this file on SIGTERM or a crash."""
     stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
     faulthandler.register(signal.SIGTERM, stacks, chain=True)
     if not faulthandler.is_enabled():
@@ -170,7 +170,7 @@ def _dump_stacks_into(path: Path) -> None:
 
 
 def follow_launcher() -> None:
-    """End this process when the launcher dies without having said so (Linux; elsewhere there is no such means)."""
+    """End this process when the launcher is killed (Linux only)."""
     parent = os.environ.pop(PARENT, "")
     if not parent or not sys.platform.startswith("linux"):
         return
@@ -209,7 +209,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
 
 
 def _set_first_path(folder: str) -> None:
-    """Put a folder where python put this file's own, unless python was told to put nothing there."""
+    """Replace this file's folder in ``sys.path[0]``, unless Python was started with safe-path mode."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

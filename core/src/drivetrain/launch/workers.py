@@ -1,4 +1,4 @@
-"""Starts the workers of this node, watches them, starts them again after a failure, and stops them."""
+"""Starts, monitors, restarts and stops the workers of this node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LOCAL_RANK = "${local_rank}"
 
 
 class Process(Protocol):
-    """A worker's process; what :class:`subprocess.Popen` has."""
+    """Protocol of a worker's process, as :class:`subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
@@ -84,11 +84,11 @@ class StopRequestedError(Exception):
 class StopSignals:
     """Handles Ctrl-C and SIGTERM while workers run; a context manager. Does nothing outside of the main thread.
 
-    The first signal is passed on to workers that have said that they save themselves; where any has not,
+    The first signal is passed on to the workers if all of them have announced that they save themselves; else
     :class:`StopRequestedError` is raised, and all are stopped. A second Ctrl-C kills all of them at once.
 
     Args:
-        output: knows where the workers keep their records.
+        output: has the folder of the workers' records.
         num_workers: on this node.
     """
 
@@ -125,11 +125,11 @@ class StopSignals:
             self._on_signal(number, None)
 
     def exit_code(self) -> int:
-        """After all workers ended well: 0, or the code with which they stopped because they were told to."""
+        """After all workers ended well: 0, or the code with which they stopped on request."""
         return max((seen.stop for seen in self._seen() if seen.stop > 1), default=0)
 
     def was_starting(self, received: int) -> bool:
-        """Whether a run that was stopped by this signal was still starting: it resumes where the one before it saved.
+        """Whether a run stopped by this signal was still starting and so can be resumed from its last checkpoint.
 
         A worker is starting until it has made its accelerator, and no step can have been trained before all have.
         """
@@ -138,7 +138,7 @@ class StopSignals:
         return received == signal.SIGTERM and is_starting
 
     def kill_leftovers(self) -> None:
-        """Kill what is left of the workers and of what they started."""
+        """Kill remaining workers and the processes that they started."""
         for seen in self._seen():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(seen.pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ class StopSignals:
         again = self._received is not None
         self._received = self._received or sent
         if again and sent != signal.SIGINT:
-            return  # schedulers and terminals repeat themselves, and the former have SIGKILL when they mean it
+            return  # schedulers and terminals repeat signals, and schedulers finally send SIGKILL
         if sent not in SIGNALS:
             raise StopRequestedError(sent)
         if again:
@@ -165,7 +165,7 @@ class StopSignals:
         elif self._workers_save():
             sys.stderr.write(f"{sent.name}: the run saves itself after this step; Ctrl-C stops it at once\n")
             for seen in self._seen():
-                # The worker alone: its loaders' processes would die of it.
+                # To the worker only: the signal would end its loaders' processes.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(seen.pid, signum)
             return
@@ -212,7 +212,7 @@ class WorkerGroup:
         return [process.poll() for process in self._processes]
 
     def stop(self, sent: signal.Signals = signal.SIGTERM) -> None:
-        """End workers that still run, and what they started; kill those that do not heed the signal. May be repeated.
+        """Terminate running workers and the processes that they started; kill those that ignore it. May be repeated.
 
         A process that waits inside the kernel, for a device for instance, cannot be killed; it is waited for as long
         again and then left.
@@ -223,7 +223,7 @@ class WorkerGroup:
                 _log.info("process %s is sent %s", process.pid, attempt.name)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, attempt)
-                    os.killpg(process.pid, signal.SIGCONT)  # one that was halted takes no signal until it goes on
+                    os.killpg(process.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
             end = time.monotonic() + STOP_SECONDS
             for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,12 +252,12 @@ def run_workers(
         Failures of workers in the last round, the cause of the others first; empty when all ended well.
 
     Raises:
-        LaunchError: nodes did not meet, a port is taken, or the job is over for all nodes.
+        LaunchError: the rendezvous failed, a port is taken, or the job is over for all nodes.
         StopRequestedError: as ``signals`` says; the workers have been stopped by the same signal.
         OSError: the command cannot be started.
     """
     restart_count: int | None = None
-    # How scripts and torch know a worker that was launched: torch.distributed.is_torchelastic_launched().
+    # By this scripts and torch recognise a launched worker: torch.distributed.is_torchelastic_launched().
     job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     while True:
         current = rendezvous.next_round()
@@ -294,7 +294,7 @@ def run_workers(
 
 
 def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval: float) -> dict[int, int | None] | None:
-    """Wait until all workers have ended well, or stop all as soon as one has not, or another round has to begin.
+    """Wait until all workers have ended well; stop all when one fails or another round has to begin.
 
     Returns:
         Exit codes by local rank of workers that did not end well, ``None`` for those that were stopped for the sake of
@@ -318,7 +318,7 @@ def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval:
 
 
 def rank_environment(current: Round, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
-    """The environment variables of torchrun that give a worker its rank and say where the workers meet."""
+    """Environment variables, under torchrun's names, with a worker's ranks and the address of the store."""
     here = plan.processes_here
     rank, world_size = current.node_rank * here + local_rank, current.num_nodes * here
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "ROLE_RANK": rank, "GROUP_RANK": current.node_rank}
@@ -335,6 +335,6 @@ def first_failure(failures: Sequence[Failure]) -> str:
 
 
 def report(failures: list[Failure], output: Output) -> str:
-    """What the user reads about failures: the end of what the first rank wrote if that was not shown, and all ranks."""
-    output.close()  # so that it stands below everything that the workers wrote
+    """The report of failures: the end of the first failed rank's output if it was not shown, and all ranks."""
+    output.close()  # so that the report comes after all output of the workers
     return f"{output.last_words(failures[0].rank)}{explain(failures)}\n"

@@ -1,1 +1,1 @@
-"""What happens in one training step: the prepared model, the accumulation window, the optimizer."""
+"""The training step: prepared models, gradient accumulation, loss, optimizers and schedulers."""

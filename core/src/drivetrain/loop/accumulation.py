@@ -1,11 +1,11 @@
-"""Gradient accumulation: which micro-batches make one optimizer step, and what their losses are divided by.
+"""Gradient accumulation: groups micro-batches into optimizer steps and normalises their losses.
 
 A :class:`Window` alone knows whether gradients of the current micro-batch are synchronised: prepared models,
 optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoop` holds the windows of one accelerator.
 
 Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
 not known before the last batch, its number of items not before the last micro-batch); after the closing backward
-:meth:`Window.correction` gives the factor that turns the guess into the truth.
+:meth:`Window.correction` gives the factor that corrects it.
 
 A mean loss weighs by the samples that it is a mean over, which the loader knows without communication: a rank whose
 last batch is shorter than the others' weighs less in the sum over ranks, a shorter global batch weighs less in its
@@ -41,7 +41,7 @@ Items = int | float | Tensor
 
 
 class Window:
-    """The micro-batches between two optimizer steps of one set of models. Pure bookkeeping, no communication.
+    """The micro-batches between two optimizer steps of one set of models. Does not communicate.
 
     Args:
         length: micro-batches in a full window.
@@ -93,12 +93,12 @@ class Window:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients of a backward are reduced over the ranks now, unless the script holds them back."""
+        """Whether gradients of a backward are reduced over the ranks now, unless the script disables that."""
         return self.closing or self._sync_each_batch or not self.open
 
     @property
     def may_drop_gradients(self) -> bool:
-        """Whether ``zero_grad`` now clears what is finished, rather than what this window has gathered."""
+        """Whether ``zero_grad`` may clear gradients now, outside of an open window."""
         if not self.open:
             return self.closing
         return self.backwards == 0 or (self.closing and self.backwards_here > 0)
@@ -110,12 +110,12 @@ class Window:
         micro-step does, which is known from how many the previous batch had.
 
         Args:
-            loop: the batch that the innermost loop is at.
+            loop: the current batch of the innermost loop.
             length: of the window, if it begins here.
 
         Raises:
-            UsageError: the window may have to close here, and nobody knows; or this is another part of a batch that
-                the ranks share unevenly.
+            UsageError: whether the window closes here is unknown; or this is another part of a batch that the ranks
+            share unevenly.
         """
         if self.closing:
             self.reset()
@@ -146,11 +146,11 @@ class Window:
             is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
         )
         if self.closing and beyond is not None and self._first is not None and self.position < self.length:
-            # Other ranks' windows go on with a batch that this rank has no part of.
+            # Other ranks' windows continue with a batch of which this rank has no part.
             self._covered += beyond.total / self._first.total
 
     def _weigh(self, rows: Rows | None) -> None:
-        """Set the weights of a batch that is not like the one before."""
+        """Set the weights of a batch that differs from the one before."""
         self.rows = rows
         if self.position == 1:
             self._first = rows
@@ -162,20 +162,20 @@ class Window:
             self._share = rows.total / first.total
 
     def weigh_alone(self, loop: LoopState) -> None:
-        """Set the weight of a loss outside of ``accumulate``, whose batch stands for itself."""
+        """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
         self.rows, self.conflict = loop.rows, loop.conflict
         rows = self.rows
         even = rows is None or rows.even
         self.weight = 1.0 if even or rows is None else rows.real[self.dp_rank] * self.dp_size / rows.total
 
     def reset(self) -> None:
-        """Forget the finished window."""
+        """Reset after the window is finished."""
         self.position = self.backwards = self.backwards_here = 0
         self.items = self._by_items = None
         self._covered = 0.0
 
     def scale(self, items: Items | None, total: Callable[[Items], Tensor]) -> float | Tensor:
-        """Note one backward and return the ``scale`` that its loss is multiplied with.
+        """Count one backward and return the ``scale`` by which its loss is multiplied.
 
         Args:
             items: what this loss is a sum over, or ``None`` for a mean.
@@ -204,7 +204,7 @@ class Window:
             else:
                 if self._previous_items is None:
                     self._previous_items = total(items if items is not None else 0)
-                # A power of two changes no digit of the result, whatever it is.
+                # A power of two does not change the digits of the result.
                 self.denominator = 2.0 ** round(math.log2(max(float(self._previous_items), 1.0)))
         elif self._by_items != by_items:
             raise UsageError(
@@ -239,7 +239,7 @@ class Window:
 
 @final
 class MicroBatch:
-    """Context of one micro-batch. A class of its own since a generator costs twice as much on each step."""
+    """Context of one micro-batch. A class, since a generator takes twice as long in each step."""
 
     __slots__ = ("_loop", "_outer", "_was_open", "_window")
 
@@ -257,7 +257,7 @@ class MicroBatch:
 
     def __exit__(self, *exc: object) -> None:
         window = self._window
-        # `closing` keeps its value for a step that follows the block; communication must not stay off.
+        # `closing` keeps its value for a step that follows the block; reduction is switched on again.
         window.open = self._was_open
         for model in window.models:
             model.synchronise()
@@ -267,7 +267,7 @@ class MicroBatch:
 
 @final
 class TrainingLoop:
-    """The accumulation windows, the backwards, the clipping and the count of steps of one :class:`Accelerator`.
+    """Accumulation windows, backward, clipping and the step count of one :class:`Accelerator`.
 
     Each set of models named in ``accumulate`` has a window of its own, so that a generator and a discriminator do not
     count each other's micro-batches.
@@ -275,11 +275,11 @@ class TrainingLoop:
     Args:
         backend: the started backend.
         steps: micro-batches in a full window.
-        loop_state: the batch that the script's innermost loop is at.
+        loop_state: returns the current batch of the script's innermost loop.
         sync_with_dataloader: close the window at the loader's last batch.
         sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
         count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
-        on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` when nobody listens.
+        on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` for no callback.
     """
 
     def __init__(
@@ -341,11 +341,11 @@ class TrainingLoop:
 
     @property
     def unfinished(self) -> int:
-        """Micro-batches whose gradients wait in an open window for the others; 0 between two windows."""
+        """Micro-batches so far in an open window; 0 between two windows."""
         return max((window.position for window in self._windows.values() if not window.closing), default=0)
 
     def abandon_windows(self) -> None:
-        """Drop what open windows have gathered: other parameters were loaded, and the next micro-batch begins anew."""
+        """Drop the gradients of open windows, after other parameters were loaded; the next micro-batch begins anew."""
         for window in self._windows.values():
             window.closing = True
         self.manual.reset()
@@ -374,7 +374,7 @@ class TrainingLoop:
             )
         models, closes = (self.window.models, self.window.closing) if self.window.open else self._outside()
         window = self.window
-        # One that reduces nothing may stay on its rank, and ranks then make different numbers of them.
+        # Ranks may make different numbers of backwards that reduce nothing.
         (check_collective if closes else log_call)("backward")
         primary = models[0]
         for model in models:
@@ -401,7 +401,7 @@ class TrainingLoop:
             model.active = False
 
     def _outside(self) -> tuple[Sequence[PreparedModel], bool]:
-        """Models of a loss outside of ``accumulate``, and whether its gradients are reduced; sets the window."""
+        """Models of a loss outside of ``accumulate``, and whether their gradients are reduced; sets the window."""
         # Those that ran forward, else all.
         models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
         self.window = self.manual
@@ -413,7 +413,7 @@ class TrainingLoop:
         return models, closes
 
     def gradients_reduced(self) -> None:
-        """A point that every rank reaches, and where buffers are made to agree. Collective over data-parallel ranks."""
+        """Synchronise buffers, after a backward that reduces gradients. Collective over data-parallel ranks."""
         # Of every model: one may have run forward for another's loss.
         for model in self.models:
             if model.buffers is not None and not model.held and not model.steps_alone:
@@ -421,7 +421,7 @@ class TrainingLoop:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Ranks may run out of batches at different times in here. Collective over all ranks at the end."""
+        """Context in which ranks may run out of batches at different times. Collective over all ranks at the end."""
         with ExitStack() as stack:
             for model in self.models:
                 if model.buffers is not None:
@@ -438,7 +438,7 @@ class TrainingLoop:
         return count_items(loss)
 
     def _look_at(self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, by_items: bool) -> None:
-        """Say once, for each model, what a mean over labels means where there are several of them."""
+        """Warn once per model of a mean over labels, whose weight in the window does not depend on their number."""
         self._looked_at.add(model.index)
         if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
             return
@@ -454,7 +454,7 @@ class TrainingLoop:
             )
 
     def _refuse_sum(self, loss: Tensor, rows: Rows, model: PreparedModel) -> None:
-        """Look once at each kind of loss for being a sum over the batch, of which an average over ranks is a part."""
+        """Check each kind of loss once, and refuse a sum over the batch, which an average over ranks would scale."""
         node = loss.grad_fn
         edges = node.next_functions if node is not None else ()
         kind = model.index, type(node), type(edges[0][0]) if edges else None
@@ -543,13 +543,13 @@ class TrainingLoop:
         return found
 
     def release(self) -> None:
-        """Let go of the engines; the modules stay usable."""
+        """Release the engines; the modules stay usable."""
         for model in self.models:
             model.trainable.release()
 
 
 def _endless(loop: LoopState) -> LoopState:
-    """A loop whose end closes no window."""
+    """A loop state whose end closes no window."""
     return loop._replace(is_last=False, unknown="")
 
 

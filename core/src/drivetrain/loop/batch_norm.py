@@ -1,4 +1,4 @@
-"""Batch normalization with statistics over all data-parallel ranks, and a warning where they are each rank's own."""
+"""Batch normalization with statistics over all data-parallel ranks, and a warning where they are per rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SWITCH = "`sync_batch_norm: true` in the configuration, or Accelerator(sync_bat
 
 
 def convert_or_warn(model: nn.Module, backend: Backend, *, training: bool) -> None:
-    """Convert a model's batch norms where the run asks for it; else say once what they follow. Not collective.
+    """Convert a model's batch norms if ``sync_batch_norm``; else warn once of per-rank statistics. Not collective.
 
     Called before the backend prepares the model.
 
@@ -65,15 +65,15 @@ def convert_or_warn(model: nn.Module, backend: Backend, *, training: bool) -> No
 
 
 def convert(model: nn.Module, topology: Topology) -> None:
-    """Let the batch norms of a model take their statistics over all data-parallel ranks. Not collective.
+    """Make a model's batch norms compute their statistics over all data-parallel ranks. Not collective.
 
     Each layer stays the same object with the same parameters, buffers, hooks and names, and an instance of its class;
     only its class is replaced, by a subclass. Layers that normalise otherwise (``LayerNorm``, ``GroupNorm``,
-    ``InstanceNorm``) are no concern of this. With one data-parallel rank nothing is done.
+    ``InstanceNorm``) are unchanged. With one data-parallel rank nothing is done.
 
     Raises:
-        UnsupportedError: nothing was converted: the model is cut along a mesh axis on which ranks see parts of a batch
-            one after another, or a layer computes in a way of its own.
+        UnsupportedError: the model is split along a mesh axis on which ranks process parts of a batch one after
+        another, or a layer overrides its computation; nothing was converted then.
     """
     layers = {name: layer for name, layer in _batch_norms(model).items() if not isinstance(layer, Synchronised)}
     if not layers:
@@ -108,7 +108,7 @@ def convert(model: nn.Module, topology: Topology) -> None:
 
 
 def refuse_uneven(modules: Iterable[nn.Module]) -> None:
-    """Raise :class:`UnsupportedError` where ranks that ran out of batches would be missed in a forward."""
+    """Raise :class:`UnsupportedError` where ranks that ran out of batches would be missing in a collective forward."""
     for module in modules:
         names = [name for name, layer in _batch_norms(module).items() if isinstance(layer, Synchronised)]
         if names:
@@ -120,7 +120,7 @@ def refuse_uneven(modules: Iterable[nn.Module]) -> None:
 
 
 class Synchronised(_BatchNorm):
-    """What a converted layer is beside its own class: its statistics are those of all data-parallel ranks.
+    """Mixin of converted layers, with statistics over all data-parallel ranks.
 
     In training mode a forward is collective over the data-parallel ranks, and so is its backward. Batches of ranks may
     differ in size: what counts is each element. Outside of training mode nothing is communicated.
@@ -136,7 +136,7 @@ class Synchronised(_BatchNorm):
         """Of the data-parallel ranks; ``None`` for the default one. Read by torch's forward."""
         return collectives.dp_group(self._topology)
 
-    # Names under which torch's forward finds its check.
+    # Names under which torch's forward looks up its check.
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels  # noqa: SLF001
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
@@ -187,12 +187,12 @@ class Synchronised(_BatchNorm):
                 running.lerp_(value.to(running.dtype), factor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made at run time and has no name to be found by; its base has."""
+        """Pickle by the base class, since this class is made at run time."""
         return _blank, (self._kind,), self.__dict__.copy()
 
 
 class _AnyDims(_BatchNorm):
-    """Stands for ``torch.nn.SyncBatchNorm``, whose own class torch's DistributedDataParallel refuses on the CPU."""
+    """Replaces ``torch.nn.SyncBatchNorm``, which DistributedDataParallel refuses on the CPU."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -200,7 +200,7 @@ class _AnyDims(_BatchNorm):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks of a group. Since every rank's loss depends on it, so is its gradient; of any order."""
+    """Differentiable all-reduce (sum); its gradient is an all-reduce too, to any order."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -223,7 +223,7 @@ _made: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 
 def _synchronised(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    """The class of converted layers of a class, one for each."""
+    """The converted class of a layer's class, made once for each."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, "_kind": kind}
     if kind not in _made:
         _made[kind] = type(kind.__name__, (Synchronised, kind), names)

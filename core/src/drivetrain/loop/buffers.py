@@ -1,7 +1,7 @@
-"""Keeps the buffers of a model the same on all data-parallel ranks: those of the first rank count.
+"""Synchronises the buffers of a model over the data-parallel ranks, from the first of them.
 
 A batch norm's running statistics follow the batches of its own rank. An evaluation has to use the same ones on every
-rank, and a checkpoint those of one rank. When that is seen to depends on the engine: where every forward is collective
+rank, and a checkpoint those of one rank. When they are synchronised depends on the engine: where forward is collective
 (parameters in shards), before the first evaluation after training, which costs nothing in a training step; elsewhere
 with the backward that closes an accumulation window, the last point that every rank is sure to reach. Ranks may then
 evaluate different numbers of batches, or the main process alone.
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 class Buffers:
     """The persistent buffers of one model. Made in the same order on every rank.
 
-    Whether a buffer has changed cannot be known: batch norms, and whatever writes by way of ``.data``, write past
-    torch's count of writes. A model is therefore taken to have changed them in each training forward. Buffers that are
-    not persistent are no state, and a converted batch norm's are the same on every rank already.
+    Whether a buffer has changed is unknown: writes of batch norms and through ``.data`` do not change a tensor's
+    version counter. A model is therefore assumed to have changed them in each training forward. Excluded are
+    non-persistent buffers and those of converted batch norms, which are the same on every rank already.
 
     Args:
         module: the module.
-        topology: the job. What differs along other axes than the data-parallel ones stays different.
+        topology: the job. Buffers are not synchronised along other axes than the data-parallel ones.
         together: every forward is collective over all ranks, in evaluation too.
         each_forward: with ``together``: before training forwards too.
     """
@@ -63,7 +63,7 @@ class Buffers:
                 buffer.data = collectives.broadcast(buffer.data, 0, topology)
 
     def registered(self) -> None:
-        """The script has registered a buffer, or a module that may have some. Not collective."""
+        """Handle the registration of a buffer, or of a module that may have some. Not collective."""
         self.matter = self._topology.dp_size > 1
 
     def before_forward(self) -> None:
@@ -89,13 +89,13 @@ class Buffers:
         """To be called after each backward that reduces gradients. Collective over the data-parallel ranks."""
         self._windows += 1
         if self.matter and not self._together and not self._apart:
-            # Whichever way the script went into the model, it may have trained.
+            # The script may have trained without calling the model itself.
             self._changed = self._changed or self._module.training
             self.agree()
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Ranks may run out of batches at different times in here; they agree at the end. Collective over all ranks."""
+        """Context in which ranks may run out of batches at different times; synchronises at the end. Collective."""
         self._apart = True
         try:
             yield
@@ -106,7 +106,7 @@ class Buffers:
             self.agree()
 
     def agree(self) -> None:
-        """Give every data-parallel rank the first one's values, if the model was trained since the last time.
+        """Broadcast the first data-parallel rank's values, if the model was trained since the last time.
 
         Collective over the data-parallel ranks.
         """
@@ -119,6 +119,6 @@ class Buffers:
 def persistent_buffers(part: nn.Module) -> Iterator[Tensor]:
     """This module's own buffers that are state, and have values here."""
     for name, buffer in part.named_buffers(recurse=False):
-        # torch has no public word for it.
+        # torch has no public accessor for it.
         if name not in part._non_persistent_buffers_set and not buffer.is_meta:  # noqa: SLF001
             yield buffer

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, on every engine: each rank averages the parts that it holds."""
+"""Exponential moving average of a model's weights; each rank averages the shards that it holds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average, where an accumulation window ends. Not collective.
+        """Update the average, where an accumulation window ends. Not collective.
 
         To be called after each ``optimizer.step()``; in the micro-batches between, where that waits, so does this.
 
@@ -103,9 +103,9 @@ class EMA:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In here the model has the averaged weights, to evaluate or to save it with ``accelerator.save_model``.
+        """Context in which the model has the averaged weights, to evaluate or to save it (``accelerator.save_model``).
 
-        Collective over all ranks. The weights that are trained are back afterwards, bit by bit.
+        Collective over all ranks. Restores the trained weights exactly.
 
         Raises:
             UsageError: nothing was averaged yet; a second time inside; an optimizer of this model steps inside.
@@ -125,7 +125,7 @@ class EMA:
         self._agree_on_buffers()
         self._exchange()
         self._in_model = True
-        # On the object: whatever prepared this optimizer's step asks its trainable.
+        # On the object: a prepared optimizer's step calls its trainable.
         self._trainable.optimizer_step = refuse  # type: ignore[method-assign]
         try:
             yield
@@ -134,7 +134,7 @@ class EMA:
             self._in_model = False
             self._exchange()
 
-    # ---- in a checkpoint: an entry beside the models ----------------------------------------------------------------
+    # ---- checkpoint -------------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -156,7 +156,7 @@ class EMA:
         tensors = {name: _laid_out(self._values[name], state[name]) for name in self._direct.intersection(state)}
         rearranged = [name for name in state if name not in self._direct]
         if self._on_any_rank(bool(rearranged)):
-            # The engine rearranges what is in the model.
+            # The engine converts the tensors that are in the model.
             self._exchange()
             state = self._model_part()
             tensors |= {name: _laid_out(_local(state[name]).clone(), state[name]) for name in rearranged}
@@ -168,7 +168,7 @@ class EMA:
         self._refuse_inside("load_state")
         if not saved:
             return PortableState()
-        # Not the engine's template: it may keep what it gave for the model's own load.
+        # Not the engine's template, which it may keep for the model's own load.
         state = self._model_part()
         layouts = {name: state[name] if name not in self._direct else one for name, one in self._tensors.items()}
         return PortableState(
@@ -178,7 +178,7 @@ class EMA:
 
     @torch.no_grad()
     def load_portable_state(self, state: PortableState) -> None:
-        """Take over a filled template. Collective over all ranks."""
+        """Load a filled template. Collective over all ranks."""
         found = state.extra.get(AVERAGE)
         if found is None:
             raise CheckpointMismatchError(
@@ -205,7 +205,7 @@ class EMA:
             self._trainable.load_portable_state(PortableState())
 
     def _model_part(self) -> dict[str, Any]:
-        """The model's tensors as a checkpoint has them; finds out which of them are laid out as they are trained."""
+        """The model's tensors as in a checkpoint; determines which of them have the same layout as in training."""
         state = self._trainable.portable_state().tensors
         self._tensors = self._trainable.live_tensors()
         self._direct = {
@@ -215,10 +215,10 @@ class EMA:
         }
         return {name: one for name, one in state.items() if name.startswith("model.")}
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- local shards -----------------------------------------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
-        """What is trained on this rank, by the model's names; the average is brought to the same names and shapes."""
+        """The tensors trained on this rank, by the model's names; matches the average to their names and shapes."""
         tensors = self._trainable.live_tensors()
         live = {name: _local(tensor) for name, tensor in tensors.items()}
         self._buffers = buffer_keys(self._trainable.module).intersection(live)
@@ -227,7 +227,7 @@ class EMA:
         return live
 
     def _follow(self, tensors: Mapping[str, Any], live: Mapping[str, Tensor]) -> None:
-        """A pipeline is cut at its first forward, and shares its stages out: keep what is left of the average here."""
+        """Follow a pipeline, which is split at its first forward: keep this stage's part of the average."""
         lacking = [name for name in live if name not in self._values]
         if lacking:
             raise UnsupportedError(
@@ -250,17 +250,17 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Put the average into the model and what the model had into the average's place. Collective."""
+        """Exchange the values of the average and the model. Collective."""
         live = self._live()
         for name, value in live.items():
             before = value.clone()
             value.copy_(self._values[name])
             self._values[name].copy_(before)
-        # An empty state changes nothing, and lets the engine derive what follows from its weights.
+        # Loading an empty state makes the engine update what it derives from its weights.
         self._trainable.load_portable_state(PortableState())
 
     def _agree_on_buffers(self) -> None:
-        """Engines whose ranks agree on buffers when they evaluate have not done so for these."""
+        """Synchronise buffers for engines that otherwise do so at the first evaluation."""
         backend = self._accelerator.backend
         if not backend.capabilities.replicated:
             live = self._live()
@@ -282,11 +282,11 @@ class EMA:
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's elements, the live memory."""
+    """This rank's elements, sharing memory."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         local: Tensor = tensor.to_local()
-    elif hasattr(tensor, "__create_chunk_list__"):  # Cut in an engine's own way, around one tensor of elements.
+    elif hasattr(tensor, "__create_chunk_list__"):  # Sharded in an engine's own way, around one tensor of elements.
         ((inner,), _) = tensor.__tensor_flatten__()
         local = getattr(tensor, inner)
     else:
@@ -295,7 +295,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _laid_out(local: Tensor, like: Any) -> Any:
-    """Elements of this rank as the part of a whole tensor that another is."""
+    """Wrap this rank's elements as a shard laid out like another tensor."""
     if isinstance(like, DTensor):
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

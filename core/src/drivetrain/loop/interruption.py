@@ -1,4 +1,4 @@
-"""Saves a run that is told to end (Ctrl-C, SIGTERM) after a step on which all ranks agree, and stops it."""
+"""Saves and stops a run on Ctrl-C or SIGTERM, after a step on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _serial = count()
 
 @final
 class Interruption:
-    """Waits for a signal, and ends the run after a step on which all ranks agree. Made in the same order on every rank.
+    """Ends the run on a signal, after a step on which all ranks agree. Created in the same order on every rank.
 
     A step ends where the loop asks a prepared loader for its next batch after an optimizer stepped: by then the script
     has moved its scheduler, and the loader's position is that of the next step. Without a prepared loader it ends with
     ``optimizer.step()``. Until a signal arrives a step costs a look at an attribute, no collective and no message.
 
-    **Agreement.** Who hears the signal asks all ranks to be ready: a thread of each hears it, and from then on the end
-    of each step looks at the process group's store. It waits for them, and names the *next* step's end.
-    Nobody can be there already: that step needs gradients of this rank, which it has not computed.
+    **Agreement.** The rank that receives the signal notifies a thread of every rank through the process group's store;
+    from then on each rank checks the store at the end of each step. When all have been notified, it announces the end
+    of the *next* step. No rank can have reached that already: the step needs gradients of this rank.
 
     Args:
         topology: the job.
         active: the loaders that are being iterated.
         save: saves the run and returns the folder; collective.
-        finish: leaves the run in order; collective.
+        finish: ends the run; collective.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Interruption:
         self._listener = None if self._store is None else _Listener(self._store)
 
     def close(self) -> None:
-        """Give the signals back. May be called twice."""
+        """Restore the signal handlers. May be called twice."""
         if self._before:
             handle_signals(self._before)
             set_stop(0)
@@ -89,7 +89,7 @@ class Interruption:
         self._before = {}
 
     def stepped(self) -> None:
-        """An optimizer has stepped. Collective where no prepared loader is iterated."""
+        """Handle an optimizer step. Collective where no prepared loader is iterated."""
         current = self._active.current
         if current is None:
             self.step_ends()
@@ -126,7 +126,7 @@ class Interruption:
         return int(step), signal.Signals(int(number))
 
     def _ask(self) -> None:
-        """Have every rank look, from its next step's end on; where a thread does not hear soon, the steps go on."""
+        """Notify every rank to check at the end of its steps; if a thread does not respond soon, training continues."""
         self._store.set(_ASKED, "1")
         deadline = time.monotonic() + _READY_SECONDS
         while self._store.add(_READY, 0) < self._world and time.monotonic() < deadline:
@@ -139,7 +139,7 @@ class Interruption:
             logger.warning("%s: this run saved itself in %s and stops.", why.name, folder)
         code = EXIT_RESUMABLE if why == signal.SIGTERM else 128 + why
         set_stop(code)
-        # Our launcher reads the code from the record: for torch's agent an exit code is a failure, to be restarted.
+        # Our launcher reads the code from the record: torch's agent treats any exit code as a failure and restarts.
         raise SystemExit(0 if os.environ.get(LAUNCHER) else code)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -147,16 +147,16 @@ class Interruption:
             if self._heard is None:
                 self._heard = signal.Signals(number)
                 return
-            if number == signal.SIGTERM:  # comes twice where a scheduler tells everybody and a launcher passes it on
+            if number == signal.SIGTERM:  # comes twice if a scheduler signals every process and a launcher forwards it
                 return
-        # Ctrl-C again, so somebody does not want to wait; or in a process that the script has forked.
+        # A second Ctrl-C, to stop at once; or in a process that the script has forked.
         signal.signal(number, self._before[signal.Signals(number)])
         os.kill(os.getpid(), number)
 
 
 @final
 class _Listener:
-    """A thread that hears when any rank was told to end, so that the training need not ask after each step."""
+    """A thread that waits for a signal on any rank, so that the training need not check after each step."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -177,15 +177,15 @@ class _Listener:
         while not self._closed.wait(_LISTEN_SECONDS):
             try:
                 if self._store.check([_ASKED]):
-                    self.alert = True  # before it is counted: who counts all relies on it
+                    self.alert = True  # before it is counted: the rank that counts relies on it
                     self._store.add(_READY, 1)
                     return
             except dist.DistError:
-                return  # the job is ending in disorder; the training finds out by itself
+                return  # the job is failing; the training notices by itself
 
 
 def _store(topology: Topology) -> Any:
-    """What the ranks agree through; ``None`` where one process is alone."""
+    """The store through which ranks agree; ``None`` with one process."""
     if topology.world_size == 1:
         return None
     if not dist.is_initialized():

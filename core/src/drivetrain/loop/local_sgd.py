@@ -63,12 +63,12 @@ class LocalSGD:
             prepared = self._prepared()
             prepared.steps_alone = True
             prepared.trainable.synchronise_gradients(False)
-            # Accumulation windows and train_step switch the reduction on where a window ends; in here it stays off.
+            # Accumulation windows and train_step switch the reduction on where a window ends; here it stays off.
             prepared.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
         return self
 
     def step(self) -> None:
-        """Note an optimizer step; every ``local_sgd_steps``-th averages. Collective over the data-parallel ranks then.
+        """Count an optimizer step; every ``local_sgd_steps``-th averages. Collective over the data-parallel ranks then.
 
         A micro-batch that does not complete an accumulation window is not counted.
         """
@@ -86,7 +86,7 @@ class LocalSGD:
             prepared.steps_alone = False
             del prepared.trainable.synchronise_gradients
             prepared.trainable.synchronise_gradients(prepared.reduces)
-        # After an error the other ranks may be anywhere else.
+        # After an error the other ranks may be at another point.
         if self.enabled and kind is None and self.num_steps % self.local_sgd_steps:
             self._average()
 
@@ -106,5 +106,5 @@ class LocalSGD:
 
 
 def _leave_it(enabled: bool) -> None:
-    """Take the place of a trainable's ``synchronise_gradients`` within the block."""
+    """Replaces a trainable's ``synchronise_gradients`` within the block."""
     del enabled

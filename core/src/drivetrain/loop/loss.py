@@ -1,12 +1,11 @@
-"""Reads from the autograd graph of a loss what the loss is: a mean over how many items, or a sum over a batch.
+"""Determines from its autograd graph whether a loss is a mean, and over how many items, or a sum over a batch.
 
-``cross_entropy`` and its kin keep their labels for the backward, with the label that they ignore and the kind of
-reduction. What a script or a model of another library did before (shifted labels, flattened logits, masked some) is
-done by then, so that the count is that of the loss itself, whatever made it.
+``cross_entropy`` and similar functions save their labels for the backward, with ``ignore_index`` and the reduction.
+Earlier operations (shifted labels, flattened logits, masks) are included, so the count is that of the loss itself.
 
 Engines average over data-parallel ranks. Of a mean over each rank's rows that is the mean over all rows; of a sum over
-each rank's rows it is 1/ranks of the sum over all rows. The graph does not say everything: where it leaves a doubt,
-:func:`count_items` raises, and :func:`sums_over_batch` answers no.
+each rank's rows it is 1/ranks of the sum over all rows. Where the graph is ambiguous, :func:`count_items` raises, and
+:func:`sums_over_batch` returns ``False``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MEAN, _SUM = 1, 2
 
 
 def _nodes(names: str) -> frozenset[str]:
-    """Names of autograd's nodes: ``AddBackward1`` for ``Add1``, where the number tells overloads apart."""
+    """Names of autograd's nodes: ``AddBackward1`` for ``Add1``, where the number distinguishes overloads."""
     return frozenset(f"{name[:-1]}Backward{name[-1]}" for name in names.split())
 
 
@@ -100,7 +99,7 @@ def _terms(start: Any) -> Iterator[_Term]:
         elif name in _PRODUCTS and len(inner) == 1 and not (name.startswith("Div") and _divides_by(node)):
             passes, term = True, term._replace(exact=False, factors=(*term.factors, _factor(node)))
         elif isinstance(node, torch.autograd.function.BackwardCFunction) and len(inner) == 1:
-            # An engine's, which hands the value on: that is looked at before it is believed.
+            # An engine's function that passes the value on, which is verified by comparing values.
             passes, term = True, term._replace(functions=True)
         if passes and inner:
             pending.extend(term._replace(node=each) for each in reversed(inner))
@@ -122,7 +121,7 @@ def count_items(loss: Tensor) -> Tensor | int:
         The labels that count for a mean over labels (of a weighted one, the sum of their weights), else the elements.
 
     Raises:
-        UsageError: the graph does not say.
+        UsageError: the graph does not determine it.
     """
     found = _means(loss)
     if not found:
@@ -159,7 +158,7 @@ def is_mean_of_labels(loss: Any, samples: int | None) -> bool:
 
 
 def _means(loss: Any) -> list[_Term]:
-    """The means that a loss is a linear function of; none where it is something else as well."""
+    """The means that a loss is a linear function of; none where it has other terms."""
     node = getattr(loss, "grad_fn", None)
     terms = [] if node is None else list(_terms(node))
     return terms if all(_is_mean(term.node) for term in terms) else []
@@ -168,7 +167,7 @@ def _means(loss: Any) -> list[_Term]:
 def _is_mean(node: Any) -> bool:
     name = node.name()
     if name == "MeanBackward1":
-        # One number: what is left of several may be a part of them.
+        # One number; a result with several elements may be a part of the mean.
         sizes = node._saved_self_sym_sizes  # noqa: SLF001
         dims = _dims(node, len(sizes))
         return bool(math.prod(size for dim, size in enumerate(sizes) if dim not in dims) == 1)
@@ -244,25 +243,25 @@ def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
 
 
 def _is_sum(term: _Term) -> bool:
-    """Whether it is a sum that nothing unknown multiplies."""
+    """Whether it is a sum whose factors are all known."""
     name = term.node.name()
     is_sum = name in _SUMS or (name in _LOSSES and term.node._saved_reduction == _SUM)  # noqa: SLF001
     return is_sum and not term.functions and None not in term.factors
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    """Of what a sum adds up."""
+    """Sizes of the operand of a sum."""
     return tuple(node._saved_self.shape if node.name() in _LOSSES else node._saved_self_sym_sizes)  # noqa: SLF001
 
 
 def _adds_scalars(node: Any) -> bool:
-    """Whether it adds up one number, or several that were stacked, as those of several heads."""
+    """Whether its operand is one number, or several that were stacked, as those of several heads."""
     sizes, inner = node._saved_self_sym_sizes, _inner(node)  # noqa: SLF001
     return math.prod(sizes) == 1 or (len(sizes) == 1 and bool(inner) and inner[0].name() == "StackBackward0")
 
 
 def _has_rows(node: Any, rows: int) -> bool:
-    """Whether the first dimension of what a sum adds up is that of the batch."""
+    """Whether the first dimension of a sum's operand is the batch."""
     first = (*_sizes(node), 0)[0]
     if first == rows:
         return True
@@ -273,7 +272,7 @@ def _has_rows(node: Any, rows: int) -> bool:
         node = inner[0]
         name = node.name()
         if name == "SumBackward1":
-            # Over the batch first, over the rest then.
+            # Summed over the batch first, then over the rest.
             sizes = node._saved_self_sym_sizes  # noqa: SLF001
             return sizes[0] == rows and 0 in _dims(node, len(sizes))
         # Rows and words made one dimension, as of logits (batch, length, vocabulary).
@@ -290,7 +289,7 @@ def _has_rows(node: Any, rows: int) -> bool:
 
 
 def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
-    """Whether a factor says how the sum is meant."""
+    """Whether a factor shows that the sum is intended."""
     counts = _counts(_sizes(term.node), rows)
     return any(
         factor == 0 or _is_reciprocal(factor, counts) or (factor >= ranks and (factor / ranks).is_integer())
@@ -300,7 +299,7 @@ def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
 
 
 def _counts(sizes: Sequence[int], rows: int) -> set[int]:
-    """What a sum is divided by to make a mean: rows, or elements over some first dimensions."""
+    """Divisors that make a sum a mean: rows, or elements over some first dimensions."""
     return {rows, *(math.prod(sizes[: end + 1]) for end in range(len(sizes)))} - {0, 1}
 
 
@@ -309,7 +308,7 @@ def _is_reciprocal(factor: float, counts: set[int]) -> bool:
 
 
 def _comes_from_batch(start: Any, rows: int) -> bool:
-    """Whether what a sum adds up is computed row by row from a batch, and nothing before it divides by their number."""
+    """Whether a sum's operand is computed row by row from a batch and not divided by the number of rows."""
     counts = _counts(_sizes(start), rows)
     pending = [(each, start.name() in _SUMS) for each in _inner(start)]
     seen: set[Any] = set()
@@ -344,7 +343,7 @@ def _comes_from_batch(start: Any, rows: int) -> bool:
 
 
 def _keeps_rows(node: Any, *, linear: bool) -> bool:
-    """Whether a reduction over some dimensions leaves that of the batch, or is itself a part of the sum over it."""
+    """Whether a reduction keeps the batch dimension, or is itself part of the sum over it."""
     if linear and node.name() == "SumBackward1":
         return True
     sizes = getattr(node, "_saved_self_sym_sizes", None)
@@ -354,7 +353,7 @@ def _keeps_rows(node: Any, *, linear: bool) -> bool:
 
 
 def _from_model(node: Any, name: str, rows: int) -> bool | None:
-    """Whether a node that is not elementwise reads a batch; ``None`` where it may mix rows."""
+    """Whether a node that is not element-wise reads a batch; ``None`` where it may mix rows."""
     if name in _LOSSES:
         return True if node._saved_reduction == 0 else None  # noqa: SLF001
     if name in ("BmmBackward0", "BaddbmmBackward0"):
@@ -417,18 +416,18 @@ def _normalises(node: Any, counts: set[int]) -> bool:
 def _constant(node: Any) -> Any:
     """The operand of a product that needs no gradient."""
     if node.next_functions[0][0] is None:
-        # A quotient's numerator makes no factor.
+        # A quotient's numerator is not a factor.
         return None if node.name().startswith("Div") else node._saved_self  # noqa: SLF001
     return node._saved_other  # noqa: SLF001
 
 
 def _divides_by(node: Any) -> bool:
-    """Whether a quotient is linear in nothing, since it is its divisor that needs a gradient."""
+    """Whether a quotient is nonlinear, since its divisor needs a gradient."""
     return node.next_functions[0][0] is None
 
 
 def _number(constant: Any) -> float | None:
-    """A number of Python's, which torch keeps as a tensor that takes part in no promotion of types."""
+    """A Python number, which torch saves as a wrapped-number tensor without type promotion."""
     if isinstance(constant, int | float):
         return float(constant)
     if not isinstance(constant, Tensor) or constant.dim():
@@ -440,7 +439,7 @@ def _number(constant: Any) -> float | None:
 
 
 def _dims(node: Any, number: int) -> set[int]:
-    """Dimensions that a reduction is over, all of them where it names none."""
+    """Dimensions of a reduction, all of them where it names none."""
     dims = node._saved_dim  # noqa: SLF001
     if dims is None or (isinstance(dims, tuple) and not dims):
         return set(range(number))
@@ -448,7 +447,7 @@ def _dims(node: Any, number: int) -> set[int]:
 
 
 def _signed(number: int) -> int:
-    # Autograd shows a signed number as an unsigned one.
+    # Autograd shows a signed integer as an unsigned one.
     return number - 2**64 if number >= 2**63 else number
 
 

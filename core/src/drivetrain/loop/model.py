@@ -1,4 +1,4 @@
-"""The prepared model: the user's own object, whose call runs the engine's forward.
+"""Prepared models: the user's own module object, whose ``__call__`` runs the engine's forward.
 
 ``prepare(model)`` replaces the class of the object that it is given by a subclass made for it, as torch's
 ``fully_shard`` does. Attributes, submodules, buffers, hooks and methods are therefore the model's own.
@@ -28,15 +28,15 @@ from drivetrain.loop.buffers import Buffers
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PreparedModel:
-    """What the loop knows about one prepared model.
+    """State of the training loop for one prepared model.
 
     Args:
-        trainable: the engine's side.
+        trainable: the engine's model.
         source: the object that the user gave to ``prepare``, ``torch.compile`` wrapper and all.
         index: its number in the order of ``prepare``, which is its number in a checkpoint.
         window: of its last micro-batch.
         held: inside ``no_sync``.
-        reduces: what the engine was told last about reducing gradients.
+        reduces: the last argument of the engine's ``synchronise_gradients``.
         steps_alone: inside ``LocalSGD``: optimizers step on gradients of this rank.
         active: it has run a forward with gradients since the last backward.
         plain_class: the class of ``source`` before it was prepared.
@@ -63,7 +63,7 @@ class PreparedModel:
     inner: nn.Module | None = None
 
     def synchronise(self) -> None:
-        """Tell the engine whether it reduces the gradients of what follows, where that has changed."""
+        """Tell the engine whether to reduce gradients from now on, where that has changed."""
         reduces = self.window.reduces and not self.held
         if reduces is not self.reduces:
             self.reduces = reduces
@@ -82,7 +82,7 @@ class PreparedModel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In here the engine calls the model in this thread: the user's own forward with its hooks."""
+        """Context in which a call in this thread runs the user's own forward with its hooks."""
         thread = get_ident()
         if thread in self.inside:
             yield
@@ -95,7 +95,7 @@ class PreparedModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in here stay on this rank until a later backward outside of it."""
+        """Context in which backward does not reduce gradients; a later backward outside of it does."""
         before, self.held = self.held, True
         self.synchronise()
         try:
@@ -151,7 +151,7 @@ class PreparedModule(nn.Module):
         """The whole state, as that of the user's class.
 
         Raises:
-            UsageError: this rank holds parts of the model, of which its engine makes no whole state here.
+            UsageError: this rank holds shards of the model, which its engine does not gather here.
         """
         prepared = self.__dict__[_ATTRIBUTE]
         prepared.trainable.before_state_dict(replicated=prepared.replicated)
@@ -205,7 +205,7 @@ class PreparedModule(nn.Module):
 def _refuse_transforms(model: nn.Module) -> None:
     """Raise inside of ``torch.func.vmap``, ``grad`` and the like, which see tensors without the ranks behind them."""
     if torch.compiler.is_compiling():
-        # What is traced here is no transform of the script's.
+        # Tracing is not a transform of the script's.
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (torch has no public word for it)
         raise UnsupportedError(
@@ -224,7 +224,7 @@ def _forward(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # While torch.compile traces, it is the user's code alone that counts.
+        # torch.compile traces the user's code only.
         if torch.compiler.is_compiling() or get_ident() in self.__dict__[_ATTRIBUTE].inside:
             return plain(self, *args, **kwargs)
         return self(*args, **kwargs)
@@ -251,7 +251,7 @@ def _inner_module(self: PreparedModule) -> Any:
         return prepared.trainable.module
     inner = prepared.inner
     assert inner is not None, "made with the prepared model"
-    # A script may have replaced it since.
+    # A script may have replaced it.
     object.__setattr__(inner, "__dict__", self.__dict__)
     return inner
 
@@ -286,11 +286,11 @@ def _no_sync(self: PreparedModule) -> AbstractContextManager[None]:
 
 
 def make_prepared(model: nn.Module, prepared: PreparedModel) -> nn.Module:
-    """Turn a model into a prepared one, in place.
+    """Make a model a prepared one, in place.
 
     Args:
         model: the object that the user gave to ``prepare``; its engine is made already.
-        prepared: what the loop knows about it.
+        prepared: its state.
 
     Raises:
         UnsupportedError: the class of this object cannot be replaced.
@@ -303,7 +303,7 @@ def make_prepared(model: nn.Module, prepared: PreparedModel) -> nn.Module:
         "forward": _forward(current.forward),
         "__new__": _new_of(plain),
     }
-    # What the user's class has under these names stays the user's.
+    # Attributes of the user's class with these names are kept.
     if not hasattr(current, "no_sync") and "no_sync" not in vars(model):
         members["no_sync"] = _no_sync
     bases = (PreparedModule, current)
@@ -325,12 +325,12 @@ def make_prepared(model: nn.Module, prepared: PreparedModel) -> nn.Module:
 
 
 def prepared_model(model: Any) -> PreparedModel | None:
-    """What the loop knows about a prepared module; ``None`` for anything else."""
+    """The :class:`PreparedModel` of a prepared module; ``None`` for anything else."""
     return cast("PreparedModel", model.__dict__[_ATTRIBUTE]) if isinstance(model, PreparedModule) else None
 
 
 def restore(model: nn.Module) -> None:
-    """Turn a prepared model into an object of the user's class again, with what its engine left on it."""
+    """Restore the user's class of a prepared model."""
     prepared = prepared_model(model)
     if prepared is not None:
         forget_registrations(prepared)
@@ -342,7 +342,7 @@ def restore(model: nn.Module) -> None:
 
 @contextmanager
 def unprepared(model: nn.Module) -> Iterator[None]:
-    """In here a prepared model is an object of the user's class."""
+    """Context in which a prepared model is an object of the user's class."""
     made, prepared = type(model), model.__dict__.pop(_ATTRIBUTE)
     model.__class__ = prepared.plain_class
     try:
@@ -374,14 +374,14 @@ def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str,
     return found
 
 
-# ---- what the script registers on a prepared model -------------------------------------------------------------------
+# ---- registrations on prepared models --------------------------------------------------------------------------------
 
 _watched: WeakKeyDictionary[nn.Module, ReferenceType[PreparedModel]] = WeakKeyDictionary()
 """Every part of every prepared model."""
 
 
 def watch_registrations(prepared: PreparedModel) -> None:
-    """From now on its trainable hears of what the script registers on any part of this model, before it happens."""
+    """Call its trainable before the script registers anything on any part of this model."""
     _watched.update(dict.fromkeys(prepared.trainable.module.modules(), ref(prepared)))
     if not _handles:
         _handles.extend(
@@ -394,7 +394,7 @@ def watch_registrations(prepared: PreparedModel) -> None:
 
 
 def forget_registrations(prepared: PreparedModel) -> None:
-    """Its trainable hears of them no more."""
+    """Undo :func:`watch_registrations`."""
     for part in [part for part, its in _watched.items() if its() in {prepared, None}]:
         del _watched[part]
 

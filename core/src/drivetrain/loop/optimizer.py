@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class PendingStep:
-    """A step of a device that runs behind the host, which has not yet reported whether the step was skipped.
+    """A step of an asynchronous device, which has not yet reported whether the step was skipped.
 
     Args:
         pending: see :class:`~drivetrain.api.StepResult`.
@@ -33,7 +33,7 @@ class PendingStep:
         """Called once the answer is there: what the script did to schedulers in the meantime."""
 
     def __call__(self) -> bool:
-        """The answer; the first call waits for the device."""
+        """Whether the step was skipped; the first call waits for the device."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._skipped = pending()
@@ -48,7 +48,7 @@ class PreparedOptimizer(Optimizer):
 
     Args:
         source: the user's optimizer.
-        loop: told of each step.
+        loop: counts each step.
     """
 
     def __init__(self, source: Optimizer, loop: TrainingLoop) -> None:
@@ -65,12 +65,12 @@ class PreparedOptimizer(Optimizer):
         """Updates really applied, as far as it is known."""
 
     def bind(self, model: PreparedModel, optimizer: Optimizer) -> None:
-        """Tell which model's parameters it holds, and what steps them."""
+        """Bind it to the models whose parameters it holds, and to the engine's optimizer."""
         self.optimizer = optimizer
         self.models.append(model)
 
     def settle(self) -> None:
-        """Learn whether the last step was applied; then what waited for it happens. Waits for a lazy device."""
+        """Determine whether the last step was applied, and run what depends on it. Waits for a lazy device."""
         step, self.pending = self.pending, None
         if step is not None:
             self._skipped = step()
@@ -80,7 +80,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def applied(self) -> int:
-        """Number of updates really applied, for schedulers."""
+        """Number of updates applied, for schedulers."""
         if self.pending is not None:
             self.settle()
         return self.num_applied
@@ -143,7 +143,7 @@ class PreparedOptimizer(Optimizer):
                 "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
                 cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
             )
-        for model in self.models:  # `is_ready`, without the cost of asking it at each step
+        for model in self.models:  # `is_ready`, inlined since it runs at each step
             if not model.window.closing:
                 return
         log_call("step")
@@ -232,7 +232,7 @@ class PreparedScheduler:
         self._seen = self._applied()
 
     def _applied(self) -> int:
-        """Updates applied so far; waits for a lazy device, and what waited for it happens."""
+        """Updates applied so far; waits for a lazy device."""
         return sum(optimizer.applied for optimizer in self.optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -243,7 +243,7 @@ class PreparedScheduler:
         applied = 0
         for optimizer in self.optimizers:
             if optimizer.pending is not None:
-                # Nobody looks at the learning rate yet, so nobody has to wait for the device.
+                # The learning rate is not read yet, so there is no need to wait for the device.
                 optimizer.pending.waiting.append(lambda: self.step(*args, **kwargs))
                 return
             applied += optimizer.num_applied
@@ -252,7 +252,7 @@ class PreparedScheduler:
         self._seen = applied
         self.scheduler.step(*args, **kwargs)
         for _ in range(1, self._moves):
-            # A schedule of fixed length raises when it is moved beyond its end, which several moves a step can do.
+            # A schedule of fixed length raises when it is moved beyond its end, as several moves per step may do.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler.last_epoch < total - 1:
                 self.scheduler.step(*args, **kwargs)
@@ -282,7 +282,7 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
 
-# ---- steps that the script takes by itself --------------------------------------------------------------------------
+# ---- unprepared optimizers ------------------------------------------------------------------------------------------
 
 _STEPPING: list[PreparedOptimizer] = []
 """Prepared optimizers whose engine steps at this moment."""
@@ -291,7 +291,7 @@ _loops: WeakSet[TrainingLoop] = WeakSet()
 
 
 def watch_unprepared_steps(loop: TrainingLoop) -> None:
-    """Check every step of an optimizer that is not a prepared one, if it holds parameters of this loop's models.
+    """Check every step of an unprepared optimizer that holds parameters of this loop's models.
 
     torch calls the check for all optimizers of the process, before their step.
     """
@@ -301,12 +301,12 @@ def watch_unprepared_steps(loop: TrainingLoop) -> None:
 
 @cache
 def _register_check() -> None:
-    """Once in a process. The hook stays when a run ends, so a further run must not add another."""
+    """Register the hook once in a process: it stays when a run ends, so a further run must not add another."""
     register_optimizer_step_pre_hook(before_step)
 
 
 def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """The check. It reads gradients and parameters, and changes none."""
+    """Check a step before it runs; gradients and parameters are only read."""
     if _STEPPING:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

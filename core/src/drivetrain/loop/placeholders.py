@@ -1,7 +1,7 @@
-"""``DummyOptim`` and ``DummyScheduler``: stand-ins for what the engine's own configuration describes.
+"""``DummyOptim`` and ``DummyScheduler``: placeholders for an optimizer and schedule that the engine's file describes.
 
 Scripts of Accelerate that leave optimizer and schedule to an engine's file prepare these two in their place. A backend
-that owns its optimizer puts the real ones there; under any other backend they have nothing to stand for.
+that owns its optimizer replaces them with the real ones; other backends raise.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def refuse_without_engine(optimizer: Optimizer, backend: str) -> None:
 
 
 def scheduler_without_engine(scheduler: Any, backend: str) -> Any:
-    """What a :class:`DummyScheduler` makes where the engine has no schedule; any other scheduler comes back as it is.
+    """The scheduler of a :class:`DummyScheduler` where the engine has none; any other is returned unchanged.
 
     Raises:
         UsageError: a :class:`DummyScheduler` that has no ``lr_scheduler_callable``.

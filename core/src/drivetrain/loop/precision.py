@@ -1,4 +1,4 @@
-"""Applies the precision policy of ``mixed_precision`` to parameters, to a forward and to its outputs."""
+"""Applies the precision policy of ``mixed_precision`` to parameters, forward and outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def policy_for(
     scaler: Mapping[str, Any] | None = None,
     autocast_cache: bool | None = None,
 ) -> PrecisionPolicy:
-    """The policy that a value of ``mixed_precision`` stands for (table in :class:`PrecisionPolicy`).
+    """The policy of a value of ``mixed_precision`` (table in :class:`PrecisionPolicy`).
 
     Args:
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
@@ -77,7 +77,7 @@ def autocast(policy: PrecisionPolicy, device: str, enabled: bool = True) -> Abst
 
 
 def cast_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Bring parameters that require gradients to the policy's parameter dtype, in place, keeping their identity.
+    """Cast parameters that require gradients to the policy's parameter dtype, in place, keeping their identity.
 
     Frozen parameters and buffers keep their dtype: nothing accumulates in them, and a frozen low-precision base model
     would double in size.
@@ -124,7 +124,7 @@ def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return value
 
 
-# ---- for scripts that cast by themselves; a prepared model does so by its precision policy --------------------------
+# ---- casting in scripts ---------------------------------------------------------------------------------------------
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -137,7 +137,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as it was, whose outputs go through :func:`convert_to_fp32`. It can be pickled when that one can."""
+    """Wrap a function so that its outputs go through :func:`convert_to_fp32`. Picklable when the function is."""
     return functools.wraps(model_forward)(functools.partial(_call, model_forward))
 
 

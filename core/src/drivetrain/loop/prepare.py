@@ -34,7 +34,7 @@ class Preparer:
 
     Args:
         backend: the started backend.
-        loop: is told of each model.
+        loop: each model is added to it.
         step_with_optimizer: schedulers follow their optimizer's updates.
         moves_per_step: see :class:`PreparedScheduler`.
         compile_options: arguments of ``nn.Module.compile`` for every model, or ``None``.
@@ -65,7 +65,7 @@ class Preparer:
 
         Collective over all ranks.
         """
-        # Optimizers first get their wrapper, so that each model finds those that hold its parameters.
+        # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
         results = [self.model(each) if is_model(each) else each for each in results]
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
@@ -76,7 +76,7 @@ class Preparer:
         if model is not None:
             if model in self._loop.models:
                 return model.source
-            # Another accelerator prepared it, which trains it no more.
+            # Another accelerator prepared it, and no longer trains it.
             restore(module)
         capabilities = self._backend.capabilities
         check_collective("prepare")
@@ -161,7 +161,7 @@ class Preparer:
         )
 
     def clear(self) -> None:
-        """Forget everything; models are objects of their own classes again."""
+        """Drop all prepared objects; models get their own classes back."""
         for model in self._loop.models:
             restore(model.source)
         for kept in (self.optimizers, self.schedulers, self._loop.models):
@@ -169,19 +169,19 @@ class Preparer:
 
 
 def is_model(value: Any) -> bool:
-    """A module not prepared yet; one without parameters and buffers (a loss function) has nothing to prepare."""
+    """Whether this is an unprepared module with parameters or buffers, unlike a loss function."""
     if not isinstance(value, nn.Module) or isinstance(value, PreparedModule):
         return False
     return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
 
 
 def is_optimizer(value: Any) -> bool:
-    """An optimizer that is not prepared yet."""
+    """Whether this is an optimizer that is not prepared yet."""
     return isinstance(value, Optimizer) and not isinstance(value, PreparedOptimizer)
 
 
 def is_scheduler(value: Any) -> bool:
-    """A scheduler of torch, or of another library that follows its shape."""
+    """Whether this is a scheduler of torch, or of another library with the same interface."""
     if isinstance(value, PreparedScheduler | nn.Module | Optimizer):
         return False
     return isinstance(value, LRScheduler | DummyScheduler) or (

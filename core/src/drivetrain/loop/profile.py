@@ -54,7 +54,7 @@ def profile(handler: ProfileKwargs, topology: Topology) -> Iterator[torch.profil
 
     Args:
         handler: settings; ``schedule_option`` needs a ``profiler.step()`` per step of the loop.
-        topology: names the rank.
+        topology: for the rank.
     """
     written = 0
 

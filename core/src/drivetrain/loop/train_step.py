@@ -1,4 +1,4 @@
-"""``train_step``: one whole optimizer step as a function, the explicit form of the training loop."""
+"""``train_step``: one whole optimizer step as a function, an explicit form of the training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainStepOutput:
     Args:
         loss: (sum over all data-parallel ranks and micro-batches of the loss) / denominator, 0-d, detached.
         grad_norm: norm before clipping, 0-d, when ``max_norm`` was given.
-        steps: of each optimizer: whether its step was skipped, or what knows it once the device is done.
+        steps: for each optimizer whether its step was skipped, or a function that waits for the device and returns it.
     """
 
     loss: Tensor
@@ -35,7 +35,7 @@ class TrainStepOutput:
 
     @property
     def skipped(self) -> bool:
-        """The update was not applied. Waits for a lazy device."""
+        """Whether the update was not applied. Waits for a lazy device."""
         return any(each if isinstance(each, bool) else each() for each in self.steps)
 
 
@@ -103,11 +103,11 @@ def train_step(
 
 
 def _weight(loop: TrainingLoop, window: Sequence[Any], *, by_items: bool) -> float:
-    """What this rank's losses are multiplied by where the ranks do not share the loop's current batch evenly.
+    """Weight of this rank's losses where the loop's current batch is distributed unevenly.
 
     Raises:
-        UsageError: the batches of a list need several weights, or the loss is to be weighed by items that nobody
-            counts.
+        UsageError: the batches of a list need several weights, or the loss is weighed by items that are not
+        counted.
     """
     if loop.count_items and not by_items:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""Experiment trackers: the base class, who is known by which name, and the set of them that one run feeds.
+"""Experiment trackers: the base class, the trackers known by name, and those of one run.
 
-Light: no tracker's package is imported before a run starts it.
+A tracker's package is imported only when a run starts it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GeneralTracker:
       ``cls(run_name, **init_kwargs)``.
     - ``tracker``: the tracking library's own object, usually a property.
 
-    ``main_process_only = False`` feeds it on every process; otherwise only the main process makes one.
+    ``main_process_only = False`` uses it on every process; otherwise only on the main process.
     """
 
     main_process_only: bool = True
@@ -79,7 +79,7 @@ def on_main_process(
     return wrapper
 
 
-# ---- who is known ---------------------------------------------------------------------------------------------------
+# ---- known trackers -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> type[GeneralTracker]:
 
 
 def known_trackers() -> dict[str, _Known]:
-    """Every tracker by lower-case name: brought by plugins, built in, registered here; the later wins a name."""
+    """Every tracker by lower-case name: from plugins, built in, registered; a later one overrides an earlier one."""
     from drivetrain.registry import get_registry
 
     plugins = {name.lower(): _Known(name, target) for name, target in get_registry().trackers().items()}
@@ -168,7 +168,7 @@ def _as_list(log_with: Any) -> list[Any]:
 
 
 def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[_Known | GeneralTracker]:
-    """What ``log_with`` means: names, classes, instances, a list of these, or ``"all"`` for all that can run here.
+    """The trackers of ``log_with``: names, classes, instances, a list of these, or ``"all"`` for all that can run here.
 
     Raises:
         UsageError: an unknown name, a package that is not installed, no folder for a tracker that needs one.
@@ -188,7 +188,7 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[_
 
 
 def _word(name: Any) -> str:
-    """A name as text, whether it came as text or as a member of an enum such as Accelerate's ``LoggerType``."""
+    """A name as text, given as text or as a member of an enum such as Accelerate's ``LoggerType``."""
     return str(getattr(name, "value", name)).lower()
 
 
@@ -229,7 +229,7 @@ def _everything(logging_dir: str | os.PathLike[str] | None) -> dict[str, _Known 
     return {name: tracker for name, tracker in able.items() if name not in left_out}
 
 
-# ---- one run --------------------------------------------------------------------------------------------------------
+# ---- trackers of a run ----------------------------------------------------------------------------------------------
 
 
 class Trackers:
@@ -241,7 +241,7 @@ class Trackers:
         is_main_process: ``None`` = rank 0 is.
 
     Attributes:
-        running: the trackers between ``init`` and ``finish``, on the processes that feed them.
+        running: the trackers between ``init`` and ``finish``, on the processes that use them.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Trackers:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand values to every tracker; a script without trackers may call this too.
+        """Log values to every tracker; a script without trackers may call this too.
 
         A tracker that raises is named in the log, the first time with its traceback, and the training goes on: it would
         end on this process alone, while the others wait for it in their next collective.

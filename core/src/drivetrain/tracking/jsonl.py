@@ -1,4 +1,4 @@
-"""A tracker that needs nothing: one line of JSON for each call of ``log``."""
+"""A tracker without dependencies that writes one line of JSON for each call of ``log``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow; the package ``mlflow`` is imported when the tracker starts. Local databases work, without a server."""
+"""Tracker for MLflow, with a server or a local database; ``mlflow`` is imported when it starts."""
 
 from __future__ import annotations
 

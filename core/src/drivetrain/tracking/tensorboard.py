@@ -1,4 +1,4 @@
-"""TensorBoard: its writer is torch's, hence this room."""
+"""Tracker for TensorBoard, through ``torch.utils.tensorboard``."""
 
 from __future__ import annotations
 

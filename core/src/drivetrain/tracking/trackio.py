@@ -1,4 +1,4 @@
-"""Trackio; the package ``trackio`` is imported when the tracker starts. It writes to a local database by itself."""
+"""Tracker for Trackio, which writes to a local database; ``trackio`` is imported when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make what scripts log plain: numbers, text, lists, mappings. Imports no library whose tensors or arrays it takes."""
+"""Converts logged values to plain numbers, text, lists and mappings, without importing any tensor library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it, nothing lost but exactness of type.
+    """``value`` in JSON types; only the exact type may be lost.
 
     Tensors and arrays become numbers or nested lists (a 0-d tensor a number; waits for the device). ``nan`` and the
-    infinities, which JSON has no word for, become ``"nan"``, ``"inf"``, ``"-inf"``. Anything else becomes text.
+    infinities, which JSON does not have, become ``"nan"``, ``"inf"``, ``"-inf"``. Anything else becomes text.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -34,7 +34,7 @@ def number(value: Any) -> Any:
     simple = plain(value)
     while isinstance(simple, list) and len(simple) == 1:
         simple = simple[0]
-    # `plain` writes these as text for JSON; trackers draw them.
+    # `plain` writes these as text for JSON; trackers plot them.
     return float(simple) if simple in ("nan", "inf", "-inf") else simple
 
 

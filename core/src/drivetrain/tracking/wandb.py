@@ -1,4 +1,4 @@
-"""Weights & Biases; the package ``wandb`` is imported when the tracker starts. Its offline mode works."""
+"""Tracker for Weights & Biases, online or offline; ``wandb`` is imported when it starts."""
 
 from __future__ import annotations
 

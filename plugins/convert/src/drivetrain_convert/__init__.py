@@ -1,4 +1,4 @@
-"""Reads checkpoints of other libraries and writes them as Drivetrain's, and the other way where a plugin can write.
+"""Converts checkpoints of other libraries to Drivetrain's, and back where a plugin can write.
 
 Names are imported when they are used, so that the command line and a plugin that names a format import no torch.
 """

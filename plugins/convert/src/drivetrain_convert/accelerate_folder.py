@@ -1,4 +1,4 @@
-"""What ``accelerator.save_state`` of Accelerate leaves in a folder: plain, and FSDP's, full or sharded."""
+"""Reads folders that Accelerate's ``save_state`` wrote: plain, and FSDP's, full or sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
     """Read such a folder; pickles as weights only.
 
     Raises:
-        CheckpointError: no folder, or a model's file cannot be read. What is beside the models is left out instead.
+        CheckpointError: no folder, or a model's file cannot be read. Other unreadable files are left out instead.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder", cure="Accelerate's save_state writes a folder.")
@@ -36,7 +36,7 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
 
 
 def add_rest(found: ForeignCheckpoint, folder: Path) -> None:
-    """Take what Accelerate leaves beside the models: optimizers, schedulers, the scaler, random states."""
+    """Read what Accelerate saves besides the models: optimizers, schedulers, the scaler, random states."""
     for path in sorted(folder.glob("optimizer*"), key=_number):
         if is_dcp_folder(path):
             found.add_tree(read_dcp_folder(path), path.name)
@@ -79,7 +79,7 @@ def _add_models(found: ForeignCheckpoint, folder: Path) -> None:
 
 
 def _count(folder: Path) -> int:
-    """How many models lie here that are no folders: the first has no number."""
+    """Number of models that are not folders; the first one's name has no number."""
     stems = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
     count = 1
     while any((folder / f"{stem}_{count}{suffix}").is_file() for stem, suffix in stems):
@@ -93,7 +93,7 @@ def _number(path: Path) -> int:
 
 
 def _rng(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Accelerate's random states in the words of our run."""
+    """Accelerate's random states in our format."""
     version, words, gauss = state["random_state"]
     kind, key, position, has_gauss, cached = state["numpy_random_seed"]
     captured: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint convert``."""
+"""The command ``drivetrain checkpoint convert``."""
 
 from __future__ import annotations
 

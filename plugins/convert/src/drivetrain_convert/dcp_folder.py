@@ -1,7 +1,7 @@
-"""Folders of ``torch.distributed.checkpoint``, read without trusting them.
+"""Reads folders of ``torch.distributed.checkpoint`` without executing their pickles.
 
-Their index, ``.metadata``, is a pickle. It is read by an unpickler that knows the index's own few classes and refuses
-every other name, so that nothing else can be called; the parts are read by ``torch.load(weights_only=True)``.
+Their index, ``.metadata``, is a pickle. It is read by an unpickler that allows only the classes of the index, so that
+nothing else can be called; the parts are read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALLOWED = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of an index and nothing else."""
+    """Allows only the classes of an index."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name not in _ALLOWED.get(module_name, ()):
@@ -50,7 +50,7 @@ class _IndexUnpickler(pickle.Unpickler):
                 cure="Do not trust this checkpoint.",
             )
         if module_name == "pathlib":
-            return PurePosixPath  # Of another system's kind it could not be made here, and it is not looked at.
+            return PurePosixPath  # A path of another system could not be constructed here, and it is not used.
         return super().find_class(module_name, global_name)
 
 
@@ -62,11 +62,11 @@ def is_dcp_folder(path: Path) -> bool:
 def read_dcp_folder(folder: Path) -> dict[Any, Any]:
     """Everything in such a folder as the nested dictionary that was saved. Not collective.
 
-    Tensors are :class:`Source` objects: each is put together from its parts when it is asked for.
+    Tensors are :class:`Source` objects: each is assembled from its parts on access.
 
     Raises:
         CheckpointCorruptError: the index cannot be read or does not fit the files.
-        CheckpointError: the index names a class that it has no business with, or a part is transformed (compressed).
+        CheckpointError: the index names a class that is not allowed, or a part is transformed (compressed).
     """
     index = _read_index(folder)
     tree: dict[Any, Any] = {}
@@ -105,7 +105,7 @@ def _read_index(folder: Path) -> Metadata:
 
 
 class _Assembly:
-    """Puts one tensor together."""
+    """Assembles one tensor from its parts."""
 
     def __init__(self, folder: Path, saved: TensorStorageMetadata, parts: list[tuple[Any, Any]]) -> None:
         self._folder, self._saved, self._parts = folder, saved, parts

@@ -1,4 +1,4 @@
-"""What a checkpoint of another library turned out to hold, and how its pickles are read without executing them."""
+"""The content of another library's checkpoint, whose pickles are read without executing them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _WITHIN_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modul
 
 @dataclass
 class ForeignCheckpoint:
-    """What was found in another library's checkpoint.
+    """Content of another library's checkpoint.
 
     Args:
-        kind: what the checkpoint is, in words.
+        kind: a description of the checkpoint's format.
         models: tensors of each model by name.
         ordered: for each model whether its tensors are in the model's own order; safetensors do not keep it.
         tied: for each model the further names of tied tensors, with their first.
@@ -36,8 +36,8 @@ class ForeignCheckpoint:
         objects: state of further objects, under the names that a run gives them (``scheduler.0``, ``custom.0``).
         scaler: state of the loss scaler.
         rng: random state of each process, as a run captures it.
-        notes: plain values that stood beside these.
-        ungrouped: parameters of the first model of which nobody knows whether an optimizer held them: frozen ones.
+        notes: other plain values.
+        ungrouped: frozen parameters of the first model, of which it is unknown whether an optimizer held them.
         left_out: sentences about what is not carried over.
     """
 
@@ -56,7 +56,7 @@ class ForeignCheckpoint:
     def add_model(
         self, tensors: Mapping[str, Any], tied: Mapping[str, str] | None = None, *, ordered: bool = True
     ) -> None:
-        """Take a model's state dict: wrappers' parts of names go, tensors that are the same memory become tied."""
+        """Add a model's state dict: wrappers' prefixes are removed, tensors that share memory become tied."""
         for wrapper in _WRAPPERS:
             if tensors and all(str(name).startswith(wrapper) for name in tensors):
                 tensors = {str(name).removeprefix(wrapper): value for name, value in tensors.items()}
@@ -77,7 +77,7 @@ class ForeignCheckpoint:
         self.tied.append(known)
 
     def add_tree(self, tree: Mapping[Any, Any], of: str) -> None:
-        """Sort the entries of a dictionary by what they are, whatever they are called."""
+        """Add the entries of a dictionary by their type, regardless of their names."""
         if tree and all(isinstance(value, (Tensor, Source)) for value in tree.values()):
             self.add_model(tree)
             return
@@ -133,7 +133,7 @@ def _can_be_mapped(path: Path) -> bool:
 
 
 def try_pickle(found: ForeignCheckpoint, path: Path, take: Callable[[Any], object]) -> None:
-    """Hand on what a pickle holds, or note why it is left out."""
+    """Return the content of a pickle, or record why it is left out."""
     try:
         take(load_pickle(path))
     except CheckpointError as problem:
@@ -141,7 +141,7 @@ def try_pickle(found: ForeignCheckpoint, path: Path, take: Callable[[Any], objec
 
 
 def add_safetensors(found: ForeignCheckpoint, paths: list[Path]) -> None:
-    """Take one model from its safetensors files."""
+    """Add one model from its safetensors files."""
     tensors: dict[str, Source] = {}
     tied: dict[str, str] = {}
     for path in paths:
@@ -165,5 +165,5 @@ def _source(name: str, value: Any) -> Source:
 
 
 def clean(name: str) -> str:
-    """A name without what torch's wrappers of modules put into it."""
+    """A name without the prefixes of torch's module wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WITHIN_NAMES)

@@ -1,4 +1,4 @@
-"""Checkpoint formats of other programs that plugins bring: what such a plugin implements, and how one is found."""
+"""The base class of checkpoint formats that plugins add, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointFormat(ABC):
     Nothing that is read may be executed: pickles are read by :func:`drivetrain_convert.load_pickle`.
 
     Attributes:
-        options: what :meth:`write` can be told, each with one sentence.
+        options: options of :meth:`write`, each with one sentence.
     """
 
     options: Mapping[str, str] = {}
@@ -34,7 +34,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def read(self, path: Path) -> ForeignCheckpoint:
-        """What is in it; tensors are read when they are asked for. Raises :class:`CheckpointError`."""
+        """Read its content; tensors are read when they are used. Raises :class:`CheckpointError`."""
 
     def write(self, saved: SavedModel, target: Path, options: Mapping[str, str]) -> list[str]:
         """Write a Drivetrain checkpoint's model as such a checkpoint.
@@ -58,7 +58,7 @@ def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
         also: names that are known without a plugin, for the message.
 
     Raises:
-        CheckpointError: no installed plugin brings it.
+        CheckpointError: no installed plugin provides it.
     """
     targets = get_registry().checkpoint_formats()
     if name not in targets:

@@ -1,6 +1,6 @@
-"""Which parameter is which number of an optimizer's ``state_dict``? Shapes and order in, names out. No torch.
+"""Matches the numbered parameters of an optimizer's ``state_dict`` to names, by shape and order. Imports no torch.
 
-``torch.optim`` numbers its parameters group by group and keeps no names. What is known: the names and shapes of the
+``torch.optim`` numbers its parameters group by group and keeps no names. Known are the names and shapes of the
 model's tensors in the model's order, and for each number the shape of its state, if it has any.
 """
 
@@ -71,7 +71,7 @@ def match_unordered(
 
 
 def _moves(place: tuple[int, ...], shape: Shape, groups: Sequence[Sequence[Shape | None]]) -> list[tuple[int, ...]]:
-    """Where one more name can lead: into each group whose next entry fits, or into none."""
+    """Possible assignments of one more name: to each group whose next entry fits, or to none."""
     moves = [place]
     for number, group in enumerate(groups):
         at = place[number]

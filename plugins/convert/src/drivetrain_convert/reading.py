@@ -1,4 +1,4 @@
-"""Write another library's checkpoint as a Drivetrain checkpoint.
+"""Converts another library's checkpoint to a Drivetrain checkpoint.
 
 Reads Accelerate's folders, files of ``torch.save`` and safetensors, folders of ``torch.distributed.checkpoint``, and
 the formats that plugins bring. One tensor is in memory at a time; not collective.
@@ -44,11 +44,11 @@ KINDS = ("auto", "accelerate", "torch", "fabric")
 
 @dataclass
 class Converted:
-    """What became of it.
+    """Result of a conversion.
 
     Args:
         path: the checkpoint that was written.
-        kind: what the source was, in words.
+        kind: a description of the source's format.
         carried: sentences about what is in it.
         left_out: sentences about what is not, and why.
     """
@@ -61,7 +61,7 @@ class Converted:
 
 @dataclass
 class _Trainable:
-    """One model with its optimizers in the words of the portable checkpoint."""
+    """One model with its optimizers as a trainable of the portable checkpoint."""
 
     tensors: Tensors
     tied: dict[str, str]
@@ -115,7 +115,7 @@ def convert(
 
 
 def _give(number: int, state: Mapping[str, Any], trainables: Sequence[_Trainable], report: Converted) -> None:
-    """Find whose parameters an optimizer holds: the model of its own number first, then any."""
+    """Find the model whose parameters an optimizer holds: that of its own number first, then any."""
     order = sorted(range(len(trainables)), key=lambda index: (index != number, index))
     for index in order:
         names = _names(state, trainables[index])
@@ -130,7 +130,7 @@ def _give(number: int, state: Mapping[str, Any], trainables: Sequence[_Trainable
 
 
 def _names(state: Mapping[str, Any], trainable: _Trainable) -> dict[Any, str] | None:
-    """Name of each key of an optimizer's state, ``None`` when it cannot be told."""
+    """Name of each key of an optimizer's state, ``None`` when it is ambiguous."""
     groups = state["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     written = [name for group in groups for name in group.get("param_names", ())]
@@ -154,7 +154,7 @@ def _names(state: Mapping[str, Any], trainable: _Trainable) -> dict[Any, str] | 
 
 
 def _in_order(trainable: _Trainable, parameters: Sequence[str]) -> list[str]:
-    """These names as the model's own words, tied ones once."""
+    """These names as the model's own, tied ones once."""
     known = {name: _known(name, trainable) for name in parameters}
     strange = [name for name, own in known.items() if own is None]
     if strange:
@@ -163,7 +163,7 @@ def _in_order(trainable: _Trainable, parameters: Sequence[str]) -> list[str]:
 
 
 def _known(name: str, trainable: _Trainable) -> str | None:
-    """The model's own word for a parameter's name."""
+    """The model's own name of a parameter."""
     for each in (clean(name), clean(name).removeprefix("module.")):
         if each in trainable.tensors:
             return each
@@ -331,7 +331,7 @@ def _steps(trainables: Sequence[_Trainable]) -> int:
 
 
 def _finite(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold: numbers that are none become words."""
+    """Values for JSON: non-finite numbers become text."""
     return {
         name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in notes.items()
@@ -378,7 +378,7 @@ def _read(path: Path, kind: str) -> ForeignCheckpoint:
 
 
 def _recognised(path: Path) -> ForeignCheckpoint | None:
-    """What a plugin makes of it, ``None`` when none knows it. Accelerate wraps what some engines write themselves."""
+    """The content as read by a plugin, ``None`` when none recognises it. Accelerate wraps some engines' own folders."""
     for name in sorted(get_registry().checkpoint_formats()):
         reader = load_format(name)
         if reader.recognises(path):

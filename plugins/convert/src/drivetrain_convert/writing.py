@@ -1,4 +1,4 @@
-"""One model of a Drivetrain checkpoint, and how it is written in another program's format."""
+"""Writes one model of a Drivetrain checkpoint in another program's format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from drivetrain_convert.formats import did_you_mean, load_format
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a checkpoint holds of one model.
+    """The content of a checkpoint for one model.
 
     Args:
         tensors: ``model.<fqn>`` and ``optim.<fqn>.<slot>``; each is read when it is produced, whole.
         optimizers: for each optimizer its parameter groups, ``"params"`` being names.
-        extra: what the engine kept beside: ``tied`` (first name of each further one), ``numbers`` (kind of the slots
+        extra: further state of the engine: ``tied`` (first name of each further one), ``numbers`` (kind of the slots
             that are plain numbers), ``loss_scaler``.
         step: optimizer steps so far.
         world_size: processes of the job that saved.
@@ -38,7 +38,7 @@ class SavedModel:
 
 
 def read_saved(source: str | Path, index: int = 0) -> SavedModel:
-    """Read what is small, and check every file first. Not collective.
+    """Check every file and read everything but the tensors. Not collective.
 
     Raises:
         CheckpointError: not found, damaged, or no such model.
@@ -84,7 +84,7 @@ def convert_to(
         Sentences about what could not be carried over.
 
     Raises:
-        CheckpointError: nothing to read, nobody to write it, an unknown option, or ``target`` exists.
+        CheckpointError: nothing to read, no such writer, an unknown option, or ``target`` exists.
     """
     path, given = Path(target).absolute(), dict(options or {})
     if path.exists():

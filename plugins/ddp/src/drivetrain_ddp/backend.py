@@ -1,4 +1,4 @@
-"""``ddp``: a replica in every process; torch's DistributedDataParallel averages gradients while backward runs."""
+"""Backend ``ddp``: a replica in every process; DistributedDataParallel averages gradients during backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drivetrain_ddp.config import DDPConfig
 from drivetrain_ddp.plugin import DDP
 from drivetrain_ddp.reducer import GradientReducer
 
-# Its own forward is not where buffers have to agree: the reducer sees to that. Up to torch 2.12 the old name alone.
+# The reducer synchronises buffers, not DDP's own forward. Up to torch 2.12 only the old name exists.
 _BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -100,7 +100,7 @@ class DDPTrainable(TorchTrainable):
 
 @final
 class DDPBackend(Backend):
-    """One replica a process."""
+    """One replica per process."""
 
     capabilities = DDP.capabilities
 
@@ -120,7 +120,7 @@ class DDPBackend(Backend):
         reducer, keep_buffers_apart = None, False
         if self.topology.world_size > 1:
             options = self._options()
-            # Parameters that a backward does not reach are found in any case.
+            # Unused parameters are always detected.
             options.pop("find_unused_parameters", None)
             keep_buffers_apart = not options.pop("broadcast_buffers", True)
             reducer = GradientReducer(
@@ -155,7 +155,7 @@ class DDPBackend(Backend):
         return wrapper
 
     def _options(self) -> dict[str, Any]:
-        """What differs from torch's defaults: in the section, overridden by the script's own handler."""
+        """Options that differ from torch's defaults, from the section and, with precedence, the script's handler."""
         section = self.settings.section or DDPConfig()
         options: dict[str, Any] = section.model_dump(exclude_defaults=True)
         handler = self.settings.handlers.get("DistributedDataParallelKwargs")
@@ -175,12 +175,12 @@ class DDPBackend(Backend):
                 reducer.backward_ended()
 
     def updated(self) -> None:
-        """An optimizer has stepped; it may hold parameters of several models."""
+        """Handle an optimizer step, which may update parameters of several models."""
         for reducer in self._reducers:
             reducer.stepped()
 
     def forget(self, reducer: GradientReducer) -> None:
-        """A model was released."""
+        """Remove a released model."""
         self._reducers = [each for each in self._reducers if each is not reducer]
 
     @contextmanager

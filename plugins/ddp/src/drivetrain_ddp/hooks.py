@@ -1,4 +1,4 @@
-"""DDP's communication hooks by name."""
+"""Registers DDP's communication hooks by name."""
 
 from __future__ import annotations
 

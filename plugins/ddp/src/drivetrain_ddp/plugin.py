@@ -1,4 +1,4 @@
-"""What the backend ``ddp`` is, as data. Imports neither torch nor the backend."""
+"""Describes the backend ``ddp``. Imports neither torch nor the backend."""
 
 from __future__ import annotations
 

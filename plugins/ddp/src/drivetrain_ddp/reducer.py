@@ -1,9 +1,9 @@
-"""Averages gradients over ranks with torch's DistributedDataParallel, whichever way a loss reached the parameters.
+"""Averages gradients over ranks with DistributedDataParallel, whether or not its own forward computed the loss.
 
-DistributedDataParallel expects its own forward to be what leads to the loss. Here it wraps the *loss*: a module that
+DistributedDataParallel expects the loss to come from its own forward. Here it wraps the *loss*: a module that
 holds the model's parameters and returns the loss that it is given. Its reducer is thereby made ready right before each
 backward that closes an accumulation window, and reduces buckets while that backward runs. Methods of the model,
-submodules called alone and any number of forwards are then all the same to it.
+submodules called alone and any number of forwards therefore all work.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class _Parameters(nn.Module):
 
     Args:
         model: the user's module.
-        flags: a parameter of ours, whose gradient is averaged with the others: ranks tell each other by it what they
-            reached. It stands first, since DistributedDataParallel fills its buckets from the end and the flags are
-            known last. ``None`` for none.
+        flags: an extra parameter, whose averaged gradient tells which parameters the ranks reached. It comes first,
+        since DistributedDataParallel fills its buckets from the end and the flags are known last. ``None`` for none.
     """
 
     def __init__(self, model: nn.Module, flags: nn.Parameter | None) -> None:
@@ -45,16 +44,16 @@ class _Parameters(nn.Module):
 
 @final
 class GradientReducer:
-    """Gradients of one model over the data-parallel ranks.
+    """Reduces the gradients of one model over the data-parallel ranks.
 
     Args:
-        model: the user's module, the same on all ranks but for values.
+        model: the user's module, the same on all ranks except for its values.
         topology: the job.
         wrap: makes the DistributedDataParallel of a module, given whether its graph is static, and whether to compare
             parameters over ranks and give them rank 0's values. Collective over all ranks.
         static_graph: the script asserts that every backward reaches the same parameters.
-        exact: gradients are averaged as they are. Where a communication hook may round them, what ranks tell each other
-            takes an all-reduce of its own.
+        exact: gradients are averaged exactly. Where a communication hook may round them, the flags take a separate
+        all-reduce.
     """
 
     def __init__(
@@ -99,10 +98,10 @@ class GradientReducer:
         """Writes to the parameters that torch had counted when this was last in order; -1 before the first time."""
         self.refresh()
 
-    # ---- which parameters ------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------------------------
 
     def model_changed(self) -> None:
-        """Submodules or parameters were added, or dtypes changed: looked at before the next forward or backward."""
+        """Mark the model as changed (submodules, parameters or dtypes); checked before the next forward or backward."""
         self._changed = True
 
     def refresh_if_changed(self) -> None:
@@ -111,7 +110,7 @@ class GradientReducer:
             self.refresh()
 
     def refresh(self) -> None:
-        """Follow what the script did to the model: new layers, frozen and unfrozen parameters, other dtypes.
+        """Follow changes of the model: new layers, frozen and unfrozen parameters, other dtypes.
 
         Collective over all ranks where something changed; new parameters start from rank 0's values.
         """
@@ -140,14 +139,14 @@ class GradientReducer:
             self.wrapper = self._wrap(_Parameters(self._model, self._flags), self._static, self._starts)
             self.local.watch()
         if changed:
-            # torch has done it for parameters at the start; later, between a forward and its backward, its way would
-            # count as a write to them.
+            # torch does so for parameters at the start; later, between a forward and its backward, that would count as
+            # an in-place write to them.
             parameters = () if self._starts and trained else self._all
             self.agree((*parameters, *self._model.buffers()))
         self._starts = False
         self.updated()
 
-    # ---- one backward ----------------------------------------------------------------------------------------------
+    # ---- backward --------------------------------------------------------------------------------------------------
 
     def arm_when_reached(self) -> None:
         """Arm at the first gradient of a backward: several models are trained, and a loss need not reach this one.
@@ -178,7 +177,7 @@ class GradientReducer:
         if not self.enabled or not loss.requires_grad:
             return loss
         if self._armed:
-            # An error ended the backward before; its reducer waits for the rest.
+            # The previous backward raised; its reducer waits for the remaining gradients.
             self._armed, self._changed = False, True
         self.refresh()
         if self.wrapper is None:
@@ -196,7 +195,7 @@ class GradientReducer:
         self._armed = False
         hooked = self.hooks.found
         if hooked:
-            # Zeros for what was not reached are none of theirs.
+            # Hooks must not see the zeros of parameters that were not reached.
             self.hooks.hold()
         arrived = list(self.local.reached) if hooked else []
         unreached = frozenset[int]() if self._static else self._complete()
@@ -205,7 +204,7 @@ class GradientReducer:
             self._hooks_changed = True
 
     def backward_ended(self) -> None:
-        """After each backward, one that raised too: the script's hooks are where it set them."""
+        """Restore the script's hooks after each backward, also after one that raised."""
         self._expected = False
         self.hooks.end()
 
@@ -214,7 +213,7 @@ class GradientReducer:
         return f"{names.get(id(parameter), 'a parameter')} of {type(self._model).__name__}"
 
     def _complete(self) -> frozenset[int]:
-        """Reduce parameters too that this backward did not reach, some of which others or earlier ones did.
+        """Reduce the parameters too that this backward did not reach, but other ranks or earlier ones may have.
 
         The reducer waits for every parameter. One that this rank's backward did not reach is given a gradient of
         zeros, which adds nothing; where no rank reached it in the whole window its gradient is ``None`` again, as on
@@ -225,7 +224,7 @@ class GradientReducer:
         reached = set(map(id, self.local.reached))
         missing = [parameter for parameter in self._trained if id(parameter) not in reached]
         written = self._count_writes() != self._writes
-        # A hook that draws random numbers, or that one rank alone has, makes replicas differ in the first step.
+        # A hook that draws random numbers, or that only one rank has, makes replicas differ in the first step.
         drifts = self._hooks_stepped and self.hooks.number != self._hooks_compared
         written = written or drifts
         if missing and self.joined:
@@ -240,8 +239,8 @@ class GradientReducer:
             used = [1.0 if id(one) in reached else 0.5 * (one.grad is not None) for one in self._trained]
             digest = self._digest() if written else [0.0] * _BITS
             told = torch.tensor([*used, *digest], dtype=told.dtype, device=told.device)
-        # Every rank tells, since any other may have to know; one that reached everything and saw no write to its
-        # parameters tells the same each time, and does not read the answer, which a device would have to wait for.
+        # Every rank sends its flags, since any other may need them; one that reached everything and saw no write to
+        # its parameters sends the same each time, and does not read the result, which would wait for the device.
         earlier = frozenset(id(one) for one in missing if one.grad is not None)
         late, zeros = list(missing), [self._zeros(one) for one in missing]
         if self._flags is not None:
@@ -276,10 +275,10 @@ class GradientReducer:
         return self._settle(are_used, earlier)
 
     def _settle(self, are_used: list[float], earlier: Collection[int]) -> frozenset[int]:
-        """Take zeros away from what no rank reached; returns what none reached in this backward, by identity.
+        """Reset gradients that no rank reached to ``None``; returns what none reached in this backward, by identity.
 
         Args:
-            are_used: of each trained parameter, what ranks told, averaged.
+            are_used: the averaged flag of each trained parameter.
             earlier: those that this rank did not reach, and that had a gradient before.
         """
         unreached = []
@@ -292,7 +291,7 @@ class GradientReducer:
 
     def _compare(self, digest: list[float], averaged: list[float], *, hooked: bool) -> None:
         """Raise where parameters differ over ranks; ``hooked``: hooks have changed the gradients of the last step."""
-        # Ranks that agree on a bit average to it; where they do not, each is off by one part in their number or more.
+        # A bit that is the same on all ranks averages to itself; else each rank is off by at least 1/ranks.
         tolerance = 0.5 / self._topology.dp_size
         if any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True)):
             if hooked:
@@ -310,12 +309,12 @@ class GradientReducer:
             )
 
     def stepped(self) -> None:
-        """An optimizer has updated parameters."""
+        """Handle an optimizer's update of parameters."""
         self._hooks_stepped = self._hooks_changed
         self.updated()
 
     def updated(self) -> None:
-        """Parameters are in order as they are now: the same on every rank."""
+        """Record the current parameters, which are the same on every rank."""
         self._writes = self._count_writes()
 
     def _count_writes(self) -> int:
@@ -323,14 +322,14 @@ class GradientReducer:
 
     @torch.no_grad()
     def _digest(self) -> list[float]:
-        """Bits that replicas with the same values share; others differ in some of them. Not collective."""
+        """A digest in bits, equal for replicas with the same values. Not collective."""
         norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._trained])
         sums = torch.stack([one.sum(dtype=torch.float64) for one in self._trained])
         values = torch.stack([norms, sums]).cpu().numpy().tobytes()
         hashed = int.from_bytes(hashlib.blake2b(values, digest_size=_BITS // 8).digest())
         return [float(hashed >> at & 1) for at in range(_BITS)]
 
-    # ---- the rest --------------------------------------------------------------------------------------------------
+    # ---- compilation, buffers, release -----------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[Any]:
         """Lets torch.compile cut the model's graph at bucket boundaries, so that reducing overlaps with backward."""
@@ -343,7 +342,7 @@ class GradientReducer:
             flat = collectives.broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), 0, self._topology)
             values = torch.split(flat, [tensor.numel() for tensor in group])
             for tensor, value in zip(group, values, strict=True):
-                # Past autograd's count of writes: a graph that is kept for a second backward saved these values.
+                # Without changing version counters: a graph kept for a second backward may have saved these values.
                 tensor.data.copy_(value.view_as(tensor))
 
     def _zeros(self, parameter: Tensor) -> Tensor:
@@ -352,7 +351,7 @@ class GradientReducer:
         return torch.zeros_like(parameter)
 
     def release(self) -> None:
-        """Let go of the wrapper, whose reducer must be gone before the process group is destroyed."""
+        """Release the wrapper, whose reducer must be destroyed before the process group."""
         self.local.release()
         self._drop_wrapper()
 
@@ -363,7 +362,7 @@ class GradientReducer:
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype that fit into one message of moderate size."""
+    """Groups of tensors of one dtype that fit into one message of moderate size."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

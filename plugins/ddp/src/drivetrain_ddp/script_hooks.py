@@ -1,8 +1,8 @@
-"""Gradient hooks that the script sets on parameters: each gets what it gets on one process, the reduced gradient.
+"""Calls gradient hooks of parameters with the reduced gradient, as on one process.
 
-Autograd calls the hooks of a parameter with the gradient of this rank's samples, before it is reduced. A hook that is
-not linear, such as a clamp, would then make another gradient of it than on one process, and one that only looks would
-see a part. During a backward that reduces they are therefore held back, and called after it.
+Autograd calls the hooks of a parameter with the gradient of this rank's samples, before it is reduced. The result of a
+nonlinear hook, such as a clamp, would then differ from that on one process, and a hook that only reads would see a
+part. During a backward that reduces, hooks are therefore disabled, and they are called after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Hook = Callable[[Tensor], Any]
 
 
 class _Entry(NamedTuple):
-    """One hook, where torch keeps it. The entry stays while held back: handles remove it, and the order is kept."""
+    """One hook in torch's dictionary. The entry stays while disabled: handles remove it, and the order is kept."""
 
     hooks: dict[int, Any]
     key: int
@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
         return self.key in self.hooks
 
     def put(self, hook: Hook) -> None:
-        """Let autograd call this one in its place, unless the script has removed it."""
+        """Let autograd call this function for the entry, unless the script has removed the hook."""
         if self.present:
             self.hooks[self.key] = hook
 
@@ -53,7 +53,7 @@ class ScriptHooks:
         """How many there were in the last backward that reduced."""
 
     def begin(self, trained: Iterable[Tensor], others: Collection[int]) -> None:
-        """Hold the hooks of these parameters back: a backward that reduces is about to run.
+        """Disable the hooks of these parameters before a backward that reduces.
 
         Where gradients hold contributions of this rank alone, of micro-batches before, hooks were called with those:
         they stay where they are, which is the same for those that commute with an average.
@@ -86,17 +86,17 @@ class ScriptHooks:
 
     @property
     def found(self) -> bool:
-        """Some parameter has hooks in this backward."""
+        """Whether some parameter has hooks in this backward."""
         return bool(self._found)
 
     def hold(self) -> None:
-        """Keep autograd from calling the hooks until :meth:`end`."""
+        """Prevent autograd from calling the hooks until :meth:`end`."""
         for before, after in self._found.values():
             for each in (*before, *after):
                 each.put(_nothing)
 
     def end(self) -> None:
-        """The backward is over, with an error or without: the hooks are given back to autograd."""
+        """Enable the hooks again after the backward, with or without an error."""
         for before, after in self._found.values():
             for each in (*before, *after):
                 each.put(each.hook)
@@ -112,7 +112,7 @@ class ScriptHooks:
             unreached: parameters that this backward did not reach on any rank, by identity.
 
         Raises:
-            UsageError: hooks were called with parts of the gradient, and do not give the same then.
+            UsageError: hooks were called with parts of the gradient, and would give another result.
         """
         found, earlier = dict(self._found), dict(self._earlier)
         self.end()
@@ -134,7 +134,7 @@ class ScriptHooks:
         return changed
 
     def _replace(self, parameter: Tensor, earlier: Tensor | None, hooks: Iterable[_Entry]) -> bool:
-        """Call hooks with what this backward added to a gradient, and add what they make of it instead."""
+        """Call hooks with what this backward added to a gradient, and add their result instead."""
         total = parameter.grad
         assert total is not None
         # What was there before was part of the reduction all the same: a rank without hooks, as where the main process
@@ -164,7 +164,7 @@ class ScriptHooks:
         return True
 
     def _visit(self, parameter: Tensor, hook: Hook) -> bool:
-        """Call a hook that looks at ``.grad`` itself, and may change it there."""
+        """Call a hook that reads ``.grad`` itself, and may change it."""
         grad = parameter.grad
         version = None if grad is None else grad._version  # noqa: SLF001
         if hook(parameter) is not None:
@@ -175,7 +175,7 @@ class ScriptHooks:
         return parameter.grad is not grad or (grad is not None and grad._version != version)  # noqa: SLF001
 
     def _check(self, parameter: Tensor, before: Iterable[_Entry], after: Collection[_Entry]) -> None:
-        """Raise for hooks for which it matters that they were called with parts of the gradient."""
+        """Raise for hooks whose result differs because they were called with parts of the gradient."""
         if after:
             raise self._refused(parameter, "register_post_accumulate_grad_hook", "finds what is accumulated so far")
         grad = parameter.grad
@@ -197,7 +197,7 @@ class ScriptHooks:
 
 
 def _why_not_the_same(hook: Hook, grad: Tensor) -> str:
-    """What is wrong with calling a hook on parts whose average is the gradient; empty where it gives the same."""
+    """Why calling a hook on parts whose average is the gradient is wrong; empty where the result is the same."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     if not grad.numel() or not bool(torch.isfinite(values).all()):
         # The loss scale was too large, and this step is skipped.
@@ -242,4 +242,4 @@ def _describe(value: object) -> str:
 
 
 def _nothing(_grad: Tensor) -> None:
-    """Stands where a hook is held back."""
+    """Replaces a disabled hook."""

@@ -1,4 +1,4 @@
-"""``dp``: one process, each batch split over several devices by ``torch.nn.DataParallel``.
+"""Backend ``dp``: one process; ``torch.nn.DataParallel`` splits each batch over several devices.
 
 The replicas' gradients are summed into the one set of parameters and the loss is taken on the joined output, so to the
 core this is one data-parallel coordinate: nothing is averaged and no factor is needed.
@@ -85,11 +85,11 @@ class DPBackend(Backend):
             )
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """One process never waits for another."""
+        """Nothing to do with one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing was formed."""
+        """Nothing to release."""
 
 
 def _device_ids(asked: list[int] | None, device: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the backend ``dp`` is, as data. Imports neither torch nor the backend."""
+"""Describes the backend ``dp``. Imports neither torch nor the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of Accelerate's section ``fsdp_config``, and ``FullyShardedDataParallelPlugin`` with its arguments."""
+"""Converts Accelerate's section ``fsdp_config`` and the arguments of ``FullyShardedDataParallelPlugin``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _policy_of(value: Any) -> Mapping[str, Any]:
 
 
 def _offloads(value: Any) -> bool:
-    """A truth value, or torch's ``CPUOffload`` and ``CPUOffloadPolicy``, which are told apart by their names."""
+    """Convert a boolean, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``, distinguished by their names."""
     kind = type(value).__name__
     if kind == "CPUOffload":
         return bool(value.offload_params)
@@ -137,6 +137,6 @@ def FullyShardedDataParallelPlugin(**given: Any) -> FSDPConfig:  # noqa: N802 (t
             members of torch's enums alike.
 
     Raises:
-        UsageError: arguments that nobody knows, or that cannot be honoured, with what to write instead.
+        UsageError: arguments that are unknown or unsupported, with what to write instead.
     """
     return section_from_arguments("FullyShardedDataParallelPlugin", given, _ARGUMENTS, "fsdp", FSDPConfig)

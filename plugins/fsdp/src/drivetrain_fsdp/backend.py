@@ -1,4 +1,4 @@
-"""``fsdp``: parameters, gradients and optimizer state in shards, gathered unit by unit by torch's ``fully_shard``."""
+"""Backend ``fsdp``: shards parameters, gradients and optimizer state with torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 
 @final
 class FSDPTrainable(TorchTrainable):
-    """A module whose parameters are shards.
+    """A module with sharded parameters.
 
     FSDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Every forward gathers parameters, so all
     ranks must run the same number of them, in evaluation too.
@@ -131,7 +131,7 @@ class FSDPTrainable(TorchTrainable):
                 module.set_requires_all_reduce(enabled, recurse=False)
 
     def before_backward(self) -> None:
-        """A backward of some model begins; it may reach this one."""
+        """Prepare for a backward of some model, which may reach this one."""
         self._driven = True
         if self._hooks.active:
             self._hooks.before_backward()
@@ -139,7 +139,7 @@ class FSDPTrainable(TorchTrainable):
             self._whole.before_backward()
 
     def after_backward(self) -> None:
-        """That backward is over. Collective where gradients are synchronised and some parameters are whole."""
+        """Finish that backward. Collective where gradients are synchronised and some parameters are whole."""
         if self._ran:
             self._ran, self._unreduced = False, not self._syncs
             if self._syncs and self._output_type not in self._reached_through:
@@ -152,7 +152,7 @@ class FSDPTrainable(TorchTrainable):
             self._hooks.after_backward()
 
     def _check_output(self) -> None:
-        """Refuse an output in which FSDP finds no tensors: it would not hear of the backward, and train nothing."""
+        """Refuse an output in which FSDP finds no tensors: it would miss the backward, and nothing would be trained."""
         if hidden.left_behind(self._sharded.modules):
             raise UnsupportedError(
                 f"{type(self.module).__name__} returns {self._output_type.__name__}, in which fully_shard finds no "
@@ -162,7 +162,7 @@ class FSDPTrainable(TorchTrainable):
         self._reached_through.add(self._output_type)
 
     def reached(self, unit: Any) -> None:
-        """A backward reaches a unit; one that the script began itself has not been heard of."""
+        """Handle a backward that reaches a unit, which the script may have begun itself."""
         if self._driven:
             return
         for name, parameter in (*hidden.gathered(unit), *self._uncut):
@@ -232,11 +232,11 @@ class FSDPTrainable(TorchTrainable):
 
     @property
     def hides_gradients(self) -> bool:
-        """Some gradients may not be in ``.grad`` yet."""
+        """Whether some gradients may not be in ``.grad`` yet."""
         return self._unreduced or self.keeps_whole
 
     def forget_gradients(self, optimizer: Optimizer) -> None:
-        """Drop what is not in ``.grad`` yet of this optimizer's parameters."""
+        """Drop gradients of this optimizer's parameters that are not in ``.grad`` yet."""
         if self._unreduced:
             hidden.drop_unreduced(self._sharded.modules, parameters_of(optimizer))
         if self.keeps_whole:
@@ -317,7 +317,7 @@ class FSDPTrainable(TorchTrainable):
         self.reshard()
 
     def release(self) -> None:
-        """Stop what was put on the module; it stays in shards, since no rank may have room for all of it."""
+        """Remove what was added to the module; it stays sharded, since no rank may have memory for all of it."""
         self.reshard()
         for undo in self._sharded.undo:
             undo()
@@ -325,18 +325,18 @@ class FSDPTrainable(TorchTrainable):
         self._backend.forget(self)
 
     def _settle(self) -> None:
-        """Shards in their places, and buffers the same on every rank. Collective over all ranks."""
+        """Reshard parameters and synchronise buffers. Collective over all ranks."""
         self.reshard()
         self._buffers.agree()
 
     def reshard(self) -> None:
-        """Let the names of parameters stand for shards again, where a forward left them whole."""
+        """Reshard parameters that a forward left whole."""
         hidden.reshard(self._may_stay_whole)
 
 
 @final
 class FSDPBackend(Backend):
-    """Each rank holds its part of every parameter."""
+    """Each rank holds its shard of every parameter."""
 
     capabilities = FSDP.capabilities
 
@@ -368,7 +368,7 @@ class FSDPBackend(Backend):
         return self.topology
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Construct without memory; ``prepare`` gives each rank its shards of what an ordinary construction gives."""
+        """Construct without memory; ``prepare`` gives each rank its shards of the ordinary initial values."""
         recording = Recording()
         self._recordings.append(recording)
         return deferred(recording)
@@ -446,12 +446,12 @@ class FSDPBackend(Backend):
                 )
 
     def reshard(self) -> None:
-        """Let parameters of every model be shards; an optimizer may hold those of several."""
+        """Reshard the parameters of every model; an optimizer may hold those of several."""
         for trainable in self.trainables:
             trainable.reshard()
 
     def forget(self, trainable: FSDPTrainable) -> None:
-        """A model was released."""
+        """Remove a released model."""
         self.trainables = [each for each in self.trainables if each is not trainable]
 
     def _any(self, verdict: bool) -> bool:

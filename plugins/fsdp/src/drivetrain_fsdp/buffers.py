@@ -1,4 +1,4 @@
-"""Buffers that are state, and a forward that runs a second time."""
+"""Finds persistent buffers, and keeps them unchanged while activation checkpointing reruns a forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def state_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Buffers that are state (a checkpoint keeps them), each with its module and name."""
+    """Persistent buffers, each with its module and name."""
     return [
         (part, name, buffer)
         for part in module.modules()
@@ -21,7 +21,7 @@ def state_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward that runs a second time does to the module's state: statistics count a batch once."""
+    """Context that restores buffers after a repeated forward, so that statistics count a batch once."""
     before = [(part, name, buffer, buffer.clone()) for part, name, buffer in state_buffers(module)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Give values to parameters and buffers that were constructed without memory, one at a time."""
+"""Materializes parameters and buffers that were constructed on the meta device, one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_fsdp.weights import WeightFiles, check_shape, complain_about_mis
 
 @dataclass(frozen=True)
 class _Empty:
-    """A tensor without memory: its names, itself as it was constructed, and where that was recorded."""
+    """A tensor on meta: its names, the tensor as constructed, and its recording."""
 
     names: list[str]
     made: Tensor
@@ -23,9 +23,9 @@ class _Empty:
 
 
 class Filling:
-    """What is to be filled of one module.
+    """The tensors of one module to be materialized.
 
-    To be made before anything changes the module: a dtype or a shard is another tensor, of which nothing was recorded.
+    To be created before anything changes the module: a cast or sharded tensor is another one, without a recording.
 
     Args:
         module: as it was constructed.

@@ -1,6 +1,6 @@
-"""What FSDP keeps out of sight: whether a unit is gathered, and gradients that were not reduced yet.
+"""Accesses private state of FSDP: gathered parameters and gradients that are not yet reduced.
 
-torch has no public way to drop such gradients, which ``zero_grad`` after ``no_sync`` must, nor to ask a unit.
+torch has no public way to drop such gradients, which ``zero_grad`` after ``no_sync`` must, or to query a unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drivetrain_fsdp.tensors import as_sharded
 
 
 def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) -> None:
-    """Drop what has gathered of these parameters' gradients. Not collective."""
+    """Drop the accumulated gradients of these parameters that are not reduced. Not collective."""
     wanted = {id(parameter) for parameter in parameters}
     for group in groups(modules):
         mine = [one for one in group.fsdp_params if id(one.sharded_param) in wanted]
@@ -34,13 +34,13 @@ def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) 
 
 
 def hear_of_backwards(modules: Iterable[FSDPModule], reached: Callable[[Any], None]) -> None:
-    """Call ``reached`` with a unit in each backward, whoever began it, before it reaches that. Not collective."""
+    """Call ``reached`` with a unit before each backward reaches it, also one that the script began. Not collective."""
     for group in groups(modules):
         group.pre_backward = partial(_pre_backward, group.pre_backward, partial(reached, group))
 
 
 def compare_first_steps(module: nn.Module, modules: Iterable[FSDPModule], topology: Topology) -> None:
-    """Let the first steps raise on every rank where ranks would gather or reduce different units. Not collective.
+    """Make the first steps raise on every rank where ranks would gather or reduce different units. Not collective.
 
     Later ones are not compared, and cost nothing.
     """
@@ -91,7 +91,7 @@ def gathered(group: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def give_sharded_tensors(modules: Iterable[FSDPModule]) -> None:
-    """Let parameters and the gradients that FSDP will make be :class:`ShardedTensor`. Not collective."""
+    """Make parameters and the gradients that FSDP creates :class:`ShardedTensor`. Not collective."""
     for group in groups(modules):
         for one in group.fsdp_params:
             one.to_sharded_dtensor = partial(_sharded, one.to_sharded_dtensor)
@@ -108,7 +108,7 @@ def _sharded(make: Callable[[Tensor], DTensor], local: Tensor) -> DTensor:
 
 def _init_unsharded(one: Any, init: Callable[[], None]) -> None:
     init()
-    # It is made once; where an extension makes it anew each time, hooks stay refused on the first.
+    # It is created once; where an extension creates it each time, hooks are refused on the first only.
     del one.init_unsharded_param
     refuse_hooks(one._unsharded_param)  # noqa: SLF001
 
@@ -126,7 +126,7 @@ def _pre_backward(plain: Callable[..., None], reached: Callable[[], None], *args
 
 
 def is_own(modules: Iterable[FSDPModule], parent: nn.Module, name: str, value: Any) -> bool:
-    """Whether FSDP itself puts this parameter there: a shard, or the whole of one forward."""
+    """Whether this parameter is FSDP's own: a shard, or the whole parameter of one forward."""
     for group in groups(modules):
         for one in group.fsdp_params:
             info = one._module_info  # noqa: SLF001
@@ -143,7 +143,7 @@ _WHOLE = ("_unsharded_param", "_sharded_post_forward_param")
 def left_behind(modules: Iterable[FSDPModule]) -> bool:
     """Whether a backward gave gathered parameters gradients that FSDP did not take. Not collective.
 
-    It takes them where its hooks on a module's output tensors tell it that backward comes.
+    It takes them only if its hooks on a module's output tensors run before backward.
     """
     for group in groups(modules):
         for one in group.fsdp_params:
@@ -154,7 +154,7 @@ def left_behind(modules: Iterable[FSDPModule]) -> bool:
 
 
 def reshard(units: Iterable[Any]) -> None:
-    """Let the parameters of these :func:`groups` be shards. Not collective.
+    """Reshard the parameters of these :func:`groups`. Not collective.
 
     ``FSDPModule.reshard`` costs microseconds at each step also where there is nothing to do.
     """
@@ -164,7 +164,7 @@ def reshard(units: Iterable[Any]) -> None:
 
 
 def groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """What FSDP gathers at once: the parameters of each module that are in none of its inner units."""
+    """FSDP's parameter groups: the parameters of each module that are in none of its inner units."""
     for module in modules:
         state: Any = module._get_fsdp_state()  # noqa: SLF001
         several = getattr(state, "_fsdp_param_groups", None)

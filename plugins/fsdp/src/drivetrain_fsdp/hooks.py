@@ -1,4 +1,4 @@
-"""Gradient hooks of parameters: each gets what it gets on one process, the whole gradient of one backward.
+"""Calls gradient hooks of sharded parameters with the whole gradient of one backward, as on one process.
 
 ``fully_shard`` calls no ``register_hook`` and calls ``register_post_accumulate_grad_hook`` whenever it has reduced a
 part of a backward. Here both are called once after each backward of which the parameter is part.
@@ -37,7 +37,7 @@ class GradientHooks:
         self.begun = False
         """A backward is under way."""
         for name, parameter in module.named_parameters():
-            # A parameter that stays whole stays this object, and must not call them itself, too.
+            # A parameter that stays whole remains this object, and must not call them too.
             if parameter._backward_hooks:  # noqa: SLF001 (torch has no public way to them)
                 self._before[name], parameter._backward_hooks = parameter._backward_hooks, None  # noqa: SLF001
             hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
@@ -46,11 +46,11 @@ class GradientHooks:
                 self._after[name], parameter._post_accumulate_grad_hooks = hooks, OrderedDict()  # noqa: SLF001
 
     def watch(self, module: nn.Module, may_register: Callable[[], None]) -> None:
-        """From now on hooks that the script sets on these parameters come here.
+        """Redirect hooks that the script registers on these parameters to this object.
 
         Args:
             module: sharded.
-            may_register: called before each; raises where a hook would miss what earlier micro-batches gave.
+            may_register: called before each; raises where a hook would miss gradients of earlier micro-batches.
         """
         self._may_register = may_register
         for name, parameter in module.named_parameters():
@@ -63,11 +63,11 @@ class GradientHooks:
 
     @property
     def active(self) -> bool:
-        """Some parameter has a hook now."""
+        """Whether some parameter has a hook."""
         return any(self._before.values()) or any(self._after.values())
 
     def before_backward(self) -> None:
-        """Put gradients of earlier backwards aside, so that hooks see what the next one gives."""
+        """Set gradients of earlier backwards aside, so that hooks see only those of the next one."""
         self.begun = True
         for name in self._hooked():
             parameter = self._parameters[name]
@@ -116,7 +116,7 @@ def _may() -> None:
 
 
 def refuse_hooks(parameter: Tensor) -> None:
-    """Let hooks raise on a parameter that is whole for one forward: they would see this rank's gradient alone."""
+    """Make hooks raise on a parameter that is whole for one forward: they would see this rank's gradient only."""
     for method in ("register_hook", "register_post_accumulate_grad_hook"):
         setattr(parameter, method, _refuse)
 
@@ -129,7 +129,7 @@ def _refuse(*_hook: Any) -> NoReturn:
 
 
 def _changed(name: str, grad: Tensor, hooks: Iterable[Callable[[Any], Any]]) -> Tensor:
-    """What hooks make of a gradient; each gets what the one before returned."""
+    """The result of the hooks for a gradient; each gets the previous one's result."""
     for hook in hooks:
         found = hook(grad)
         if found is None:
@@ -149,7 +149,7 @@ def _whole(grad: Tensor) -> Tensor:
 
 
 def _replace(grad: Tensor, whole: Tensor) -> None:
-    """Put this rank's part of a whole gradient into the gradient."""
+    """Write this rank's shard of a whole gradient to the gradient."""
     whole = _whole(whole)
     local = _local(grad)
     local.copy_(whole[box_of(grad)] if whole.dim() else whole)

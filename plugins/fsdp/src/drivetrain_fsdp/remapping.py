@@ -1,4 +1,4 @@
-"""Optimizers that were made for the whole parameters: they get the sharded ones, by name, and keep everything else."""
+"""Replaces the parameters of an existing optimizer by the sharded ones of the same name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FormerParameters:
         return name if alive is not None and alive() is parameter else None
 
     def close(self, module: nn.Module) -> None:
-        """From now on those that were replaced raise where they are used: nothing of it would reach the model."""
+        """Make the replaced parameters raise where they are used, since that would not affect the model."""
         present = set(map(id, module.parameters()))
         for _, alive in self._names.values():
             one: Any = alive()
@@ -42,7 +42,7 @@ class FormerParameters:
                 one.__class__ = _Replaced
 
     def include(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether any of these was one of them."""
+        """Whether any of these tensors is one of the former parameters."""
         return any(self.name(parameter) is not None for parameter in parameters)
 
 
@@ -59,13 +59,13 @@ _ABOUT = frozenset(
 
 
 class _Replaced(nn.Parameter):
-    """A parameter that the model has no more."""
+    """A parameter that is no longer part of the model."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what is known of the parameter, and raise for all that reads, writes or computes with its values."""
+        """Allow metadata of the parameter, and raise for operations that read, write or compute with its values."""
         name = str(getattr(func, "__name__", func))
         if name == "__get__":
             name = str(func.__self__.__name__)
@@ -80,7 +80,7 @@ class _Replaced(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        """Dropping what is not there is right."""
+        """Allow setting it to ``None``."""
         if value is not None:
             self.grad  # noqa: B018 (raises)
 
@@ -100,7 +100,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def remap(optimizer: Optimizer, former: FormerParameters, module: nn.Module, topology: Topology) -> None:
-    """Exchange former parameters for those of the same name, in place, and cut their state alike.
+    """Replace former parameters by those of the same name, in place, and shard their state alike.
 
     Groups keep their order and hyper-parameters. State that is shaped like its parameter becomes sharded like it, from
     rank 0's values; other state (a step count) stays. Collective over all ranks when there is state.
@@ -128,7 +128,7 @@ def _cut(value: Any, new: Tensor, topology: Topology) -> Any:
 
 
 def _one_kind(group: dict[str, Any], present: Mapping[str, Tensor]) -> None:
-    """Plain and sharded tensors cannot go through one fused or foreach kernel."""
+    """Disable fused and foreach kernels for groups that mix plain and sharded tensors."""
     own = {id(parameter) for parameter in present.values()}
     kinds = {isinstance(parameter, DTensor) for parameter in group["params"] if id(parameter) in own}
     if len(kinds) < 2:

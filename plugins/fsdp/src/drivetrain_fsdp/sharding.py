@@ -1,4 +1,4 @@
-"""Apply ``fully_shard`` to a model: its units, then its root, with everything that the configuration says of them."""
+"""Applies ``fully_shard`` to the units and the root of a model, as configured."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 @dataclass
 class Plan:
-    """How a module will be cut; made before anything is changed.
+    """How a module will be sharded; created before anything is changed.
 
     Args:
         units: modules that are gathered by themselves, children before parents, without the root.
         blocks: those of them that the configuration chose; checkpointed, compiled, prefetched.
-        whole: parameters that cannot be cut.
+        whole: parameters that cannot be sharded.
     """
 
     units: list[nn.Module]
@@ -60,7 +60,7 @@ class Sharded:
         root: the module itself.
         modules: every unit and the root.
         stay_whole: those whose parameters stay gathered after a forward.
-        undo: take back what was put on the modules besides sharding.
+        undo: removes what was added to the modules besides sharding.
     """
 
     root: FSDPModule
@@ -70,7 +70,7 @@ class Sharded:
 
 
 def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan:
-    """Choose units, and find what no unit can hold. Dtypes are those that the policy has given already.
+    """Choose units and the parameters that stay whole. The policy's dtypes are already applied.
 
     The trained parameters of a unit must have one dtype: a leaf module of another one becomes a unit of its own, and a
     parameter that stands beside such of another dtype in one module stays whole.
@@ -105,7 +105,7 @@ def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan
 def shard(
     module: nn.Module, plan: Plan, config: FSDPConfig, policy: PrecisionPolicy, mesh: DeviceMesh, topology: Topology
 ) -> Sharded:
-    """Cut a module into shards, in place, from rank 0's values. Collective over all ranks.
+    """Shard a module in place, from rank 0's values. Collective over all ranks.
 
     Parameters on meta stay there, as shards. At most one unit is whole on the device at a time.
     """
@@ -171,14 +171,14 @@ def check_reshard(config: FSDPConfig, ranks: int) -> None:
 def _placed(parameter: Tensor, topology: Topology) -> Tensor:
     """Rank 0's values on the device, in the order of memory that ``fully_shard`` takes. Collective over all ranks."""
     data = parameter.detach().to(topology.device).contiguous()
-    # Into the memory that it has: a copy that stayed would tear holes into the heap, one for each parameter.
+    # Into its own memory: a copy for each parameter would fragment the heap.
     return data.copy_(collectives.broadcast(data, 0, topology)) if topology.world_size > 1 else data
 
 
 def _offloading(config: FSDPConfig, topology: Topology) -> OffloadPolicy:
     if not config.cpu_offload:
         return OffloadPolicy()
-    # Pinning asks for an accelerator.
+    # Pinning needs an accelerator.
     return CPUOffloadPolicy(pin_memory=config.pin_memory and topology.device != "cpu")
 
 
@@ -188,7 +188,7 @@ def _as_sharded(module: nn.Module) -> FSDPModule:
 
 
 def _keep_name(module: nn.Module) -> None:
-    """Torch gives the module a class ``FSDPNet``; what prints or saves the class's name shall still see ``Net``."""
+    """Restore the class name ``Net``, which torch changes to ``FSDPNet``."""
     made = type(module)
     original = made.__mro__[2]
     made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__

@@ -1,4 +1,4 @@
-"""A full tensor's part on this rank, and back: boxes, slices, parameters. What is collective says so."""
+"""Helpers for the local shards of full tensors and parameters. Not collective unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reader = Callable[[Box], Tensor]
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part of a DTensor lies in the whole; all of it for a plain tensor."""
+    """The box of this rank's shard of a DTensor; the whole for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     if not tensor.to_local().numel():
@@ -44,10 +44,10 @@ def reader_of(full: Tensor) -> Reader:
 
 
 def from_rank_zero(full: Tensor | None, like: Tensor, topology: Topology) -> Reader:
-    """Rank 0's whole tensor on every rank for a moment. Collective over all ranks.
+    """Broadcast rank 0's whole tensor. Collective over all ranks.
 
     Args:
-        full: the tensor, on rank 0; not looked at elsewhere.
+        full: the tensor, on rank 0; ignored elsewhere.
         like: shape and dtype of it.
         topology: the job.
     """

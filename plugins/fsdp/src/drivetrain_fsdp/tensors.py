@@ -1,9 +1,9 @@
-"""Sharded parameters and gradients as a script sees them: a read gives the whole, a write reaches every part.
+"""``ShardedTensor``: a DTensor whose reads give the whole tensor and whose writes reach every shard.
 
-``fully_shard`` makes parameters and gradients DTensors. Of what a script does to them, ``DTensor`` itself loses some
-in silence: ``.item()`` of a sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes
-nothing, random numbers are drawn per part, and ``torch.save`` writes this rank's part. :class:`ShardedTensor` does each
-of these as on one process or raises.
+``fully_shard`` makes parameters and gradients DTensors, on which some operations are silently wrong: ``.item()`` of a
+sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes nothing, random numbers are
+drawn per part, and ``torch.save`` writes this rank's part. :class:`ShardedTensor` does each of these as on one process
+or raises.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAME_CLASS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 
 @contextmanager
 def _plain(args: tuple[Any, ...]) -> Iterator[None]:
-    """In here sharded tensors among these arguments are plain DTensors."""
+    """Context in which sharded tensors among these arguments are plain DTensors."""
     changed = [(one, type(one)) for one in args if isinstance(one, ShardedTensor)]
     for one, _ in changed:
         one.__class__ = DTensor  # type: ignore[assignment]
@@ -84,7 +84,7 @@ class ShardedTensor(DTensor):
                 return _change_whole(func, args, kwargs, changes)
             if func._schema.is_mutable:  # noqa: SLF001
                 raise
-            # Torch has no class of error for it.
+            # torch has no exception class for it.
             mixed = "got mixed torch.Tensor and DTensor" in str(problem)
             # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
             if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
@@ -130,7 +130,7 @@ class ShardedTensor(DTensor):
 
 
 class _Part(ShardedTensor):
-    """A view that is a copy, since the part lies on several ranks: what is written to it is written to the whole."""
+    """A view that is a copy, since the part is on several ranks; writes to it are applied to the whole."""
 
     viewed: ShardedTensor
     as_viewed: View
@@ -153,7 +153,7 @@ class _Part(ShardedTensor):
 
     @property
     def root(self) -> ShardedTensor:
-        """What it is a view of in the end."""
+        """The tensor that it is ultimately a view of."""
         return self.viewed.root if isinstance(self.viewed, _Part) else self.viewed
 
     def in_whole(self, whole: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Part(ShardedTensor):
 
 
 def as_sharded(tensor: DTensor) -> DTensor:
-    """Let a DTensor be a :class:`ShardedTensor`, in place."""
+    """Make a DTensor a :class:`ShardedTensor`, in place."""
     if type(tensor) is DTensor:
         tensor.__class__ = ShardedTensor
     return tensor
@@ -170,7 +170,7 @@ def as_sharded(tensor: DTensor) -> DTensor:
 
 @contextmanager
 def plain_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """In here gradients are plain DTensors, on which operations cost less; nobody but this package's code runs."""
+    """Context in which gradients are plain DTensors, which are faster; only this package's code may run in it."""
     grads = [grad for grad in (parameter.grad for parameter in parameters) if type(grad) is ShardedTensor]
     for grad in grads:
         grad.__class__ = DTensor  # type: ignore[assignment]
@@ -237,7 +237,7 @@ def _refuse_other_memory(func: Any) -> None:
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    """The whole of it as a plain tensor. Collective over all ranks unless every rank has it."""
+    """The whole tensor as a plain one. Collective over all ranks unless every rank has it."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor._local_tensor  # noqa: SLF001
     return DTensor.full_tensor(tensor).detach()
@@ -257,7 +257,7 @@ def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chan
 
 
 def _copy(changes: ShardedTensor, values: Any) -> ShardedTensor:
-    """Take rank 0's values, as ``prepare`` does: ranks may have made others. Collective over all ranks."""
+    """Copy rank 0's values, as ``prepare`` does: other ranks may have different ones. Collective over all ranks."""
     whole = torch.empty(changes.shape, dtype=changes.dtype, device=_device(changes)).copy_(values)
     _from_first_rank(whole)
     _write(changes, whole)
@@ -272,7 +272,7 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whol
 
 
 def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor has no rule for is computed from whole tensors, on every rank. Collective over all ranks."""
+    """Compute an operation without a DTensor rule from whole tensors, on every rank. Collective over all ranks."""
     like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
     everywhere = [Replicate()] * like.device_mesh.ndim
@@ -304,7 +304,7 @@ def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _from_first_rank(whole: Tensor) -> None:
     if dist.get_world_size() > 1:
-        sent = whole.contiguous()  # `fully_shard` has this job for itself: all ranks hold the model.
+        sent = whole.contiguous()  # The mesh of `fully_shard` spans the job: all ranks hold the model.
         dist.broadcast(sent, src=0)
         if sent is not whole:
             whole.copy_(sent)
@@ -317,7 +317,7 @@ def _device(tensor: DTensor) -> torch.device:
 
 
 def _write(changes: DTensor, whole: Tensor) -> None:
-    """Keep this rank's part of the whole."""
+    """Write this rank's part of the whole."""
     local = changes._local_tensor  # noqa: SLF001
     local.copy_(whole[box_of(changes)] if whole.dim() else whole)
 

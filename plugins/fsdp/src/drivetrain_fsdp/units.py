@@ -1,4 +1,4 @@
-"""Which modules become units: what is gathered together, computed, and freed again. The root is always one more."""
+"""Selects the modules that FSDP gathers and frees as units, besides the root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_units(model: nn.Module, config: FSDPConfig) -> list[nn.Module]:
     them, with a warning.
 
     Raises:
-        UsageError: the configuration names a class that the model has not, or a function that gives something else.
+        UsageError: the configuration names a class that the model does not have, or a function with an invalid result.
     """
     if config.wrap is not None:
         chosen = _by_function(model, config.wrap)
@@ -70,7 +70,7 @@ def _by_function(model: nn.Module, target: str) -> list[nn.Module]:
 
 
 def _called(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Refuse containers: nobody calls them."""
+    """Refuse containers, which are never called."""
     modules = list(modules)
     for module in modules:
         if isinstance(module, _CONTAINERS):

@@ -1,4 +1,4 @@
-"""Weights from safetensors files, each rank reading the part that it holds."""
+"""Reads weights from safetensors files; each rank reads its own shards."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WeightFiles:
 
 
 def saved_name(files: WeightFiles, names: list[str]) -> str | None:
-    """Under which of a tied parameter's names the files have it."""
+    """The one of a tied parameter's names that the files have."""
     return next((name for name in names if name in files), None)
 
 

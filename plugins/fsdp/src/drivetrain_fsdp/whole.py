@@ -1,6 +1,6 @@
-"""Parameters that ``fully_shard`` cannot cut (0-d, or of another dtype than its unit): whole on every rank.
+"""Parameters that ``fully_shard`` cannot shard (0-d, or of another dtype than their unit), replicated on every rank.
 
-Their gradients are averaged here, in one small collective after a backward that synchronises.
+One small collective averages their gradients after a backward that synchronises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WholeParameters:
         """Reduced gradients of an earlier backward, while new ones gather in ``.grad``."""
 
     def before_backward(self) -> None:
-        """Put reduced gradients aside: what comes is this rank's own."""
+        """Set reduced gradients aside before a backward adds this rank's own."""
         for parameter in self.parameters:
             grad = parameter.grad
             if grad is not None and self._reduced.get(id(parameter)) is grad:
@@ -38,7 +38,7 @@ class WholeParameters:
                 parameter.grad = None
 
     def reduce(self) -> None:
-        """Average what has gathered since the last time over the data-parallel ranks. Collective over them."""
+        """Average the gradients accumulated since the last call over the data-parallel ranks. Collective over them."""
         sizes = [parameter.numel() for parameter in self.parameters]
         exact = any(parameter.dtype == torch.float64 for parameter in self.parameters)
         dtype = torch.float64 if exact else torch.float32
@@ -47,7 +47,7 @@ class WholeParameters:
             grad = parameter.grad
             parts.append((torch.zeros_like(parameter) if grad is None else grad).detach().to(dtype).flatten())
         device = self.parameters[0].device
-        # The last numbers say whether a parameter was used at all: an unused one keeps having no gradient.
+        # The last numbers tell whether a parameter was used: an unused one keeps no gradient.
         used = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters], dtype=dtype)
         mean = collectives.all_reduce(torch.cat([*parts, used.to(device)]), "mean", self._topology)
         *means, used = torch.split(mean, [*sizes, len(sizes)])
@@ -62,14 +62,14 @@ class WholeParameters:
                 self._reduced[id(parameter)] = total
 
     def unreduced(self) -> bool:
-        """Whether some gradient is this rank's own."""
+        """Whether some gradient is not reduced."""
         return any(
             parameter.grad is not None and self._reduced.get(id(parameter)) is not parameter.grad
             for parameter in self.parameters
         )
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Drop what was put aside of this optimizer's parameters."""
+        """Drop the gradients of this optimizer's parameters that were set aside."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._aside.pop(id(parameter), None)

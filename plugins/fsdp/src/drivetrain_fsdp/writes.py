@@ -1,6 +1,6 @@
-"""A forward that writes to parameters: the write goes to a copy that is gathered for this forward, and is lost.
+"""Detects forwards that write to parameters: the write goes to the gathered copy and would be lost.
 
-``nn.Embedding(max_norm=...)`` does it, and modules that clamp or normalise their weights in ``forward``.
+``nn.Embedding(max_norm=...)`` does so, and modules that clamp or normalise their weights in ``forward``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CURE = (
 
 
 def refuse_max_norm(module: nn.Module) -> None:
-    """Raise for embeddings that shorten the rows which a forward reads: it may begin at any step. Not collective.
+    """Raise for embeddings with ``max_norm``, which may write at any step. Not collective.
 
     Raises:
         UnsupportedError: there is one.
@@ -46,13 +46,13 @@ def refuse_max_norm(module: nn.Module) -> None:
 
 
 def watch_forwards(module: nn.Module, units: Iterable[FSDPModule]) -> None:
-    """Let the first forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
+    """Make the first forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
     for group in hidden.groups(units):
         _Watch(type(module).__name__, group)
 
 
 class _Watch:
-    """The first forwards of one unit."""
+    """Watches the first forwards of one unit."""
 
     def __init__(self, model: str, group: Any) -> None:
         self._model, self._group, self._left = model, group, _FORWARDS
@@ -86,7 +86,7 @@ class _Watch:
 
 @torch.no_grad()
 def _fingerprint(whole: Tensor) -> Tensor:
-    """Sums of the bits along rows and along columns: other values have other sums, values that changed places too."""
+    """Sums of the bits along rows and along columns, which detect changed and exchanged values."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     bits = whole.detach().reshape(-1).view(kinds.get(whole.element_size(), torch.int64))
     square = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
