@@ -363,7 +363,7 @@ def program(name: str, result: str) -> None:
     entry_point()
 
 
-KITS = {"drivetrain": "testing", "accelerate": "test_utils"}
+KITS = {"accelerate": "test_utils"}
 """The part of a package that is there for tests."""
 
 
@@ -419,7 +419,7 @@ def path_rows(traces: Mapping[str, Trace]) -> list[list[str]]:
 def size_rows() -> list[list[str]]:
     """The table of sizes, its head first."""
     rows = [["package", "files", "lines", "lines of code"]]
-    for package in ("drivetrain", *(peers.MODULES[name] for name in peers.present())):
+    for package in ("drivetrain", "drivetrain_testing", *(peers.MODULES[name] for name in peers.present())):
         for kit in (False, True) if package in KITS else (True,):
             words = "" if package not in KITS else f", with {KITS[package]}" if kit else f", without {KITS[package]}"
             found = size(package, kit=kit)

@@ -32,7 +32,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_the_kits_entry_point_adds_the_command():
-    (module,) = PROJECT["entry-points"]["drivetrain"].values()
+    (module,) = PROJECT["entry-points"]["drivetrain.hooks"].values()
     registry = Registry(entry_points=())
     registry.register(import_module(module), name="testing")
     group = click.Group()
@@ -54,7 +54,6 @@ def test_it_writes_a_package_of_one_name(tmp_path):
         "src/drivetrain_my_engine/backend.py",
         "src/drivetrain_my_engine/config.py",
         "src/drivetrain_my_engine/plugin.py",
-        "src/drivetrain_my_engine/state.py",
         "tests/test_my_engine_conformance.py",
     ]
     backend = ast.parse((made / "src/drivetrain_my_engine/backend.py").read_text(encoding="utf-8"))

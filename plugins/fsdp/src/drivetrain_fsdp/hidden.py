@@ -71,7 +71,9 @@ def _post_backward(group: Any, plain: Callable[..., Any], order: SameOrder, name
     if order.over:
         del group.post_backward
     elif group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):
-        reduced = [one._param_fqn for one in group.fsdp_params if _has_gradient(one)]  # noqa: SLF001
+        # torch may leave parameters without a name.
+        named = ((one, one._param_fqn or f"parameter {index}") for index, one in enumerate(group.fsdp_params))  # noqa: SLF001
+        reduced = [name for one, name in named if _has_gradient(one)]
         if reduced:
             order.meet(f"reduces the gradients of {name}", reduced)
     return plain(*args)
