@@ -36,10 +36,10 @@ train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with i
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
 
 # Two processes or more share the files; each prints what it did as it goes. A part: .venv/bin/python -m pytest core/tests/data
-test: $(STAMP)  ## what a change usually breaks, about ten minutes on two cores; ARGS="-x plugins/fsdp" are pytest's
+test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
 	$(BIN)/python tests/run.py -m "not slow" $(ARGS)
 
-test-all: $(STAMP)  ## the whole suite, less than half an hour on two cores
+test-all: $(STAMP)  ## the whole suite, most of an hour on two cores
 	$(BIN)/python tests/run.py $(ARGS)
 
 # torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.

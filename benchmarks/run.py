@@ -21,6 +21,7 @@ DECLARED = [
         "requirements-build.txt",
         "requirements-bench.txt",
         "core/pyproject.toml",
+        "kit/pyproject.toml",
         "plugins/ddp/pyproject.toml",
         "plugins/deepspeed/pyproject.toml",
         "plugins/fsdp/pyproject.toml",
