@@ -74,7 +74,7 @@ def test_a_plugins_tracker_is_asked_for_by_name_and_its_failing_observer_stops_n
     # The page's observer logs the number of each step, which began to count at 1.
     assert [line["step"] for line in logged if "loss" not in line] == [1, 2, 3]
     assert (tmp_path / "runs/demo.txt").read_text(encoding="utf-8").startswith("- None {'lr': 0.1}\n- 1 {'step': 1}\n")
-    assert "plugin ledger (drivetrain-ledger 3.1) failed in drivetrain_prepared" in told
+    assert "plugin drivetrain-ledger (drivetrain-ledger 3.1) failed in drivetrain_prepared" in told
     assert "RuntimeError: no paper left" in told
 
 
