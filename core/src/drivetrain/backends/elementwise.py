@@ -17,23 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.backends.local_steps import STEPPED_LOCALLY
 from drivetrain.errors import UnsupportedError
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.ASGD,
-    }
-)
+ELEMENTWISE: frozenset[type[Optimizer]] = STEPPED_LOCALLY | {torch.optim.Rprop, torch.optim.Adagrad, torch.optim.ASGD}
 """Known without a trial. Exact classes: a subclass may do anything."""
 
 _STEPS = 12

@@ -19,7 +19,7 @@ from torch.optim import optimizer as hooks
 
 from drivetrain.loop.optimizer import before_step
 
-STEPPED_LOCALLY = frozenset(
+STEPPED_LOCALLY: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD,
         torch.optim.Adam,

@@ -1,4 +1,4 @@
-"""``drivetrain launch``: run a script on every process of this machine."""
+"""``drivetrain launch``: runs a script on every process of this machine."""
 
 from __future__ import annotations
 
