@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_PYTHON := $(XLA_VENV)/bin/python
-DECLARED := $(wildcard core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt constraints.txt
+DECLARED := $(wildcard core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt locks/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # The first interpreter that is new enough and can make an environment. `make setup PYTHON=...` chooses another.
@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-xla lint format docs site reports parity pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-xla lint format lock docs site reports parity pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -59,6 +59,17 @@ lint: $(STAMP)  ## style, types, direction of imports
 
 format: $(STAMP)  ## what ruff can repair by itself
 	$(BIN)/ruff check --fix .
+
+# A lock holds every version of every package, for each supported Python, as constraints of pip. Versions alone: the CPU
+# build of torch that a machine offers and the accelerator build of the same release both satisfy them, hashes would not;
+# and a constraint installs nothing, so the CPU build brings none of the accelerator libraries that are listed.
+UV_COMPILE = $(BIN)/python -m uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate \
+	--custom-compile-command "make lock" $(patsubst %,--no-emit-package %,$(OURS))
+OURS := $(shell sed -n 's/^name = "\(drivetrain[a-z-]*\)"$$/\1/p' core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml)
+lock: | $(BIN)/python  ## renew the lock files to the newest releases; the suite must pass before they are committed
+	$(BIN)/python -m pip install --quiet -r requirements-build.txt uv
+	@	sed '/^-c /d' requirements-build.txt requirements-dev.txt requirements-bench.txt | $(UV_COMPILE) --output-file locks/dev.txt -
+	cat plugins/xla/environment/torch.txt plugins/xla/environment/requirements.txt | $(UV_COMPILE) --output-file locks/xla.txt -
 
 docs: $(STAMP)  ## renew what the documents say about the code
 	$(BIN)/python docs/generate.py

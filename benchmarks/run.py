@@ -17,7 +17,7 @@ ENVIRONMENT = ROOT / ".venv-bench"
 DECLARED = [
     ROOT / name
     for name in (
-        "constraints.txt",
+        "locks/dev.txt",
         "requirements-build.txt",
         "requirements-bench.txt",
         "core/pyproject.toml",
@@ -42,8 +42,7 @@ def environment() -> Path:
         venv.create(ENVIRONMENT, with_pip=True)
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*install, "-r", "requirements-build.txt"], cwd=ROOT, check=True)
-    newest = ["--no-build-isolation", "--upgrade", "-r", "requirements-bench.txt"]
-    subprocess.run([*install, *newest], cwd=ROOT, check=True)
+    subprocess.run([*install, "--no-build-isolation", "-r", "requirements-bench.txt"], cwd=ROOT, check=True)
     stamp.write_text(declared, encoding="utf-8")
     return python
 

@@ -133,6 +133,15 @@ def test_a_port_of_the_users_choice_serves_every_restart(launch, script):
     assert done.stdout.splitlines()[-1] == f"{port} 2"
 
 
+def _started_with_hangups(handling, launcher, path):
+    """A launcher that inherits how a hangup is handled."""
+    before = signal.signal(signal.SIGHUP, handling)
+    try:
+        return launcher("num_processes=1", path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_is_told_to_ignore_hangups_does(launcher, script, tmp_path):
     """As under ``nohup``; else the workers are stopped."""
     path = script("""
@@ -140,11 +149,7 @@ def test_what_is_told_to_ignore_hangups_does(launcher, script, tmp_path):
         open("there" + os.environ["RANK"], "w").close()
         time.sleep(100 if os.environ["RANK"] == "0" else 0)
     """)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        ignoring = launcher("num_processes=1", path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    ignoring = _started_with_hangups(signal.SIG_IGN, launcher, path)
     _wait_for((tmp_path / "there0").exists)
     ignoring.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -152,7 +157,8 @@ def test_what_is_told_to_ignore_hangups_does(launcher, script, tmp_path):
     ignoring.send_signal(signal.SIGTERM)
     assert ignoring.communicate(timeout=180)[1] == "stopped by SIGTERM; no worker is left\n"
     (tmp_path / "there0").unlink()
-    heeding = launcher("num_processes=1", path)
+    # A test that is itself started under `nohup` inherits that it is ignored.
+    heeding = _started_with_hangups(signal.SIG_DFL, launcher, path)
     _wait_for((tmp_path / "there0").exists)
     heeding.send_signal(signal.SIGHUP)
     assert heeding.communicate(timeout=180)[1] == "stopped by SIGHUP; no worker is left\n"

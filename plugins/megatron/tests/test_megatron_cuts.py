@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import get_registry, hookimpl
+from drivetrain.api import UnsupportedError, get_registry, hookimpl
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_testing import spawn
 
@@ -214,3 +214,41 @@ def test_a_model_made_without_memory_is_the_eager_one_on_its_stages(degree: int)
     assert "first.weight" in second
     assert not {name for name in first if name.startswith("blocks.3")}
     assert not {name for name in second if name.startswith("blocks.0")}
+
+
+class Remembering(nn.Module):
+    """Blocks that keep what they computed in an object that forward is given, and add what the first block kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Notebook) -> Tensor:
+        for block in self.blocks:
+            x = memory.add(block(x))
+        return x
+
+
+class Notebook:
+    """Keeps tensors under no name that anything else knows."""
+
+    def __init__(self) -> None:
+        self.pages: list[Tensor] = []
+
+    def add(self, x: Tensor) -> Tensor:
+        self.pages.append(x)
+        return x + self.pages[0]
+
+
+def remembers(training: bool) -> None:
+    made = accelerator({"split_points": ["blocks.2"]})
+    model, _ = made.prepare(kept := Remembering(), torch.optim.SGD(kept.parameters(), lr=0.1))
+    model.train(training)
+    with pytest.raises(UnsupportedError, match=r"layers leave tensors for later layers in an argument .*Notebook"):
+        made.backward(model(torch.ones(ROWS, WIDTH), Notebook()).sum())
+    made.end_training()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_object_that_keeps_tensors_between_layers_is_refused(training: bool) -> None:
+    spawn(remembers, 2, training)

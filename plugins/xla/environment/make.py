@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-PAIR = ("torch==2.9.*", "torch_xla==2.9.*")
+LOCK = ROOT / "locks" / "xla.txt"
 DISTRIBUTIONS = ("core", "kit", "plugins/ddp", "plugins/fsdp", "plugins/xla")
 PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest Python that torch_xla 2.9 and this tree both work with."""
@@ -30,8 +30,8 @@ PYTHONS = ((3, 11), (3, 13))
 
 def cache_folder() -> Path:
     """Where the large part lives: named by everything that decides what is in it."""
-    mark = hashlib.blake2b(" ".join(PAIR).encode(), digest_size=6)
-    for file in (HERE / "requirements.txt", HERE / "standins.py"):
+    mark = hashlib.blake2b(digest_size=6)
+    for file in (HERE / "torch.txt", HERE / "requirements.txt", HERE / "standins.py", LOCK):
         mark.update(file.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -48,14 +48,11 @@ def fill_cache(python: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
         place = Path(folder, "packages")
-        install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", place)
+        quiet = ("--quiet", "--disable-pip-version-check")
+        install = (python, "-m", "pip", "install", *quiet, "--target", place, "-c", LOCK)
         light = shutil.which("cc") is not None and shutil.which("readelf") is not None
-        run(*install, *(("--no-deps",) if light else ()), *PAIR)
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
-            # Nothing here asks for torch; should that change, it must not bring another.
-            pins.write("\n".join(PAIR))
-            pins.flush()
-            run(*install, "-r", HERE / "requirements.txt", "-c", pins.name)
+        run(*install, *(("--no-deps",) if light else ()), "-r", HERE / "torch.txt")
+        run(*install, "-r", HERE / "requirements.txt")
         if light:
             run(python, HERE / "standins.py", place / "torch")
         try:

@@ -175,10 +175,10 @@ class Pipeline:
     def _way(self, arguments: Arguments) -> Passage:
         if self.converted:
             self._check_types()
-        if arguments[1].get("past_key_values") is not None:
+        if any(_is_cache(value) for value in (*arguments[0], *arguments[1].values())):
             raise UnsupportedError(
-                "keys and values of earlier words (past_key_values) lie on the stages that computed them, and cannot "
-                "be given to a pipelined model",
+                "keys and values of earlier words (a cache) lie on the stages that computed them, and cannot be given "
+                "to a pipelined model",
                 cure="Pass use_cache=False, as in model.generate(..., use_cache=False).",
             )
         if any(isinstance(leaf, Deferred) and leaf.node.value is None for leaf in leaves(arguments)):
@@ -441,3 +441,12 @@ class Pipeline:
         self._schedules.clear()
         self._stages.clear()
         self.planner.release()
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument of a model keeps the keys and values of earlier words for its layers.
+
+    Told by the two methods that every layer calls on such an object, since its keyword changes between releases of
+    Transformers (``past_key_values``, then ``cache``).
+    """
+    return all(callable(getattr(type(value), method, None)) for method in ("update", "get_seq_length"))

@@ -25,8 +25,8 @@ from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at, paramete
 from drivetrain_megatron.pipeline.hooks import ModuleHooks, TensorHooks, left_out
 from drivetrain_megatron.pipeline.passage import Passage, Survey, stubs_of, whole_output
 from drivetrain_megatron.pipeline.reductions import Counting, Reduction
-from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun
-from drivetrain_megatron.pipeline.skeleton import NO_VALUE, Skeleton, trained
+from drivetrain_megatron.pipeline.running import EVERYTHING, Interception, StageRun, keeps_tensors
+from drivetrain_megatron.pipeline.skeleton import NO_VALUE, Skeleton, is_absent, trained
 from drivetrain_megatron.pipeline.timeline import Timeline, record
 from drivetrain_megatron.pipeline.timing import seconds
 from drivetrain_megatron.pipeline.values import leaves, signature
@@ -180,6 +180,9 @@ class Planner:
                     cure="Write masks and torch.where instead of selecting rows by their values, or use "
                     "pipeline_parallel_size: 1.",
                 ) from unknown
+            for given in (*args, *kwargs.values()):
+                if any(is_absent(leaf) for leaf in leaves(given)):
+                    raise keeps_tensors(type(given).__name__)
             for place, change in state.changes().items():
                 if change.tensors and not place.buffer:
                     self.interception.guard(place.path, place.name)

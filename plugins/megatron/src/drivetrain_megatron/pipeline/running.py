@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import UsageError
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.pipeline import hooks
 from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
 from drivetrain_megatron.pipeline.skeleton import is_absent, known_elsewhere
@@ -144,7 +144,8 @@ class StageRun:
         # A sequence that is shared over tp travels whole: the next stage begins as the model does.
         values = tuple(full_tensor(self._values[key]) for key in crossing.keys)
         for value, meta in zip(values, crossing.metas, strict=True):
-            assert not is_absent(value), "a value crosses the cut at which it was received"
+            if is_absent(value):
+                raise keeps_tensors("an object that is given to it")
             if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
                 raise UsageError(
                     f"a value that {crossing.point!r} needs is {value.dtype} of {list(value.shape)}, but a forward "
@@ -339,3 +340,12 @@ class Interception:
                 part.__class__ = original
         self._changed.clear()
         self._outside = None
+
+
+def keeps_tensors(holder: str) -> UnsupportedError:
+    """Refuses an argument in which layers leave tensors for later layers: it does not travel between stages."""
+    return UnsupportedError(
+        f"layers leave tensors for later layers in an argument of the model's forward ({holder}), as in a cache of "
+        "keys and values; what an argument keeps does not travel from one pipeline stage to the next",
+        cure="Pass use_cache=False if it is a cache; else hand its tensors from module to module.",
+    )
