@@ -68,8 +68,8 @@ UV_COMPILE = $(BIN)/python -m uv pip compile --quiet --universal --python-versio
 OURS := $(shell sed -n 's/^name = "\(drivetrain[a-z-]*\)"$$/\1/p' core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml)
 lock: | $(BIN)/python  ## renew the lock files to the newest releases; the suite must pass before they are committed
 	$(BIN)/python -m pip install --quiet -r requirements-build.txt uv
-	@	sed '/^-c /d' requirements-build.txt requirements-dev.txt requirements-bench.txt | $(UV_COMPILE) --output-file locks/dev.txt -
-	cat plugins/xla/environment/torch.txt plugins/xla/environment/requirements.txt | $(UV_COMPILE) --output-file locks/xla.txt -
+	@sed '/^-c /d' requirements-build.txt requirements-dev.txt requirements-bench.txt | $(UV_COMPILE) --output-file locks/dev.txt -
+	@cat plugins/xla/environment/torch.txt plugins/xla/environment/requirements.txt | $(UV_COMPILE) --output-file locks/xla.txt -
 
 docs: $(STAMP)  ## renew what the documents say about the code
 	$(BIN)/python docs/generate.py
