@@ -175,10 +175,10 @@ class Pipeline:
     def _way(self, arguments: Arguments) -> Passage:
         if self.converted:
             self._check_types()
-        if arguments[1].get("past_key_values") is not None:
+        if any(_is_cache(name, value) for name, value in arguments[1].items()):
             raise UnsupportedError(
-                "keys and values of earlier words (past_key_values) lie on the stages that computed them, and cannot "
-                "be given to a pipelined model",
+                "keys and values of earlier words (past_key_values, cache) lie on the stages that computed them, and "
+                "cannot be given to a pipelined model",
                 cure="Pass use_cache=False, as in model.generate(..., use_cache=False).",
             )
         if any(isinstance(leaf, Deferred) and leaf.node.value is None for leaf in leaves(arguments)):
@@ -398,6 +398,16 @@ class Pipeline:
                 results = replay.run(uncut(nodes), nodes, whole, 0, outputs)
             return self._everywhere(results.get(id(node)), node.absent)
 
+    def example(self, call: ModelCall[Arguments, Passage], loss: Node) -> tuple[Tensor, int] | None:
+        """A loss on random outputs, see :meth:`~drivetrain_megatron.pipeline.programs.Programs.example`.
+
+        Not collective, and the same on every rank.
+        """
+        way, rows = call.way, call.rows
+        if len(rows) > 1:
+            way = self.planner.passage(cut(call.arguments, rows, call.dims)[0])
+        return self._programs.example(loss, rows, dict(enumerate(leaves(way.output))))
+
     def _prepared(
         self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
     ) -> Work[Arguments, Passage]:
@@ -441,3 +451,8 @@ class Pipeline:
         self._schedules.clear()
         self._stages.clear()
         self.planner.release()
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    """Whether an argument holds keys and values of earlier words, as Transformers names or makes them."""
+    return value is not None and (name == "past_key_values" or hasattr(type(value), "get_seq_length"))
