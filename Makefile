@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-xla lint format lock docs site reports parity pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-xla test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -52,6 +52,10 @@ $(XLA_PYTHON): force
 
 force:
 
+# What it waives, and why, stands in tests/accelerate/waivers.py; the scripts are those of the installed Accelerate.
+test-accelerate: $(STAMP)  ## Accelerate's own test scripts with Drivetrain in its place; prints what passes and what is waived
+	OMP_NUM_THREADS=1 $(BIN)/python tests/accelerate/suite.py $(ARGS)
+
 lint: $(STAMP)  ## style, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -68,7 +72,7 @@ UV_COMPILE = $(BIN)/python -m uv pip compile --quiet --universal --python-versio
 OURS := $(shell sed -n 's/^name = "\(drivetrain[a-z-]*\)"$$/\1/p' core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml)
 lock: | $(BIN)/python  ## renew the lock files to the newest releases; the suite must pass before they are committed
 	$(BIN)/python -m pip install --quiet -r requirements-build.txt uv
-	@sed '/^-c /d' requirements-build.txt requirements-dev.txt requirements-bench.txt | $(UV_COMPILE) --output-file locks/dev.txt -
+	@sed '/^-c /d' requirements-build.txt requirements-dev.txt requirements-bench.txt requirements-optimizers.txt | $(UV_COMPILE) --output-file locks/dev.txt -
 	@cat plugins/xla/environment/torch.txt plugins/xla/environment/requirements.txt | $(UV_COMPILE) --output-file locks/xla.txt -
 
 docs: $(STAMP)  ## renew what the documents say about the code
@@ -89,6 +93,15 @@ reports: $(STAMP) $(if $(filter xla,$(BACKENDS)),$(XLA_PYTHON))  ## run the conf
 
 parity: $(STAMP)  ## run every script of tests/parity under every backend, and renew their table
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --record
+	$(BIN)/python docs/generate.py
+
+optimizers: $(STAMP)  ## every optimizer under every backend, others' packages included; renew their table
+	$(BIN)/pip install -q -r requirements-optimizers.txt
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --optimizers --record
+	$(BIN)/python docs/generate.py
+
+trainer-table: $(STAMP)  ## Trainer under every backend beside stock Trainer on one process; renew the table of its page
+	OMP_NUM_THREADS=1 $(BIN)/python plugins/transformers/tests/trainer_table.py
 	$(BIN)/python docs/generate.py
 
 pictures: $(STAMP)  ## run the examples as the tutorial does, and renew its pictures and numbers

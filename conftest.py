@@ -15,10 +15,13 @@ pytest_plugins = ["drivetrain_testing.plugin"]
 SLOW_FILES = {
     # Each test starts a launcher with several programs; test_launch_local.py and test_launch_output.py start some too.
     "test_launch_blame.py", "test_launch_failures.py", "test_launch_interrupts.py", "test_cli_launch_shown.py",
+    "test_clusters_files.py",
     # Scripts, hooks and models one by one; the conformance tests of the same backend hold a script of each kind.
     "test_deepspeed_compiling.py", "test_deepspeed_elementwise.py", "test_deepspeed_native.py",
     "test_deepspeed_scripts.py", "test_fsdp_scripts.py", "test_megatron_hooks.py", "test_megatron_ordinary_scripts.py",
     "test_megatron_tensor_scripts.py", "test_megatron_variants.py", "test_megatron_whole_state.py",
+    # Adapters and TRL's trainers; test_trainer_backends.py shows Trainer itself under every backend.
+    "test_trainer_adapters.py", "test_trainer_trl.py",
     # Megatron-Core's own models; test_megatron_core_calls.py and its conformance tests train smaller ones.
     "test_megatron_core_gpt.py", "test_megatron_core_training.py",
     # Programs beside the library: benchmarks, and a user's own model given to the kit.

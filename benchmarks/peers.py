@@ -43,6 +43,7 @@ def begin() -> None:
     # The search path reached this process twice over; a peer that looks for a module at each step would pay twice.
     sys.path[:] = dict.fromkeys(sys.path)
     torch.set_num_threads(1)
+    # Peers warn of their own deprecations in each start; what is measured has none.
     warnings.simplefilter("ignore")
     if world_size() > 1:
         dist.init_process_group("gloo")

@@ -26,6 +26,8 @@ DECLARED = [
         "plugins/deepspeed/pyproject.toml",
         "plugins/fsdp/pyproject.toml",
         "plugins/megatron/pyproject.toml",
+        "plugins/planner/pyproject.toml",
+        "plugins/sharding/pyproject.toml",
     )
 ]
 

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drivetrain.launch.environment import OTHERS, TORCHRUN
+from drivetrain.launch.machines import PLATFORMS, Reading
 from drivetrain.registry import get_registry
 from drivetrain_testing import report
 from drivetrain_testing.cases.honesty import PROOFS
@@ -155,6 +157,39 @@ def purpose(path: Path) -> str:
     return docstring.partition("\n")[0]
 
 
+def launchers() -> str:
+    """One row for each launcher that numbers processes, with the variables and where they are from."""
+    rows = ["| launcher | rank, world | on this machine | machine | rank 0 is on | contract |", "|---" * 6 + "|"]
+    for names in (TORCHRUN, *OTHERS):
+        cells = [", ".join((spelt(names.rank), spelt(names.world)))]
+        cells += [
+            ", ".join(filter(None, map(spelt, pair))) for pair in ((names.local, names.here), (names.node, names.nodes))
+        ]
+        address = ways(names.address) or "`MASTER_ADDR`"
+        rows.append(f"| {names.launcher} | {' | '.join(cells)} | {address} | {names.source} |")
+    return "\n".join(rows)
+
+
+def platforms() -> str:
+    """One row for each cluster that numbers machines, with the variables and where they are from."""
+    rows = ["| cluster | this machine | machines | machine 0 | port | contract |", "|---" * 6 + "|"]
+    for each in PLATFORMS:
+        cells = [ways(getattr(each, name)) for name in ("rank", "count", "address", "port")]
+        within = f", where `{each.within}` is set" if each.within else ""
+        rows.append(f"| {each.name}{within} | {' | '.join(cells)} | {each.source} |")
+    return "\n".join(rows)
+
+
+def spelt(names: tuple[str, ...]) -> str:
+    """Alternatives, the first of which counts."""
+    return " or ".join(f"`{name}`" for name in names)
+
+
+def ways(readings: tuple[Reading, ...]) -> str:
+    """The variables of alternatives, the first of which counts."""
+    return " or ".join(dict.fromkeys(" with ".join(f"`{name}`" for name in way.variables) for way in readings))
+
+
 def tree() -> str:
     """Every source file of every distribution, with the first line of its docstring."""
     lines = []
@@ -171,14 +206,14 @@ def tree() -> str:
 
 
 def counted(text: str) -> str:
-    """The reading order with the size of each file or folder behind its name, in tens of lines."""
+    """The reading order with the size of each file or folder behind its name, to two digits."""
     head, heading, tail = text.partition("## The tree")
 
     def with_count(match: re.Match[str]) -> str:
         path = ROOT / match.group(1)
         files = path.rglob("*.py") if path.is_dir() else [path]
         lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-        return f"`{match.group(1)}` ({round(lines, -1)} lines)"
+        return f"`{match.group(1)}` ({float(f'{lines:.1e}'):.0f} lines)"
 
     return re.sub(r"`((?:core|kit|plugins)/[\w/.]+)`(?: \(\d+ lines\))?", with_count, head) + heading + tail
 
@@ -198,6 +233,44 @@ def measured() -> str:
     return "\n".join(rows)
 
 
+def trainer() -> str:
+    """How far Transformers' Trainer is from itself on one process, from the file that `make trainer-table` writes."""
+    record = json.loads((ROOT / "plugins/transformers/tests/trainer_table.json").read_text(encoding="utf-8"))
+    features = list(next(iter(record.values())))
+    words: list[str] = []
+    rows = ["| | " + " | ".join(features) + " |", "|---" * (len(features) + 1) + "|"]
+    for name, cells in record.items():
+        told = []
+        for found in cells.values():
+            if isinstance(found, str):
+                text = plain(found.replace("\n", " "))
+                words += [text] if text not in words else []
+                told.append(f"refused ({words.index(text) + 1})")
+            else:
+                told.append(f"{found:.0e}" if found else "0")
+        rows.append(f"| {name} | " + " | ".join(told) + " |")
+    return "\n".join([*rows, "", *(f"{number}. {text}" for number, text in enumerate(words, 1))]).rstrip()
+
+
+def optimizers() -> str:
+    """How each optimizer ends in each place, from the file that `make optimizers` writes."""
+    record = json.loads((ROOT / "tests/parity/optimizers.json").read_text(encoding="utf-8"))
+    places = list(next(iter(record.values())))
+    words: list[str] = []
+    rows = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+    for name, cells in record.items():
+        told = []
+        for cell in cells.values():
+            (kind, text), *_ = cell.items()
+            if kind == "refused":
+                words += [plain(text)] if plain(text) not in words else []
+                told.append(f"refused ({words.index(plain(text)) + 1})")
+            else:
+                told.append("0" if float(text) == 0 else text)
+        rows.append(f"| {name} | " + " | ".join(told) + " |")
+    return "\n".join([*rows, "", *(f"{number}. {text}" for number, text in enumerate(words, 1))]).rstrip()
+
+
 def renewed(text: str, name: str, content: str) -> str:
     """The text with `content` between the marks of this name."""
     start, end = f"<!-- {name}: generated by `make docs` -->", f"<!-- end of {name} -->"
@@ -214,6 +287,10 @@ def documents() -> dict[Path, str]:
     tutorial = ROOT / "docs/tutorial/one-line.md"
     kit = ROOT / "docs/explanation/conformance.md"
     scripts = ROOT / "docs/explanation/parity.md"
+    launching = ROOT / "docs/how-to/launching.md"
+    with_trainer = ROOT / "docs/how-to/trainer.md"
+    matrix = ROOT / "docs/explanation/optimizers.md"
+    numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
     for name, table in (("runs of the kit", conformance()), ("cases", cases()), ("proofs", proofs())):
         tables = renewed(tables, name, table)
@@ -222,7 +299,10 @@ def documents() -> dict[Path, str]:
         onboarding: counted(renewed(onboarding.read_text(encoding="utf-8"), "tree", tree())),
         tutorial: renewed(tutorial.read_text(encoding="utf-8"), "runs", measured()),
         kit: tables,
+        launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
+        matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
+        with_trainer: renewed(with_trainer.read_text(encoding="utf-8"), "runs of Trainer", trainer()),
     }
 
 

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -68,13 +70,13 @@ class Report:
             self._show_bar(total, done)
 
     def _show_bar(self, total: int, done: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        bar = self.stack.enter_context(tqdm(total=total, initial=done, desc="training", leave=False))
 
-        bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
-        )
-        task = self.stack.enter_context(bar).add_task("training", total=total, completed=done)
-        self.advance = lambda update, text: bar.update(task, completed=update, description=text)
+        def advance(update: int, text: str) -> None:
+            bar.set_description(text, refresh=False)
+            bar.update(update - bar.n)
+
+        self.advance = advance
 
     def read(self) -> list[dict[str, Any]]:
         """Every line of `metrics.jsonl` so far."""

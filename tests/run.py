@@ -3,9 +3,9 @@
     python tests/run.py                  everything
     python tests/run.py -m "not slow"    what a change usually breaks; any option or path of pytest works
 
-Ranks wait for each other much of the time, so two processes on two cores take little more than half the time of one.
-Each process collects all tests and claims one file after the other, so that they end together. Files stay whole: what
-a file's fixtures prepare is prepared once.
+Ranks wait for each other much of the time: two processes leave a quarter of two cores idle, so there is one more than
+cores. Each process collects all tests and claims one file after the other, so that they end together. Files stay whole:
+what a file's fixtures prepare is prepared once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ QUIET_SECONDS = 15
 
 MOST_PROCESSES = 8
 
+SLOW_WEIGHT = 10
+"""How many other tests one that is marked slow counts for, so that no file of two of them is left to the end."""
+
 SLOW_SECONDS = 4.0
 """Processor seconds from which a test that is not marked slow is named at the end."""
 
@@ -38,7 +41,7 @@ SLOW_SECONDS = 4.0
 def main() -> int:
     """Start the processes, pass on what they report, and print the failures at the end."""
     arguments = sys.argv[1:]
-    count = min(max(os.cpu_count() or 1, 2), MOST_PROCESSES)
+    count = min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="drivetrain-tests-") as folder:
         logs = [Path(folder, f"{number}.log") for number in range(count)]
@@ -149,9 +152,9 @@ class SharedFiles:
         return True
 
     def claimed_files(self, items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
-        """The tests of each file that this process may run; files of many tests come first."""
+        """The tests of each file that this process may run; those that take long come first, as far as marks say."""
         files = [list(group) for _, group in groupby(items, lambda item: item.path)]
-        for file in sorted(files, key=len, reverse=True):
+        for file in sorted(files, key=lambda file: sum(map(weight, file)), reverse=True):
             mark = self.folder / file[0].nodeid.partition("::")[0].replace("/", "+")
             try:
                 mark.open("x").close()
@@ -177,6 +180,12 @@ class SharedFiles:
         watcher: Any = session.config.pluginmanager.get_plugin("drivetrain-conformance")
         if watcher is not None:
             watcher.modules = {name: module for name, module in watcher.modules.items() if watcher.saw(name)}
+
+
+def weight(item: pytest.Item) -> int:
+    """How long a test takes, about, beside one that is not marked slow. Cases of the kit share their ranks."""
+    conformance = hasattr(getattr(item, "module", None), "Requirements")
+    return SLOW_WEIGHT if item.get_closest_marker("slow") is not None and not conformance else 1
 
 
 def processor_seconds() -> float:

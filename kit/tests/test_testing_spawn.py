@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,18 @@ def summed(payload: Payload, *, factor: int) -> Payload:
     dist.all_reduce(mine)
     dist.destroy_process_group()
     return Payload(mine)
+
+
+def model_outlives_its_group(folder: str) -> int:
+    """DDP models that are dropped at once after their process group, as at the end of a function that trained one."""
+    for turn in range(10):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{turn}", rank=rank, world_size=size)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+        model(torch.ones(4, 8)).sum().backward()
+        dist.destroy_process_group()
+        del model
+    return turn
 
 
 def wrong_in_rank_1() -> None:
@@ -127,6 +140,10 @@ def test_hang_is_ended_and_told_with_stacks() -> None:
     with pytest.raises(RankTimeoutError, match="rank 0 of 2 not done after 1 s") as caught:
         spawn(hang_in_rank_0, 2, timeout=1)
     assert "hang_in_rank_0" in caught.value.traceback
+
+
+def test_model_that_outlives_its_process_group_hangs_no_rank(tmp_path: Path) -> None:
+    assert spawn(model_outlives_its_group, 2, str(tmp_path)) == [9, 9]
 
 
 @pytest.mark.parametrize(("how", "told"), [("exit", "exit code 9"), ("signal", "SIGSEGV")])

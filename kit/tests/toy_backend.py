@@ -22,6 +22,8 @@ from drivetrain.api import (
     TorchEngine,
     TorchTrainable,
     Trainable,
+    UnsupportedError,
+    UsageError,
     ensure_process_group,
     hookimpl,
     pick_device,
@@ -75,16 +77,38 @@ class ToyTrainable(TorchTrainable):
         self.local = LocalGradients(self.module, lambda: self.synchronising and backend.topology.dp_size > 1)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        self.refuse_hooks()
         self.engine.backward(loss, scale * self.backend.topology.dp_size)
         self.backend.average()
 
+    def refuse_hooks(self) -> None:
+        """Hooks of the script on parameters would see the gradient of this rank's samples."""
+        for parameter in self.module.parameters() if self.backend.topology.dp_size > 1 else ():
+            hooks = (parameter._backward_hooks or {}).values()  # torch has no public way to list them
+            if not all(map(LocalGradients.keeps, hooks)):
+                raise UnsupportedError(
+                    "a hook on a parameter would be given the gradient of this rank's samples",
+                    cure="Change p.grad between accelerator.backward(loss) and optimizer.step().",
+                )
+
     def average(self) -> None:
         """Give every rank the mean of the ranks' gradients."""
+        self.compare_replicas()
         mean = self.backend.reduce(self.flat.gradient(), "mean")
         for each, part in zip(self.flat.held, self.flat.parts(mean), strict=True):
             if each.grad is not None:
                 each.grad.copy_(part)
         self.local.reduced()
+
+    def compare_replicas(self) -> None:
+        """Refuse to go on where a forward, say, has written other values to the parameters of each rank."""
+        total = self.flat.values.double().sum()
+        largest, negated_least = self.backend.reduce(torch.stack([total, -total]), "max").tolist()
+        if largest != -negated_least:
+            raise UsageError(
+                "the parameters are no longer the same on every rank",
+                cure="Write the same values on every rank, outside of forward.",
+            )
 
     def has_unreduced_gradients(self) -> bool:
         return self.backend.topology.dp_size > 1 and self.local.exist()

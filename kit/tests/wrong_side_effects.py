@@ -108,10 +108,19 @@ class KeepsOwnBuffers(Mistake):
 class KeepsOwnStatistics(Mistake):
     """Says that it gives every rank the same buffers before they are used, and does not."""
 
-    caught_by = ("evaluation.statistics_are_alike",)
+    caught_by = ("evaluation.statistics_are_alike", "evaluation.buffers_of_a_batch")
 
     class trainable(Mistake.trainable):  # noqa: N801
         settles_buffers = True
+
+
+class SynchronisesNothing(Mistake):
+    """Is asked to take the statistics of batch norms over all ranks, and leaves them as they are."""
+
+    caught_by = ("evaluation.synchronised_statistics",)
+
+    def synchronise_batch_norm(self, model: torch.nn.Module) -> None:
+        pass
 
 
 class CastsEverything(Mistake):

@@ -157,6 +157,39 @@ class CopiesTied(Mistake):
             self.module.register_state_dict_post_hook(copied)
 
 
+class LendsCopies(Mistake):
+    """Gives copies where the tensors are asked for that it trains."""
+
+    caught_by = ("scripts.averages",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def live_tensors(self) -> dict[str, Any]:
+            return {name: one.clone() for name, one in super().live_tensors().items()}
+
+
+class AllowsCopiesOfParts(Mistake):
+    """Zeroes what is another rank's, as an engine does that keeps parts, and lets the script copy the model."""
+
+    caught_by = ("scripts.copies",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def before_copy(self) -> None:
+            if self.backend.topology.rank:
+                self.flat.values.zero_()
+
+
+class ForwardsToAnother(Mistake):
+    """Runs a copy of the model, made in ``prepare``, that shares its parameters and not its attributes."""
+
+    caught_by = ("scripts.attributes_that_forward_reads",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, backend: Any, model: Any, optimizers: Any) -> None:
+            super().__init__(backend, model, optimizers)
+            shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+            self.model = copy.deepcopy(model, shared)
+
+
 class StepsACopy(Mistake):
     """Steps an optimizer of its own making, not the script's."""
 

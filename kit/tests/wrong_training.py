@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from toy_backend import ToyTrainable
 from wrong_base import Mistake
 
@@ -84,6 +85,94 @@ class TrainsACopy(Mistake):
             return result
 
 
+class RunsHooksOnParts(Mistake):
+    """Lets autograd call the script's hooks on parameters with the gradient of one rank's samples."""
+
+    caught_by = ("scripts.hooks_of_parameters",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def refuse_hooks(self) -> None:
+            pass
+
+
+class LetsReplicasPart(Mistake):
+    """Never finds out that parameters differ between ranks."""
+
+    caught_by = ("scripts.forwards_that_write",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def compare_replicas(self) -> None:
+            pass
+
+
+class StepsItsOwnGradients(Mistake):
+    """Steps with the averages that it has kept, whatever the script has made of ``p.grad``."""
+
+    caught_by = ("scripts.gradients_that_are_edited",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            super().average()
+            self.kept = [(each, each.grad.clone()) for each in self.flat.held if each.grad is not None]
+
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            for parameter, gradient in self.kept:
+                parameter.grad = gradient
+            return super().optimizer_step(optimizer, closure)
+
+
+class TakesAnyTensor(Mistake):
+    """Says that every tensor is of its model, and reduces the gradients of those that are."""
+
+    caught_by = ("scripts.tensors_of_no_model",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def shares(self, parameters: Sequence[Tensor]) -> bool:
+            return True
+
+
+class StepsOnNothing(Mistake):
+    """Takes each step for one that a backward came before."""
+
+    caught_by = ("scripts.steps_without_a_backward",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            self.engine.count_backward()
+            return super().optimizer_step(optimizer, closure)
+
+
+class KnowsTensorsInTrees(Mistake):
+    """Trains only where it finds the tensors of a forward's output, as an engine does that puts hooks on them."""
+
+    caught_by = ("scripts.outputs_of_any_type",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        found = True
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            self.found = any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+            return output
+
+        def average(self) -> None:
+            super().average()
+            if not self.found:
+                multiply_gradients(gradients(self.module.parameters()), 0.0)
+
+
+class AddsForTwo(Mistake):
+    """Takes the mean of two ranks for that of any number: right by luck where there are two."""
+
+    caught_by = ("scripts.three_ranks",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def average(self) -> None:
+            super().average()
+            size = self.backend.topology.dp_size
+            multiply_gradients(gradients(self.module.parameters()), size / 2 if size > 1 else 1.0)
+
+
 class AveragesTwice(Mistake):
     """Divides by the number of ranks once more."""
 
@@ -117,7 +206,7 @@ class IgnoresScale(Mistake):
 class IgnoresCorrection(Mistake):
     """Does nothing in ``scale_gradients``."""
 
-    caught_by = ("windows.partial_window", "gradients.ragged_labels", "windows.ragged_windows")
+    caught_by = ("windows.partial_window", "windows.ragged_windows")
 
     class trainable(ToyTrainable):  # noqa: N801
         def scale_gradients(self, factor: float | Tensor) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from drivetrain_testing import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -27,6 +32,22 @@ def start(folder, config, script, *arguments):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def script_in_rank(folder, script, words):
+    """One rank of what the launcher would start; what it prints."""
+    os.chdir(folder)
+    sys.argv[:] = [script, *words]
+    sys.path.insert(0, f"{ROOT}/examples")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(f"{ROOT}/examples/{script}.py", run_name="__main__")
+    return printed.getvalue()
+
+
+def forked(folder, config, world, script, *arguments):
+    """As :func:`start`, by ranks that are forked: they need not import torch anew."""
+    file = {"DRIVETRAIN_CONFIG_FILE": f"{ROOT}/examples/{config}.yaml"}
+    return spawn(script_in_rank, world, folder, script, arguments, env=file, timeout=100)[0]
 
 
 def metrics(folder, name):
@@ -60,7 +81,7 @@ def one_process(request, two_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     shutil.copytree(two_processes[0] / "runs", folder / "runs")
     (folder / "runs/digits/mine.txt").write_text("kept", encoding="utf-8")
-    return folder, start(folder, request.param, "digits", "--epochs", "2", *ALONE)
+    return folder, forked(folder, request.param, 1, "digits", "--epochs", "2", *ALONE)
 
 
 @pytest.mark.slow
@@ -80,14 +101,15 @@ def test_an_earlier_run_is_moved_aside(one_process):
 def test_a_run_goes_on_under_another_backend(two_processes):
     folder, _ = two_processes
     whole = losses(folder, "runs/digits")
-    start(folder, "single", "digits", "--epochs", "2", *ALONE, "--resume", "runs/digits/checkpoints/checkpoint_0")
+    resumed = ["--resume", "runs/digits/checkpoints/checkpoint_0"]
+    forked(folder, "single", 1, "digits", "--epochs", "2", *ALONE, *resumed)
     assert losses(folder, "runs/digits") == pytest.approx(whole, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_the_language_model_learns(tmp_path):
     small = ["--kilobytes", "64", "--epochs", "2", "--channels", "32", "--layers", "2", "--heads", "2"]
-    printed = start(tmp_path, "ddp", "language_model", *small)
+    printed = forked(tmp_path, "ddp", 2, "language_model", *small)
     bits = [line["bits_per_byte"] for line in metrics(tmp_path, "runs/language_model") if "bits_per_byte" in line]
     assert bits[1] < bits[0] < 8
     assert f"bits per byte: {bits[1]:.3f}" in printed

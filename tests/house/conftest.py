@@ -34,6 +34,12 @@ class Distribution:
         return "drivetrain" in self.project.get("entry-points", {})
 
     @property
+    def is_library(self) -> bool:
+        """Whether it is there for other plugins alone: some depend on it, and no entry point leads to it."""
+        needed = {line.partition(">")[0] for found in distributions() for line in found.project["dependencies"]}
+        return not self.project.get("entry-points") and self.project["name"] in needed
+
+    @property
     def sources(self) -> list[Path]:
         return sorted((self.folder / "src").rglob("*.py"))
 

@@ -36,6 +36,7 @@ class Script:
         settings: keyword arguments of its ``Accelerator``.
         reference: the loop in plain torch, where ``train`` itself on :class:`parity_plain.Plain` would not be one.
         whole_batch: why its numbers are only defined where one process sees the whole batch; empty for most.
+        tolerance: of a loss or weight, where the ordinary one cannot hold.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Script:
     settings: Mapping[str, Any] = field(default_factory=dict)
     reference: Callable[[], Result] | None = None
     whole_batch: str = ""
+    tolerance: float | None = None
 
     @property
     def summary(self) -> str:

@@ -51,7 +51,9 @@ class Plain:
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Any) -> Any:
+        if isinstance(tensor, tuple):
+            return tuple(map(self.gather, tensor))
         return tensor if tensor.ndim else tensor[None]
 
     gather_for_metrics = gather

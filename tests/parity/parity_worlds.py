@@ -15,8 +15,8 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,23 @@ class Place:
     data_parallel: bool = True
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Scripts by places, and the file that keeps how each ended.
+
+    Args:
+        load: the scripts by name; called in every rank too.
+        places: by name.
+        record: JSON: script, place, outcome.
+        distances: the record says how far numbers that are the same are apart.
+    """
+
+    load: Callable[[], dict[str, Script]]
+    places: Mapping[str, Place]
+    record: Path
+    distances: bool = False
+
+
 def _deepspeed(stage: int) -> Place:
     return Place(f"deepspeed-{stage}", 2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": stage}})
 
@@ -79,6 +96,9 @@ PLACES = {
     )
 }
 
+ORDINARY = Matrix(load, PLACES, RECORD)
+"""The scripts of ``scripts/``."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -88,22 +108,28 @@ class Outcome:
         kind: one of :data:`SAME`, :data:`REFUSED`, :data:`DIFFERENT`, :data:`RAW`.
         text: the refusal's or error's own words, or what differs and by how much.
         traceback: of a failure; not recorded.
+        apart: the greatest difference of a number; infinite where it cannot be told.
     """
 
     kind: str
     text: str = ""
     traceback: str = field(default="", compare=False)
+    apart: float = field(default=0.0, compare=False)
 
 
-def train_in_rank(config: Mapping[str, Any] | None, names: list[str], folder: str) -> None:
+def train_in_rank(
+    load_scripts: Callable[[], dict[str, Script]], config: Mapping[str, Any] | None, names: list[str], folder: str
+) -> None:
     """Be a rank: run these scripts in turn and write each result; ``None`` runs them in plain torch."""
-    scripts = load()
+    scripts = load_scripts()
     rank = os.environ["RANK"]
     # A script is run as users run theirs: a warning is printed.
     warnings.simplefilter("default")
     for name in names:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(f"---- {name}", flush=True)
+        # torch.compile turns it off for the whole process, and an earlier script may have compiled.
+        torch.distributions.Distribution.set_default_validate_args(True)
         found = _train(scripts[name], config, Path(folder, name))
         with Path(folder, f"{name}.{rank}").open("wb") as file:
             pickle.dump(found, file)
@@ -134,16 +160,19 @@ def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, li
     return found
 
 
-def references(names: list[str]) -> dict[str, Result]:
+def references(names: list[str], matrix: Matrix = ORDINARY) -> dict[str, Result]:
     """What plain torch gives, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         # One that fails here is a mistake in the script; the log's last line names it.
-        spawn(train_in_rank, 1, None, names, folder, timeout=SECONDS * len(names))
+        spawn(train_in_rank, 1, matrix.load, None, names, folder, timeout=SECONDS * len(names))
         return {name: results[0] for name, results in _results(names, 1, folder).items()}
 
 
-def outcomes(place: Place, names: list[str], expected: Mapping[str, Result]) -> dict[str, Outcome]:
+def outcomes(
+    place: Place, names: list[str], expected: Mapping[str, Result], matrix: Matrix = ORDINARY
+) -> dict[str, Outcome]:
     """How each of these scripts ends there."""
+    scripts = matrix.load()
     found: dict[str, Outcome] = {}
     remaining = list(names)
     while remaining:
@@ -151,12 +180,15 @@ def outcomes(place: Place, names: list[str], expected: Mapping[str, Result]) -> 
             failure = None
             try:
                 spawn(
-                    train_in_rank, place.world_size, place.config, remaining, folder, timeout=SECONDS * len(remaining)
-                )
+                    train_in_rank, place.world_size, matrix.load, place.config, remaining, folder,
+                    timeout=SECONDS * len(remaining),
+                )  # fmt: skip
             except RankFailedError as error:
                 failure = error
             results = _results(remaining, place.world_size, folder)
-            found |= {name: compared(results[name], expected[name]) for name in results}
+            found |= {
+                name: compared(results[name], expected[name], scripts[name].tolerance or TOLERANCE) for name in results
+            }
             if failure is not None:
                 # Ranks that went on are at most one script ahead of the one that failed.
                 name = next(name for name in remaining if name not in results)
@@ -165,7 +197,7 @@ def outcomes(place: Place, names: list[str], expected: Mapping[str, Result]) -> 
     return {name: found[name] for name in names}
 
 
-def compared(results: list[Result], expected: Result) -> Outcome:
+def compared(results: list[Result], expected: Result, tolerance: float = TOLERANCE) -> Outcome:
     """Losses of every rank, and weights of every rank that holds them, against the reference."""
     losses, weights = expected
     for rank, (found_losses, found_weights) in enumerate(results):
@@ -185,13 +217,16 @@ def compared(results: list[Result], expected: Result) -> Outcome:
             apart = _distance(weight, weights[name])
             if apart > worst:
                 worst, where = apart, f"{name} of rank {rank}"
-    return Outcome(SAME) if worst <= TOLERANCE else Outcome(DIFFERENT, f"{worst:.1e} in {where}")
+    if worst <= tolerance:
+        return Outcome(SAME, apart=worst)
+    return Outcome(DIFFERENT, f"{worst:.1e} in {where}", apart=worst)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     if found.numel() == 0:
         return 0.0
-    apart = (found.double() - expected.double()).abs().max().item()
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    apart = (found.to(wide) - expected.to(wide)).abs().max().item()
     return apart if apart == apart else float("inf")  # noqa: PLR0124 - not a number differs from everything
 
 
@@ -214,11 +249,11 @@ def _general(text: str) -> str:
     return re.sub(r"\b0x[0-9a-f]+", "0x...", text)
 
 
-def recorded() -> dict[str, dict[str, Outcome]]:
+def recorded(matrix: Matrix = ORDINARY) -> dict[str, dict[str, Outcome]]:
     """The committed outcomes: script, place, outcome."""
-    if not RECORD.exists():
+    if not matrix.record.exists():
         return {}
-    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = json.loads(matrix.record.read_text(encoding="utf-8"))
     return {script: {place: _cell(cell) for place, cell in row.items()} for script, row in rows.items()}
 
 
@@ -226,18 +261,22 @@ def _cell(written: str | dict[str, str]) -> Outcome:
     return Outcome(written) if isinstance(written, str) else Outcome(*next(iter(written.items())))
 
 
-def record(found: Mapping[str, Mapping[str, Outcome]]) -> None:
+def record(found: Mapping[str, Mapping[str, Outcome]], matrix: Matrix = ORDINARY) -> None:
     """Write these outcomes over the committed ones, and forget scripts that are gone."""
-    scripts, before = load(), recorded()
+    scripts, before = matrix.load(), recorded(matrix)
     rows: dict[str, Any] = {}
     for name in scripts:
-        row = {**before.get(name, {}), **found.get(name, {})}
+        told = {
+            place: replace(cell, text=f"{cell.apart:.0e}") if matrix.distances and cell.kind == SAME else cell
+            for place, cell in found.get(name, {}).items()
+        }
+        row = {**before.get(name, {}), **told}
         rows[name] = {
             place: cell.kind if not cell.text else {cell.kind: cell.text}
-            for place in PLACES
-            if (cell := row.get(place)) is not None and runs(scripts[name], PLACES[place])
+            for place in matrix.places
+            if (cell := row.get(place)) is not None and runs(scripts[name], matrix.places[place])
         }
-    RECORD.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    matrix.record.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def runs(script: Script, place: Place) -> bool:

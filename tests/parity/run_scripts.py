@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import parity_optimizers
 import parity_worlds as worlds
-from parity_common import load
 
 from drivetrain_testing import preload
 
@@ -21,25 +21,27 @@ def main() -> None:
     """Run, print each outcome that is not "same", and with ``--record`` keep them in ``outcomes.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
+    parser.add_argument("--optimizers", action="store_true", help="the matrix of optimizers instead of the scripts")
     parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
     parser.add_argument("--record", action="store_true", help="keep the outcomes")
     parser.add_argument("--traceback", action="store_true", help="show where each failure was raised")
     arguments = parser.parse_args()
-    scripts = load()
-    names = arguments.scripts or list(scripts)
+    matrix = parity_optimizers.MATRIX if arguments.optimizers else worlds.ORDINARY
+    scripts = matrix.load()
+    names = arguments.scripts or (parity_optimizers.installed() if arguments.optimizers else list(scripts))
     wanted = tuple(arguments.backend or [""])
-    places = [place for place in worlds.PLACES.values() if place.name.startswith(wanted)]
-    if any("deepspeed" in place.name for place in places):
+    places = [place for place in matrix.places.values() if place.name.startswith(wanted)]
+    if any(place.config["distributed_type"] == "deepspeed" for place in places):
         preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
     preload("transformers.models.llama.modeling_llama")
     with contextlib.redirect_stdout(io.StringIO()):
-        expected = worlds.references(names)
+        expected = worlds.references(names, matrix)
     found: dict[str, dict[str, worlds.Outcome]] = {}
     for place in places:
         begun = time.monotonic()
         mine = [name for name in names if worlds.runs(scripts[name], place)]
         with contextlib.redirect_stdout(io.StringIO() if not arguments.traceback else sys.stdout):  # what ranks print
-            cells = worlds.outcomes(place, mine, expected)
+            cells = worlds.outcomes(place, mine, expected, matrix)
         kinds = [cell.kind for cell in cells.values()]
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
         print(f"{place.name}: {counts} ({time.monotonic() - begun:.0f} s)", flush=True)
@@ -50,7 +52,7 @@ def main() -> None:
                 if arguments.traceback and cell.traceback:
                     print(cell.traceback, flush=True)
         if arguments.record:
-            worlds.record(found)
+            worlds.record(found, matrix)
 
 
 if __name__ == "__main__":

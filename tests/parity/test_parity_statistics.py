@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -241,6 +243,84 @@ def test_a_rank_may_evaluate_alone_with_the_main_processes_statistics():
     at = Place("ddp", 3)
     alone = at.run(evaluated, "last process alone")[-1]
     assert torch.equal(alone, at.run(evaluated, "all")[0])
+
+
+class Queued(nn.Module):
+    """A queue of features, a running mean and a count of tokens, which forward computes from its batch."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+        self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("queue", torch.ones(2 * ROWS, 4))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.embed(x)
+        if self.training:
+            with torch.no_grad():
+                seen, kept = x, features.detach()
+                if self.gathers and dist.is_initialized():
+                    seen, kept = (_gathered(one) for one in (seen, kept))
+                self.queue.copy_(torch.cat([kept, self.queue])[: 2 * ROWS])
+                self.mean.lerp_(seen.mean(0), 0.1)
+                self.tokens += int((seen > 0).sum())
+                self.calls += 1
+        output: Tensor = self.head(features - self.mean) @ self.queue.T
+        return output
+
+
+def _gathered(one: Tensor) -> Tensor:
+    parts = [torch.empty_like(one) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, one.contiguous())
+    return torch.cat(parts)
+
+
+def queued(at: Place | None, gathers: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """What is logged, and the parameters and buffers after five steps."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(handler)
+    torch.manual_seed(0)
+    net = Queued(gathers)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    accelerator = None
+    if at is not None:
+        accelerator = Accelerator(cpu=True, distributed_type=at.backend, **at.arguments)
+        net, optimizer = accelerator.prepare(net, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(ROWS, 4, generator=generator)
+        if accelerator is not None:
+            x = x.chunk(accelerator.backend.topology.dp_size)[accelerator.data_parallel_rank]
+        loss = net(x).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = dict(net.state_dict()) if accelerator is None else accelerator.get_state_dict(net)
+    state = {name: one.clone() for name, one in state.items()} | {"mean": net.mean.clone()}
+    logging.getLogger("drivetrain").removeHandler(handler)
+    if accelerator is not None:
+        accelerator.end_training()
+    return said, state
+
+
+@pytest.mark.parametrize("at", [Place("ddp", 3), Place("fsdp", 3), zero(1, 2), tensor(2, 4)], ids=str)
+def test_buffers_that_forward_computes_from_a_ranks_samples_are_said_once(at):
+    ranks = [said for said, _ in at.run(queued, False)]
+    (warning,) = [each for each in ranks[0] if "writes to buffers in forward" in each]
+    assert "(queue, mean, tokens)" in warning
+    assert not any("writes to buffers" in each for said in ranks[1:] for each in said)
+
+
+@pytest.mark.parametrize("at", [Place("ddp", 3), Place("fsdp", 3), zero(1, 2)], ids=str)
+def test_buffers_of_gathered_samples_are_those_of_one_process_and_nobodys_business(at):
+    ranks = at.run(queued, True)
+    assert not any("writes to buffers" in each for said, _ in ranks for each in said)
+    assert apart(ranks[0][1], queued(None, False)[1]) < TOLERANCE
 
 
 # ---- averages -------------------------------------------------------------------------------------------------------

@@ -5,12 +5,28 @@ Importing this package does not import torch; each public name is imported on fi
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from drivetrain.compat.paths import AcceleratePaths
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
     from drivetrain.checkpoint import save_object as save
+    from drivetrain.compat.functions import (
+        SAFE_WEIGHTS_INDEX_NAME,
+        SAFE_WEIGHTS_NAME,
+        compare_versions,
+        init_empty_weights,
+        init_on_device,
+        is_compiled_module,
+        is_peft_model,
+        is_torch_version,
+        prepare_data_loader,
+        str_to_bool,
+    )
+    from drivetrain.compat.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.compat.names import DistributedType
     from drivetrain.compat.state import (
         AcceleratorState,
@@ -23,7 +39,6 @@ if TYPE_CHECKING:
     from drivetrain.config import load_config
     from drivetrain.data.loader import DataLoaderDispatcher, DataLoaderShard, already_sharded, skip_first_batches
     from drivetrain.data.metrics import gather
-    from drivetrain.distributed.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.distributed.nested import (
         broadcast,
         broadcast_object_list,
@@ -68,67 +83,52 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+sys.meta_path.append(AcceleratePaths())
+
+_NAMES = {
+    "accelerator": ("Accelerator",),
+    "compat.functions": (
+        *("SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "compare_versions", "init_empty_weights", "init_on_device"),
+        *("is_compiled_module", "is_peft_model", "is_torch_version", "prepare_data_loader", "str_to_bool"),
+    ),
+    "compat.names": ("DistributedType",),
+    "compat.state": (
+        *("AcceleratorState", "GradientState", "PartialState", "extract_model_from_parallel", "is_initialized"),
+        "wait_for_everyone",
+    ),
+    "config": ("load_config",),
+    "data.loader": ("DataLoaderDispatcher", "DataLoaderShard", "already_sharded", "skip_first_batches"),
+    "data.metrics": ("gather",),
+    "compat.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+    "distributed.nested": ("broadcast", "broadcast_object_list", "gather_object", "pad_across_processes", "reduce"),
+    "distributed.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
+    "distributed.trees": (
+        *("concatenate", "find_batch_size", "honor_type", "recursively_apply", "send_to_device", "slice_tensors"),
+    ),
+    "kwargs": (
+        *("AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs"),
+        *("GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ParallelismConfig"),
+        *("ProfileKwargs", "ProjectConfiguration"),
+    ),
+    "launch.environment": ("clear_environment", "patch_environment"),
+    "launch.notebook": ("debug_launcher", "notebook_launcher"),
+    "logging": ("get_logger",),
+    "loop.ema": ("EMA",),
+    "loop.local_sgd": ("LocalSGD",),
+    "loop.placeholders": ("DummyOptim", "DummyScheduler"),
+    "loop.precision": ("convert_outputs_to_fp32", "convert_to_fp32"),
+    "loop.train_step": ("TrainStepOutput",),
+    "progress": ("tqdm",),
+    "tracking": ("GeneralTracker", "register_tracker_class"),
+}
+"""Public names by the module, below this package, that they are imported from."""
+
 _HOME = {
-    "EMA": "loop.ema",
+    **{name: module for module, names in _NAMES.items() for name in names},
     "AcceleratedOptimizer": "loop.optimizer:PreparedOptimizer",
     "AcceleratedScheduler": "loop.optimizer:PreparedScheduler",
-    "Accelerator": "accelerator",
-    "AcceleratorState": "compat.state",
-    "AutocastKwargs": "kwargs",
-    "DDPCommunicationHookType": "kwargs",
-    "DataLoaderConfiguration": "kwargs",
-    "DataLoaderDispatcher": "data.loader",
-    "DataLoaderShard": "data.loader",
-    "DistributedDataParallelKwargs": "kwargs",
     "DistributedOperationException": "errors:CollectiveMismatchError",
-    "DistributedType": "compat.names",
-    "DummyOptim": "loop.placeholders",
-    "DummyScheduler": "loop.placeholders",
-    "GeneralTracker": "tracking",
-    "GradScalerKwargs": "kwargs",
-    "GradientAccumulationPlugin": "kwargs",
-    "GradientState": "compat.state",
-    "InitProcessGroupKwargs": "kwargs",
-    "LocalSGD": "loop.local_sgd",
-    "ParallelismConfig": "kwargs",
-    "PartialState": "compat.state",
-    "ProfileKwargs": "kwargs",
-    "ProjectConfiguration": "kwargs",
-    "TrainStepOutput": "loop.train_step",
-    "already_sharded": "data.loader",
-    "broadcast": "distributed.nested",
-    "broadcast_object_list": "distributed.nested",
-    "clear_device_cache": "distributed.memory",
-    "clear_environment": "launch.environment",
-    "concatenate": "distributed.trees",
-    "convert_outputs_to_fp32": "loop.precision",
-    "convert_to_fp32": "loop.precision",
-    "debug_launcher": "launch.notebook",
-    "extract_model_from_parallel": "compat.state",
-    "find_batch_size": "distributed.trees",
-    "find_executable_batch_size": "distributed.memory",
-    "gather": "data.metrics",
-    "gather_object": "distributed.nested",
-    "get_logger": "logging",
-    "honor_type": "distributed.trees",
-    "is_initialized": "compat.state",
-    "load_config": "config",
-    "notebook_launcher": "launch.notebook",
-    "pad_across_processes": "distributed.nested",
-    "patch_environment": "launch.environment",
-    "recursively_apply": "distributed.trees",
-    "reduce": "distributed.nested",
-    "register_tracker_class": "tracking",
-    "release_memory": "distributed.memory",
     "save": "checkpoint:save_object",
-    "send_to_device": "distributed.trees",
-    "set_seed": "distributed.rng",
-    "skip_first_batches": "data.loader",
-    "slice_tensors": "distributed.trees",
-    "synchronize_rng_state": "distributed.rng",
-    "synchronize_rng_states": "distributed.rng",
-    "tqdm": "progress",
-    "wait_for_everyone": "compat.state",
 }
 
 
@@ -161,6 +161,8 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "EMA",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",
@@ -192,6 +194,7 @@ __all__ = [
     "broadcast_object_list",
     "clear_device_cache",
     "clear_environment",
+    "compare_versions",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
@@ -203,11 +206,17 @@ __all__ = [
     "gather_object",
     "get_logger",
     "honor_type",
+    "init_empty_weights",
+    "init_on_device",
+    "is_compiled_module",
     "is_initialized",
+    "is_peft_model",
+    "is_torch_version",
     "load_config",
     "notebook_launcher",
     "pad_across_processes",
     "patch_environment",
+    "prepare_data_loader",
     "recursively_apply",
     "reduce",
     "register_tracker_class",
@@ -217,6 +226,7 @@ __all__ = [
     "set_seed",
     "skip_first_batches",
     "slice_tensors",
+    "str_to_bool",
     "synchronize_rng_state",
     "synchronize_rng_states",
     "tqdm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,20 @@ from torch import Tensor, nn
 from drivetrain import checkpoint, run_setup
 from drivetrain.backend import FileConfiguredBackend
 from drivetrain.backends.portable import tied_names
-from drivetrain.checkpoint.run import RemovableHandle, RunCheckpoints
-from drivetrain.compat import state
+from drivetrain.checkpoint.run import RunCheckpoints
+from drivetrain.compat import memory, state
+from drivetrain.compat.names import DistributedType
 from drivetrain.compat.state import GradientState, extract_model_from_parallel
-from drivetrain.data import metrics, prepare
+from drivetrain.data import metrics
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext, even_batches_as, skip_first_batches
-from drivetrain.distributed import memory, nested, watchdog
+from drivetrain.data.loader import (
+    LoadingContext,
+    even_batches_as,
+    is_loader,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from drivetrain.distributed import nested, watchdog
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.current import forget_backend, set_current_backend
 from drivetrain.distributed.process_control import ProcessControl
@@ -38,8 +46,11 @@ from drivetrain.loop.profile import profile
 from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
 from drivetrain.registry import get_registry
 from drivetrain.run_setup import choose_backend, section_at_hand
+from drivetrain.tracking import Trackers
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from drivetrain.config import ResolvedConfig
     from drivetrain.kwargs import (
         DataLoaderConfiguration,
@@ -147,7 +158,6 @@ class Accelerator(ProcessControl):
         self._debug = resolved.config.debug
         self._active = ActiveLoaders()
         self._dataloaders: list[Any] = []
-        self._loading: LoadingContext | None = None
         self._flag = False
         registry = get_registry()
         self._loop = TrainingLoop(
@@ -166,14 +176,18 @@ class Accelerator(ProcessControl):
             self.backend,
             self._loop,
             step_with_optimizer=step_scheduler_with_optimizer,
-            moves_per_step=self.backend.topology.dp_size if per_process else 1,
+            # As in Accelerate: with split_batches a script's batch is the global one, and so is its number of steps.
+            moves_per_step=self.backend.topology.dp_size if per_process and not self.split_batches else 1,
             compile_options={"backend": dynamo_backend.lower()} if dynamo_backend else None,
         )
         self._checkpoints = RunCheckpoints(
             self.backend, self._loop, self._preparer, self._dataloaders, self._project
         )
         self.gradient_state = GradientState(self._loop, self._active)
-        self._trackers = run_setup.trackers(resolved, log_with, self._project, self.backend)
+        named = log_with if log_with is not None else (resolved.config.log_with or None)
+        self._trackers = Trackers(
+            named, logging_dir=self._project.logging_dir, is_main_process=self._topology.rank == 0
+        )
         watchdog.use_launcher_log()
         watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
         self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
@@ -203,7 +217,7 @@ class Accelerator(ProcessControl):
         placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
 
         def load(each: Any) -> Any:
-            return self._prepare_loader(each, placement.get(id(each))) if prepare.is_loader(each) else each
+            return self._prepare_loader(each, placement.get(id(each))) if is_loader(each) else each
 
         # Loaders first, since an engine may have to know their batch size when it prepares the model.
         loaded = [load(each) for each in args]
@@ -243,8 +257,8 @@ class Accelerator(ProcessControl):
 
     def _prepare_loader(self, data_loader: Any, device_placement: bool | None, slice_fn: Any = None) -> Any:
         place = self.device_placement if device_placement is None else device_placement
-        prepared = prepare.prepare_data_loader(
-            data_loader, self._context(), put_on_device=place, slice_fn_for_dispatch=slice_fn
+        prepared = prepare_data_loader(
+            data_loader, self._context, put_on_device=place, slice_fn_for_dispatch=slice_fn
         )
         if not any(prepared is each for each in self._dataloaders):
             self._dataloaders.append(prepared)
@@ -261,7 +275,14 @@ class Accelerator(ProcessControl):
 
     # ---- training step ------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        num_items: Items | None = None,
+        *,
+        denominator: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add this micro-batch's gradients. Collective over data-parallel ranks where gradients are reduced.
 
         After the last backward of a window each gradient is that of
@@ -273,12 +294,17 @@ class Accelerator(ProcessControl):
                 is then their number over all ranks and micro-batches, so that ragged batches weigh as one big batch
                 would. Without it the mean of each batch weighs by the samples that the loader says it has, or, with
                 ``count_items``, by the items that the loss is a mean over.
+            denominator: the denominator itself, the same on every rank, where the script knows it: the number of items
+                of the whole window, or of data-parallel processes for losses that it weighs by itself. ``loss`` is then
+                taken as it is, by no weight of the loader's, and nothing is communicated. With all losses of a window
+                or with none.
             kwargs: for ``loss.backward``, when no model was prepared.
 
         Raises:
-            UsageError: with ``count_items``, a loss that does not say what it is a mean over.
+            UsageError: with ``count_items``, a loss that does not say what it is a mean over; ``denominator`` beside
+                ``num_items`` or losses without it.
         """
-        self._loop.backward(loss, num_items, **kwargs)
+        self._loop.backward(loss, num_items, denominator, **kwargs)
 
     def accumulate(self, *models: Any) -> AbstractContextManager[None]:
         """One micro-batch: gradients are reduced, and optimizers step, only where a window ends.
@@ -289,11 +315,15 @@ class Accelerator(ProcessControl):
         Args:
             models: whose window this is, each set of models having its own; none means all prepared ones.
         """
-        return self._loop.accumulate([self._preparer.find(model) for model in models])
+        return self._loop.accumulate(tuple(map(self._preparer.find, models)))
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Context in which backward does not reduce gradients; a later one outside does. For manual accumulation."""
         return self._preparer.find(model).no_sync()
+
+    def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
+        """Context in which backward reduces gradients, also inside :meth:`no_sync` and before a window ends."""
+        return self._preparer.find(model).no_sync(held=False)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip gradients to a global norm, where a window ends. Collective where parameters are sharded.
@@ -389,7 +419,7 @@ class Accelerator(ProcessControl):
             UsageError: rows that cannot be distinguished from padding.
         """
         check_collective("gather_for_metrics")
-        return metrics.gather_for_metrics(input_data, self._context(), use_gather_object=use_gather_object)
+        return metrics.gather_for_metrics(input_data, self._context, use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"none"`` of each tensor of a tree over data-parallel ranks.
@@ -679,6 +709,15 @@ class Accelerator(ProcessControl):
         """The same facts under the name that Accelerate's scripts use: ``accelerator.state.num_processes``."""
         return self
 
+    def destroy_process_group(self) -> None:
+        """As :meth:`end_training`: what scripts call on ``state`` at their end."""
+        self.end_training()
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """As that of ``AcceleratorState``."""
+        state.AcceleratorState._reset_state(reset_partial_state)  # noqa: SLF001 (Accelerate's name for it)
+
     def __getattr__(self, name: str) -> Any:
         """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""
         engine = name.removesuffix("_plugin")
@@ -705,9 +744,9 @@ class Accelerator(ProcessControl):
         return self._debug
 
     @property
-    def distributed_type(self) -> str:
-        """Canonical name of the backend; compares equal to ``DistributedType.<any name it goes by>``."""
-        return self._info.name
+    def distributed_type(self) -> DistributedType:
+        """Name of the backend; a string that compares equal to ``DistributedType.<any name it goes by>``."""
+        return DistributedType(self._info.name, self.device.type)
 
     @property
     def mixed_precision(self) -> str:
@@ -794,17 +833,19 @@ class Accelerator(ProcessControl):
         """Whether the backend goes by this name."""
         return "fsdp2" in {name.lower() for name in (self._info.name, *self._info.aliases)}
 
-    @property
-    def parallelism_config(self) -> None:
-        """``None``: the mesh is a section of the configuration, and then ``backend.topology.mesh``."""
+    parallelism_config = None
+    """The mesh is a section of the configuration, and then ``backend.topology.mesh``."""
+
+    torch_device_mesh = None
+    """As :attr:`parallelism_config`."""
+
+    fp8_backend = None
+    """No backend computes in fp8."""
 
     @property
-    def torch_device_mesh(self) -> None:
-        """``None``; see :attr:`parallelism_config`."""
-
-    @property
-    def fp8_backend(self) -> None:
-        """``None``: no backend computes in fp8."""
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are prepared."""
+        return self._loader_config
 
     @property
     def split_batches(self) -> bool:
@@ -860,18 +901,19 @@ class Accelerator(ProcessControl):
         """Number of the next automatically named checkpoint."""
         return self._project.iteration
 
+    @cached_property
     def _context(self) -> LoadingContext:
-        if self._loading is None:
-            self._loading = LoadingContext(
-                backend=self.backend,
-                config=self._loader_config,
-                base_seed=run_setup.data_seed(self._loader_config, self.backend),
-                put_on_device=self.device_placement,
-                active=self._active,
-                rng_types=tuple(self.rng_types),
-                interruption=self._interruption,
-            )
-        return self._loading
+        seed = self._loader_config.data_seed
+        return LoadingContext(
+            backend=self.backend,
+            config=self._loader_config,
+            # Collective over all ranks.
+            base_seed=int(self.backend.broadcast_object(torch.initial_seed() if seed is None else seed)),
+            put_on_device=self.device_placement,
+            active=self._active,
+            rng_types=tuple(self.rng_types),
+            interruption=self._interruption,
+        )
 
     # Read by code written for a trainer class; copies, since changes to them would have no effect.
     @property

@@ -42,10 +42,7 @@ from drivetrain.topology import Mesh, ProcessInfo, Topology
 if TYPE_CHECKING:
     from drivetrain import checkpoint
     from drivetrain.backends import portable
-    from drivetrain.backends.deferred_init import Recording, deferred, temporary
-    from drivetrain.backends.elementwise import ELEMENTWISE, check_elementwise
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
-    from drivetrain.backends.local_steps import STEPPED_LOCALLY, laid_out_as, steps_locally
     from drivetrain.backends.torch_engine import (
         TorchEngine,
         TorchTrainable,
@@ -56,69 +53,57 @@ if TYPE_CHECKING:
         total_norm,
     )
     from drivetrain.config.load import load_config
+    from drivetrain.config.resolved import ResolvedConfig
     from drivetrain.distributed import collectives, trees
-    from drivetrain.distributed.device import pick_device
-    from drivetrain.distributed.process_group import ensure_process_group
+    from drivetrain.distributed.process_group import ensure_process_group, pick_device
     from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
-    from drivetrain.distributed.same_order import SameOrder
+    from drivetrain.launch.dry_run import CommandLine
+    from drivetrain.launch.plan import LaunchPlan
     from drivetrain.loop.buffers import Buffers
+    from drivetrain.loop.gradient_hooks import GradientHook, hooks_of, try_hook
     from drivetrain.loop.model import call_plainly, plain_state_dict
     from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
-    from drivetrain.loop.precision import autocast, cast_parameters, dtype_of
+    from drivetrain.loop.precision import autocast, cast_parameters, dtype_of, policy_for
     from drivetrain.registry import get_registry
+    from drivetrain.tracking.jsonl import json_value
 
 _HEAVY = {
-    "ELEMENTWISE": "drivetrain.backends.elementwise:ELEMENTWISE",
-    "STEPPED_LOCALLY": "drivetrain.backends.local_steps:STEPPED_LOCALLY",
-    "Buffers": "drivetrain.loop.buffers:Buffers",
-    "DeviceGenerator": "drivetrain.distributed.rng:DeviceGenerator",
-    "DummyOptim": "drivetrain.loop.placeholders:DummyOptim",
-    "DummyScheduler": "drivetrain.loop.placeholders:DummyScheduler",
-    "LocalGradients": "drivetrain.backends.local_gradients:LocalGradients",
-    "Recording": "drivetrain.backends.deferred_init:Recording",
-    "SameOrder": "drivetrain.distributed.same_order:SameOrder",
-    "checkpoint": "drivetrain.checkpoint",
-    "TorchEngine": "drivetrain.backends.torch_engine:TorchEngine",
-    "TorchTrainable": "drivetrain.backends.torch_engine:TorchTrainable",
-    "autocast": "drivetrain.loop.precision:autocast",
-    "call_plainly": "drivetrain.loop.model:call_plainly",
-    "cast_parameters": "drivetrain.loop.precision:cast_parameters",
-    "check_elementwise": "drivetrain.backends.elementwise:check_elementwise",
-    "collectives": "drivetrain.distributed.collectives",
-    "deferred": "drivetrain.backends.deferred_init:deferred",
-    "dtype_of": "drivetrain.loop.precision:dtype_of",
-    "ensure_process_group": "drivetrain.distributed.process_group:ensure_process_group",
-    "get_registry": "drivetrain.registry:get_registry",
-    "gradients": "drivetrain.backends.torch_engine:gradients",
-    "is_taken": "drivetrain.backends.local_gradients:is_taken",
-    "laid_out_as": "drivetrain.backends.local_steps:laid_out_as",
-    "load_config": "drivetrain.config.load:load_config",
-    "multiply_gradients": "drivetrain.backends.torch_engine:multiply_gradients",
-    "original_module": "drivetrain.backends.torch_engine:original_module",
-    "pick_device": "drivetrain.distributed.device:pick_device",
-    "place_model": "drivetrain.backends.torch_engine:place_model",
-    "plain_state_dict": "drivetrain.loop.model:plain_state_dict",
-    "portable": "drivetrain.backends.portable",
-    "register_device_generator": "drivetrain.distributed.rng:register_device_generator",
-    "steps_locally": "drivetrain.backends.local_steps:steps_locally",
-    "temporary": "drivetrain.backends.deferred_init:temporary",
-    "total_norm": "drivetrain.backends.torch_engine:total_norm",
-    "trees": "drivetrain.distributed.trees",
+    "drivetrain": ("checkpoint",),
+    "drivetrain.backends": ("portable",),
+    "drivetrain.backends.local_gradients": ("LocalGradients", "is_taken"),
+    "drivetrain.backends.torch_engine": (
+        *("TorchEngine", "TorchTrainable", "gradients", "multiply_gradients", "original_module", "place_model"),
+        "total_norm",
+    ),
+    "drivetrain.config.load": ("load_config",),
+    "drivetrain.config.resolved": ("ResolvedConfig",),
+    "drivetrain.distributed": ("collectives", "trees"),
+    "drivetrain.distributed.process_group": ("ensure_process_group", "pick_device"),
+    "drivetrain.distributed.rng": ("DeviceGenerator", "register_device_generator"),
+    "drivetrain.launch.dry_run": ("CommandLine",),
+    "drivetrain.launch.plan": ("LaunchPlan",),
+    "drivetrain.loop.buffers": ("Buffers",),
+    "drivetrain.loop.gradient_hooks": ("GradientHook", "hooks_of", "try_hook"),
+    "drivetrain.loop.model": ("call_plainly", "plain_state_dict"),
+    "drivetrain.loop.placeholders": ("DummyOptim", "DummyScheduler"),
+    "drivetrain.loop.precision": ("autocast", "cast_parameters", "dtype_of", "policy_for"),
+    "drivetrain.registry": ("get_registry",),
+    "drivetrain.tracking.jsonl": ("json_value",),
 }
+"""Names that need torch, by the module that has them; some are modules themselves."""
+
+_HOME = {name: module for module, names in _HEAVY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HEAVY:
+    if name not in _HOME:
         raise AttributeError(f"module 'drivetrain.api' has no attribute {name!r}")
-    module, _, attribute = _HEAVY[name].partition(":")
-    value = import_module(module)
-    return getattr(value, attribute) if attribute else value
+    home = import_module(_HOME[name])
+    return getattr(home, name) if hasattr(home, name) else import_module(f"{_HOME[name]}.{name}")
 
 
 __all__ = [
     "CONTRACT",
-    "ELEMENTWISE",
-    "STEPPED_LOCALLY",
     "Backend",
     "BackendBlockedError",
     "BackendInfo",
@@ -128,23 +113,25 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CommandLine",
     "ConfigError",
     "DeviceGenerator",
     "DrivetrainError",
     "DummyOptim",
     "DummyScheduler",
     "FileConfiguredBackend",
+    "GradientHook",
+    "LaunchPlan",
     "LocalGradients",
     "Mesh",
     "PortableState",
     "PrecisionPolicy",
     "ProcessInfo",
     "Readiness",
-    "Recording",
     "ReduceOp",
+    "ResolvedConfig",
     "Rule",
     "RunSettings",
-    "SameOrder",
     "StepResult",
     "TensorSpec",
     "Topology",
@@ -156,18 +143,17 @@ __all__ = [
     "autocast",
     "call_plainly",
     "cast_parameters",
-    "check_elementwise",
     "checkpoint",
     "collectives",
-    "deferred",
     "dtype_of",
     "ensure_process_group",
     "flag",
     "get_registry",
     "gradients",
     "hookimpl",
+    "hooks_of",
     "is_taken",
-    "laid_out_as",
+    "json_value",
     "load_config",
     "multiply_gradients",
     "number",
@@ -175,12 +161,12 @@ __all__ = [
     "pick_device",
     "place_model",
     "plain_state_dict",
+    "policy_for",
     "portable",
     "register_device_generator",
     "section_from_arguments",
-    "steps_locally",
-    "temporary",
     "total_norm",
     "trees",
+    "try_hook",
     "whole",
 ]

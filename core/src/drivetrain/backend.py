@@ -7,17 +7,20 @@ implements :class:`Backend` and :class:`Trainable`. Both import them from ``driv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.topology import Mesh, ProcessInfo, Topology
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.topology import ProcessInfo, Topology
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from drivetrain.loop.gradient_hooks import GradientHook
 
 CONTRACT = 2
 """Version of this contract. It grows when an old plugin would be wrong under the new core, or the other way round."""
@@ -74,11 +77,6 @@ class Readiness:
     cure: str = ""
 
 
-def always_ready() -> Readiness:
-    """Probe of a backend that runs wherever torch does."""
-    return Readiness(True)
-
-
 @dataclass(frozen=True)
 class BackendInfo:
     """A backend's description, returned by the hook ``drivetrain_backends``.
@@ -92,7 +90,7 @@ class BackendInfo:
         config: ``"package.module:Model"``, a pydantic model of the config section; ``None`` when there is none.
         requires: requirements such as ``"deepspeed>=0.18"``, checked against installed versions before import.
         capabilities: see :class:`Capabilities`.
-        probe: can it run here? Imports nothing heavy.
+        probe: can it run here? Imports nothing heavy. By default it can wherever torch does.
         preference: which backend is taken when the user names none: the highest that fits the world (a backend that is
             not ``multi_process`` fits a world of 1). ``None``: only when named.
         implied: for an engine with a configuration file of its own, named by the section: what it says about
@@ -115,7 +113,7 @@ class BackendInfo:
     config: str | None = None
     requires: tuple[str, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
-    probe: Callable[[], Readiness] = always_ready
+    probe: Callable[[], Readiness] = lambda: Readiness(ready=True)
     preference: int | None = None
     implied: Callable[[Any, Mapping[str, str]], Mapping[str, tuple[Any, str]]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -291,6 +289,18 @@ class Trainable(ABC):
         on several trainables this is called on one of them; it must reach the parameters of all.
         """
 
+    def example_loss(self, loss: Tensor, rows: int) -> tuple[Tensor, int] | None:
+        """A loss whose autograd graph shows how this one is computed, and over how many rows; ``None`` for none.
+
+        Only an engine that defers forward overrides it: with a loss of the same program over other values, once for
+        each program.
+
+        Args:
+            loss: what the script passes to ``backward``, or its loss function returned.
+            rows: samples of this rank's batch.
+        """
+        return loss, rows
+
     @abstractmethod
     def synchronise_gradients(self, enabled: bool) -> None:
         """Whether the following forwards and backwards reduce gradients over ranks.
@@ -367,6 +377,15 @@ class Trainable(ABC):
         """
         return False
 
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        """The script's hooks on gradients of parameters; default those that torch knows of. Not collective.
+
+        An engine that keeps them elsewhere, or sets hooks of its own on parameters, overrides this.
+        """
+        from drivetrain.loop.gradient_hooks import hooks_of
+
+        return hooks_of(self.module)
+
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """Called before an optimizer that was never prepared, or the script's own object of one that was, steps.
 
@@ -428,9 +447,15 @@ class Trainable(ABC):
             Sum over this rank's micro-batches of ``loss``, detached, 0-d. A pipelined engine overrides this and returns
             it on every stage.
         """
-        from drivetrain.loop.accumulation import loop_forward_backward
-
-        return loop_forward_backward(self, micro_batches, loss_fn, scale)
+        total: Tensor | None = None
+        for index, (args, kwargs, batch) in enumerate(micro_batches):
+            self.synchronise_gradients(index == len(micro_batches) - 1)
+            loss = loss_fn(self.forward(*args, **kwargs), batch)
+            self.backward(loss, scale)
+            total = loss.detach() if total is None else total + loss.detach()
+        if total is None:
+            raise UsageError("a training step needs at least one micro-batch")
+        return total
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full tensor of each parameter and persistent buffer, one at a time, in ``state_dict`` order.
@@ -455,8 +480,6 @@ class Trainable(ABC):
             UsageError: this rank holds parts only.
         """
         if not replicated:
-            from drivetrain.errors import UsageError
-
             raise UsageError(
                 f"{type(self.module).__name__}.state_dict() would be this rank's part of a model that is sharded",
                 cure="On every rank write accelerator.get_state_dict(model), which is whole on the main process, or "
@@ -557,8 +580,6 @@ class Backend(ABC):
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
         """Let ranks run out of batches at different times; needs the capability ``join_uneven_inputs``."""
-        from drivetrain.errors import UnsupportedError
-
         raise UnsupportedError(
             f"{type(self).__name__} cannot join uneven inputs",
             cure="Keep even_batches=True so that every rank gets the same number of batches.",
@@ -637,24 +658,3 @@ class FileConfiguredBackend(Backend):
         Raises:
             UsageError: both name a schedule.
         """
-
-
-__all__ = [
-    "CONTRACT",
-    "Backend",
-    "BackendInfo",
-    "Capabilities",
-    "Mesh",
-    "PortableState",
-    "PrecisionPolicy",
-    "ProcessGroupSettings",
-    "ProcessInfo",
-    "Readiness",
-    "ReduceOp",
-    "RunSettings",
-    "StepResult",
-    "TensorSpec",
-    "Topology",
-    "Trainable",
-    "always_ready",
-]

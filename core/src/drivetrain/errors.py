@@ -6,6 +6,7 @@ a script may catch it without importing this module. Causes and cures are shown 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 # ---- Formatting of messages
@@ -45,6 +46,25 @@ def sentences(*parts: str) -> str:
 def cut(text: str, limit: int) -> str:
     """Return the text, or its beginning and how long it is when it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+_COMMUNICATION = re.compile(
+    "gloo|nccl|xccl|hccl|timed out (waiting|initializ)|connection (closed|reset)|collective operation", re.IGNORECASE
+)
+"""What communication libraries write when other ranks do not take part."""
+
+
+def likely_cause(message: str) -> str:
+    """The likely cause and the cure of an error of a communication library; empty for any other error."""
+    if not _COMMUNICATION.search(message):
+        return ""
+    return (
+        "Likely cause, where no rank ended before with an error of its own: ranks have not run the same submodules in "
+        "this step, or one made no backward, so that what they send each other does not match. Run every submodule on "
+        "every rank, in the same order, and choose by a mask afterwards what counts (`torch.where`, or weight 0 in the "
+        "loss), or use distributed_type: ddp, which allows ranks to differ. desync_watchdog: true finds calls of the "
+        "script that differ."
+    )
 
 
 # ---- Exceptions
@@ -143,7 +163,7 @@ class BackendNotFoundError(BackendError, ValueError):
 class BackendConflictError(BackendError, ValueError):
     """Two distributions claim one name.
 
-    Cause: two installed plugins bring a backend, tracker, checkpoint format or section of the same name.
+    Cause: two installed plugins bring a backend, tracker or section of the same name.
 
     Cure: uninstall one of the two; the message names both with their versions.
     """

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from drivetrain.backend import BackendInfo
+    from drivetrain.config.resolved import ResolvedConfig
 
 GROUP = "drivetrain"
 """Group of entry points that name the modules that bring backends."""
@@ -70,6 +71,24 @@ def drivetrain_pipeline_split(model: nn.Module, num_stages: int) -> Sequence[str
     Args:
         model: the user's module, before it is cut.
         num_stages: number of stages; the answer holds ``num_stages - 1`` names.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def drivetrain_choose(resolved: ResolvedConfig) -> Mapping[str, Any] | None:
+    """Choose what to train with where a configuration says ``distributed_type: auto``.
+
+    Called by ``drivetrain launch`` in its own process, before anything starts. The first answer wins. An exception
+    stops the launch.
+
+    Args:
+        resolved: the configuration as it was loaded; ``resolved.config.plan`` says what is trained.
+
+    Returns:
+        Keys and values that replace those of the configuration, ``distributed_type`` among them, by dotted key or
+        nested.
 
     .. versionadded:: 0.1
     """
@@ -180,20 +199,6 @@ def drivetrain_trackers() -> Mapping[str, str]:
 
     Called when ``log_with`` names a tracker, on every rank. Returns ``{"name": "package.module:Class"}``, where the
     class follows :class:`drivetrain.tracking.GeneralTracker`. An exception marks the plugin as broken.
-
-    .. versionadded:: 0.1
-    """
-    raise AssertionError
-
-
-@hookspec
-def drivetrain_checkpoint_formats() -> Mapping[str, str]:
-    """Name checkpoint formats of other programs that this plugin reads, and perhaps writes.
-
-    Called when ``drivetrain checkpoint convert`` of the distribution ``drivetrain-convert`` looks for one, in one
-    process. Returns ``{"name": "package.module:Class"}``, where the class is a
-    ``drivetrain_convert.CheckpointFormat``; the module must not need the other program. An exception marks the plugin
-    as broken.
 
     .. versionadded:: 0.1
     """

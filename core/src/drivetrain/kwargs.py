@@ -187,8 +187,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         hooks = [str(hook) for hook in DDPCommunicationHookType]
-        self.comm_hook = _plain(self.comm_hook)
-        self.comm_wrapper = _plain(self.comm_wrapper)
+        # As text or as a member of an enum, ours or Accelerate's.
+        self.comm_hook = str(getattr(self.comm_hook, "value", self.comm_hook)).lower()
+        self.comm_wrapper = str(getattr(self.comm_wrapper, "value", self.comm_wrapper)).lower()
         _require(self.comm_hook in hooks, f"unknown comm_hook {self.comm_hook!r}", f"Write one of {', '.join(hooks)}.")
         _require(
             self.comm_wrapper in hooks[:3],
@@ -201,11 +202,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
             _warn("check_reduction=True changes nothing: torch no longer has such a check.")
         if self.comm_state_option and "power_sgd" not in self.comm_hook:
             _warn(f"comm_state_option changes nothing with comm_hook={self.comm_hook!r}: only PowerSGD has a state.")
-
-
-def _plain(value: Any) -> str:
-    """A hook's name as text, given as text or as a member of an enum."""
-    return str(getattr(value, "value", value)).lower()
 
 
 @dataclass
@@ -362,19 +358,3 @@ class ProfileKwargs(KwargsHandler):
 def _known(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
     unknown = [name for name in given if name not in known]
     _require(not unknown, f"unknown {what} {', '.join(map(repr, unknown))}", f"Write some of {', '.join(known)}.")
-
-
-__all__ = [
-    "PROFILE_ACTIVITIES",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ParallelismConfig",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-]

@@ -43,11 +43,6 @@ def set_rank(rank: int, world_size: int = 1, barrier: Callable[[], None] | None 
     _process.rank, _process.world_size, _process.barrier = rank, world_size, barrier
 
 
-def forget_rank() -> None:
-    """Undo :func:`set_rank`: the environment is read again."""
-    _process.rank = _process.world_size = _process.barrier = None
-
-
 def current_rank() -> int:
     """Global rank of this process: as set, else the variable ``RANK``, else 0."""
     return _process.rank if _process.rank is not None else _variable("RANK", 0)
@@ -69,23 +64,6 @@ def _variable(name: str, default: int) -> int:
             f"the environment variable {name} must be a whole number, not {text!r}",
             cure=f"Unset {name}, or start the script with `drivetrain launch`.",
         ) from error
-
-
-class RankFilter(logging.Filter):
-    """Lets every record pass and gives it ``rank`` and ``world_size``, for ``%(rank)s`` in a format."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = current_rank()
-        record.world_size = current_world_size()
-        return True
-
-
-class RankFormatter(logging.Formatter):
-    """A formatter that puts ``[rank 1]`` before the message when there is more than one process."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"[rank {current_rank()}] {text}" if current_world_size() > 1 else text
 
 
 class RankLogger(_Adapter):

@@ -12,11 +12,12 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import pluggy
 
 from drivetrain import hookspecs
 from drivetrain.backend import CONTRACT, Backend, BackendInfo, Capabilities, Readiness
-from drivetrain.config.keys import CORE_KEYS, may_be_foreign
+from drivetrain.config.keys import AUTO, CORE_KEYS, may_be_foreign
 from drivetrain.errors import (
     BackendBlockedError,
     BackendBrokenError,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     import click
     from pydantic import BaseModel
     from torch import nn
+
+    from drivetrain.config.resolved import ResolvedConfig
 
 CORE = "drivetrain"
 """Name of the core's own distribution; first-party plugins are ``drivetrain-<name>``."""
@@ -70,7 +73,7 @@ class Plugin:
         value: the module.
         distribution: the distribution that brings it.
         version: of the distribution; empty when it is not installed but registered by a script.
-        hooks: those that its entry points announce, without ``drivetrain_``.
+        hooks: those that its entry points announce, without ``drivetrain_``; once loaded, those that it implements.
         loaded: an import was tried.
         module: what hooks were found on; ``None`` before loading, after a failure, and for a second entry point to one
             module.
@@ -140,32 +143,16 @@ class BackendReport:
     traceback: str = ""
 
 
-@dataclass(frozen=True)
-class PluginReport:
-    """One plugin, whether it brings a backend or not: for bug reports and run headers."""
-
-    name: str
-    distribution: str
-    version: str
-    backends: tuple[str, ...] = ()
-    hooks: tuple[str, ...] = ()
-    broken: str = ""
-
-
 def _found(points: Iterable[metadata.EntryPoint]) -> list[Plugin]:
     """Plugins in the order of their names, without importing them. Warns of announced hooks that do not exist."""
     plugins: list[Plugin] = []
-    announced: list[tuple[metadata.EntryPoint, str, str]] = []
-    for point in points:
-        if point.group not in (GROUP, HOOK_GROUP):
-            continue
+    # Backends first: hooks of the same module join them.
+    for point in sorted(points, key=lambda point: point.group != GROUP):
         found = point.dist
         name, version = (found.name, found.version) if found is not None else ("an unknown distribution", "")
         if point.group == GROUP:
             plugins.append(Plugin(point.name, point.module, name, version, {_BACKENDS}))
-        else:
-            announced.append((point, name, version))
-    for point, name, version in announced:
+            continue
         same = (each for each in plugins if (each.value, each.distribution) == (point.module, name))
         plugin = next(same, None)
         if plugin is None:
@@ -234,7 +221,7 @@ def checked_infos(answer: object) -> tuple[BackendInfo, ...]:
     for name in names:
         if name != name.lower() or not name.isidentifier():
             raise ValueError(f"a backend's name is a lower-case identifier, not {name!r}")
-        if name in CORE_KEYS or may_be_foreign(name):
+        if name in CORE_KEYS or name == AUTO or may_be_foreign(name):
             sentence = f"a backend cannot be called {name!r}: its section could not be told from that key"
             raise ValueError(f"{sentence} of a configuration file; give it another name")
     if len(set(names)) != len(names):
@@ -253,29 +240,27 @@ def core_version() -> str:
         return "(not installed, run from its source)"
 
 
-_TOOLS = ("convert", "testing")
+_TOOLS = ("clusters", "convert", "planner", "testing", "trackers", "transformers")
 """Extras whose distribution brings no backend."""
 
 
-def known_extras() -> tuple[str, ...]:
-    """Return the core's extras that stand for a backend: those that require ``drivetrain-<extra>``, but for tools."""
+def known_extras(requirement: str = f"{CORE}-{{}}") -> tuple[str, ...]:
+    """Return the core's extras that require this distribution, in which ``{}`` stands for the extra's name.
+
+    With the default those that stand for a backend: ``drivetrain-<extra>``, but for tools.
+    """
     try:
         core = metadata.metadata(CORE)
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ()
-    required = {line.split(";")[0].strip().lower() for line in core.get_all("Requires-Dist") or ()}
+    required = {_required(line) for line in core.get_all("Requires-Dist") or ()}
     extras = core.get_all("Provides-Extra") or ()
-    return tuple(
-        extra
-        for extra in extras
-        if extra not in _TOOLS and any(_names(line, f"{CORE}-{extra}") for line in required)
-    )
+    return tuple(extra for extra in extras if extra not in _TOOLS and requirement.format(extra) in required)
 
 
-def _names(requirement: str, distribution: str) -> bool:
-    """Whether a requirement line is about this distribution and not one whose name is longer."""
-    rest = requirement.removeprefix(distribution)
-    return rest != requirement and (not rest or rest[0] in " <>=!~([;")
+def _required(requirement: str) -> str:
+    """The distribution that a requirement is about, in lower case, with its extras if it names some."""
+    return re.split(r"[\s<>=!~;(]", requirement.strip(), maxsplit=1)[0].lower()
 
 
 def pip_line(extra: str) -> str:
@@ -308,50 +293,9 @@ def core_mismatch(distribution: str) -> str:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         return ""
-    for line, state in unmet_requirements(line for line in lines if _names(line.lower(), CORE)):
+    for line, state in unmet_requirements(line for line in lines if _required(line).partition("[")[0] == CORE):
         return f"It wants {line}, {state}."
     return ""
-
-
-def check_contract(plugin: Plugin, info: BackendInfo) -> None:
-    """Raise :class:`ContractMismatchError` when a backend was written for another version of the contract."""
-    if info.api == CONTRACT:
-        return
-    behind = plugin.distribution if info.api < CONTRACT else CORE
-    raise ContractMismatchError(
-        f"backend {info.name!r} speaks version {info.api} of the backend contract, this core speaks version {CONTRACT}",
-        whose=plugin.owner,
-        cure=f"Run: pip install --upgrade {behind}",
-    )
-
-
-def check_ready(plugin: Plugin, info: BackendInfo) -> Readiness:
-    """Check requirements, then the probe. Imports nothing heavy; returns the probe's answer.
-
-    Raises:
-        BackendBlockedError: a requirement is not met, or the probe says no.
-        BackendBrokenError: the probe failed.
-    """
-    unmet = unmet_requirements(info.requires)
-    if unmet:
-        found = "; ".join(f"{requirement} ({state})" for requirement, state in unmet)
-        needed = " ".join(f'"{requirement}"' for requirement, _ in unmet)
-        raise BackendBlockedError(
-            f"backend {info.name!r} needs {found}", whose=plugin.owner, cure=f"Run: pip install {needed}"
-        )
-    try:
-        readiness = info.probe()
-        if not isinstance(readiness, Readiness):
-            raise TypeError(f"it returned {readiness!r}, not a Readiness")  # noqa: TRY301 - as whatever else it raises
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit() in a probe must not end the caller
-        what = f"the probe of backend {info.name!r} failed: {type(error).__name__}: {error}"
-        raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT) from error
-    if not readiness.ready:
-        what = f"backend {info.name!r} cannot run here: {readiness.reason}"
-        raise BackendBlockedError(what, whose=plugin.owner, cure=readiness.cure)
-    return readiness
 
 
 def import_object(target: str, owner: str) -> object:
@@ -410,19 +354,27 @@ def none_fits(world_size: int, plugins: Iterable[Plugin], reasons: Sequence[str]
     )
 
 
-_registries: list[Registry] = []  # this process's registry, once created
+def _unique(noun: str, brought: Iterable[tuple[str, str, str]]) -> dict[str, tuple[str, str]]:
+    """Owner and target by name, given (owner, name, target). Raises :class:`BackendConflictError` for a name twice."""
+    found: dict[str, tuple[str, str]] = {}
+    for owner, name, target in brought:
+        if name in found:
+            raise BackendConflictError(
+                f"two plugins bring {noun} {name!r}: {found[name][0]} and {owner}", cure="Uninstall one of the two."
+            )
+        found[name] = (owner, target)
+    return found
 
 
+@cache
 def get_registry() -> Registry:
     """Return this process's registry, made at the first call."""
-    if not _registries:
-        _registries.append(Registry())
-    return _registries[0]
+    return Registry()
 
 
 def reset_registry() -> None:
     """Forget everything that was found and registered; the next :func:`get_registry` looks again. For tests."""
-    _registries.clear()
+    get_registry.cache_clear()
 
 
 class Registry:
@@ -439,8 +391,6 @@ class Registry:
             installed = metadata.entry_points()
             entry_points = [*installed.select(group=GROUP), *installed.select(group=HOOK_GROUP)]
         self._plugins = _found(entry_points)
-        self._known: dict[str, tuple[Plugin, BackendInfo]] = {}
-        self._unknown: set[str] = set()
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
         if os.environ.get("DRIVETRAIN_TRACE_HOOKS", "0") not in {"", "0"}:
@@ -465,17 +415,12 @@ class Registry:
         The aliases of a loaded plugin, such as that of the chosen backend, are resolved without loading the others.
         """
         word = name.lower()
-        for plugin in self._plugins:
-            for info in plugin.infos:
-                if word == info.name or word in map(str.lower, info.aliases):
-                    return info.name
-        if name in self._unknown:
-            return word
-        try:
-            return self.resolve(name)
-        except BackendNotFoundError:
-            self._unknown.add(name)
-            return word
+
+        def known(plugins: Iterable[Plugin]) -> str | None:
+            infos = (info for plugin in plugins for info in plugin.infos)
+            return next((info.name for info in infos if word in (info.name, *map(str.lower, info.aliases))), None)
+
+        return known(self._plugins) or known(self._with(_BACKENDS)) or word
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all backends found, sorted; a broken plugin counts by its entry point's name."""
@@ -486,8 +431,19 @@ class Registry:
     def info(self, name: str) -> BackendInfo:
         """Return the description of a backend. Raises as :meth:`resolve`, and :class:`ContractMismatchError`."""
         plugin, info = self._find(name)
-        check_contract(plugin, info)
+        if info.api != CONTRACT:
+            raise ContractMismatchError(
+                f"backend {info.name!r} speaks version {info.api} of the backend contract, "
+                f"this core speaks version {CONTRACT}",
+                whose=plugin.owner,
+                cure=f"Run: pip install --upgrade {plugin.distribution if info.api < CONTRACT else CORE}",
+            )
         return info
+
+    def infos(self) -> list[tuple[str, BackendInfo]]:
+        """Return owner and description of each backend that was found and speaks this version of the contract."""
+        brought = ((plugin.owner, info) for plugin in self._with(_BACKENDS) for info in plugin.infos)
+        return [(owner, info) for owner, info in brought if info.api == CONTRACT]
 
     def owner(self, name: str) -> str:
         """Return distribution and version of the plugin that brings a backend. Raises as :meth:`resolve`."""
@@ -502,17 +458,17 @@ class Registry:
         plugins = self._with(_BACKENDS)
         reasons: list[str] = []
         fitting = [
-            (info.preference, plugin, info)
+            (-info.preference, info.name, plugin.owner)
             for plugin in plugins
             for info in plugin.infos
             if info.preference is not None and (info.capabilities.multi_process or world_size == 1)
         ]
-        for _, plugin, info in sorted(fitting, key=lambda item: (-item[0], item[2].name)):
+        for _, name, owner in sorted(fitting):
             try:
-                found = self.info(info.name)
+                found = self.info(name)
                 self.check_ready(found)
             except BackendError as error:
-                reasons.append(f"{info.name}, brought by {plugin.owner}, cannot be used: {error}")
+                reasons.append(f"{name}, brought by {owner}, cannot be used: {error}")
             else:
                 return found
         raise none_fits(world_size, plugins, reasons)
@@ -529,22 +485,41 @@ class Registry:
             BackendBlockedError: a requirement is not met, or the probe says no.
             BackendBrokenError: the probe failed.
         """
-        return check_ready(self._find(info.name)[0], info)
+        owner = self._owner_of(info)
+        unmet = unmet_requirements(info.requires)
+        if unmet:
+            found = "; ".join(f"{requirement} ({state})" for requirement, state in unmet)
+            needed = " ".join(f'"{requirement}"' for requirement, _ in unmet)
+            raise BackendBlockedError(
+                f"backend {info.name!r} needs {found}", whose=owner, cure=f"Run: pip install {needed}"
+            )
+        try:
+            readiness = info.probe()
+            if not isinstance(readiness, Readiness):
+                raise TypeError(f"it returned {readiness!r}, not a Readiness")  # noqa: TRY301 - as whatever else it raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() in a probe must not end the caller
+            what = f"the probe of backend {info.name!r} failed: {type(error).__name__}: {error}"
+            raise BackendBrokenError(what, whose=owner, cure=REPORT_IT) from error
+        if not readiness.ready:
+            what = f"backend {info.name!r} cannot run here: {readiness.reason}"
+            raise BackendBlockedError(what, whose=owner, cure=readiness.cure)
+        return readiness
 
     def load_backend(self, info: BackendInfo) -> type[Backend]:
-        """Import and return a backend's class, after all checks.
+        """Import and return the class of a backend that :meth:`info` returned.
 
         Raises:
-            ContractMismatchError, BackendBlockedError: see :meth:`info` and :meth:`check_ready`.
-            BackendBrokenError: the import failed, or what it found is no :class:`Backend`.
+            BackendBlockedError: see :meth:`check_ready`.
+            BackendBrokenError: the probe or the import failed, or what it found is no :class:`Backend`.
         """
-        plugin, found = self._find(info.name)
-        check_contract(plugin, found)
-        check_ready(plugin, info)
-        kind = import_object(info.backend, plugin.owner)
+        self.check_ready(info)
+        owner = self._owner_of(info)
+        kind = import_object(info.backend, owner)
         if not (isinstance(kind, type) and issubclass(kind, Backend)):
             what = f"{info.backend} is not a class derived from drivetrain.api.Backend"
-            raise BackendBrokenError(what, whose=plugin.owner, cure=REPORT_IT)
+            raise BackendBrokenError(what, whose=owner, cure=REPORT_IT)
         return kind
 
     def load_section(self, info: BackendInfo) -> type[BaseModel] | None:
@@ -557,7 +532,7 @@ class Registry:
             return None
         from pydantic import BaseModel
 
-        owner = self._find(info.name)[0].owner
+        owner = self._owner_of(info)
         kind = import_object(info.config, owner)
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             raise BackendBrokenError(f"{info.config} is not a pydantic model", whose=owner, cure=REPORT_IT)
@@ -569,20 +544,19 @@ class Registry:
         Raises:
             BackendBrokenError, BackendConflictError: rules cannot be imported, or two plugins bring some for one name.
         """
-        found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-        brought = [(plugin.owner, info) for plugin in self._with(_BACKENDS) for info in plugin.infos]
-        for owner, info in brought:
-            for section, target in info.imports.items():
-                if section in found:
-                    raise BackendConflictError(
-                        f"two plugins bring rules for the section {section!r}: {found[section][0]} and {owner}",
-                        cure="Uninstall one of the two.",
-                    )
-                rules = import_object(target, owner)
-                if not isinstance(rules, Mapping):
-                    raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
-                found[section] = (owner, rules)
-        return {section: rules for section, (_, rules) in found.items()}
+        brought = [
+            (plugin.owner, section, target)
+            for plugin in self._with(_BACKENDS)
+            for info in plugin.infos
+            for section, target in info.imports.items()
+        ]
+        found: dict[str, Mapping[str, Any]] = {}
+        for section, (owner, target) in _unique("rules for the section", brought).items():
+            rules = import_object(target, owner)
+            if not isinstance(rules, Mapping):
+                raise BackendBrokenError(f"{target} is no mapping of rules", whose=owner, cure=REPORT_IT)
+            found[section] = rules
+        return found
 
     def load_all(self) -> None:
         """Import every plugin. May be called twice."""
@@ -596,11 +570,9 @@ class Registry:
             BackendBrokenError: a hook is misspelt or fails.
         """
         record = Plugin(name, f"registered in this process: {name}", distribution=name, version="", hooks=set(_EVENTS))
-        self._adopt(record, plugin)
+        self._load(record, plugin)
         record.check_loaded()
         self._plugins.append(record)
-        self._known.clear()
-        self._unknown.clear()
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -620,36 +592,26 @@ class Registry:
         found += [self._report(plugin, info) for plugin in self._plugins for info in plugin.infos]
         return sorted(found, key=lambda report: (report.name, report.distribution))
 
-    def plugins(self) -> list[PluginReport]:
-        """Return distribution and hooks of each plugin."""
+    def plugins(self) -> list[Plugin]:
+        """Return all plugins, whether they bring backends or not, loaded or broken."""
         self.load_all()
-        return [
-            PluginReport(
-                *(plugin.name, plugin.distribution, plugin.version),
-                backends=tuple(info.name for info in plugin.infos),
-                hooks=() if plugin.module is None else self._implemented(plugin.module),
-                broken=plugin.reason,
-            )
-            for plugin in self._plugins
-        ]
+        return list(self._plugins)
 
     def _report(self, plugin: Plugin, info: BackendInfo) -> BackendReport:
         ready, why, cure = False, "", ""
         try:
-            found, _ = self._find(info.name)
-            if found is not plugin:
+            owner = self.owner(info.name)
+            if owner != plugin.owner:
                 raise BackendConflictError(
-                    f"the name {info.name!r} belongs to {found.owner}, whose entry point it is",
-                    whose=plugin.owner,
+                    f"the name {info.name!r} belongs to {owner}, whose entry point it is",
                     cure="Uninstall one of the two.",
                 )
-            check_contract(plugin, info)
-            ready, why = True, self.check_ready(info).reason
+            ready, why = True, self.check_ready(self.info(info.name)).reason
         except BackendError as error:
             why, cure = error.what, error.cure
-        owner = (plugin.distribution, plugin.version)
         return BackendReport(
-            info.name, info.summary, info.aliases, *owner, info.api, info.capabilities, ready, why, cure
+            *(info.name, info.summary, info.aliases, plugin.distribution, plugin.version, info.api),
+            *(info.capabilities, ready, why, cure),
         )
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -661,20 +623,24 @@ class Registry:
     def notify(self, event: str, **arguments: Any) -> None:
         """Call every observer of an event. An exception is logged with the plugin's name; others are still called."""
         for plugin in self._implementing(event):
-            try:
-                self._call(plugin, event, **arguments)
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # sys.exit() in an observer must not end the training
-                _logger.exception("plugin %s (%s) failed in %s%s", plugin.name, plugin.owner, _PREFIX, event)
+            _, error = self._call(plugin, event, **arguments)
+            if error is not None:
+                _logger.error(
+                    "plugin %s (%s) failed in %s%s", plugin.name, plugin.owner, _PREFIX, event, exc_info=error
+                )
 
     def trackers(self) -> dict[str, str]:
-        """Return ``{"name": "package.module:Class"}`` of all plugins' experiment trackers, as :meth:`_targets`."""
-        return self._targets("trackers", "tracker")
+        """Return ``{"name": "package.module:Class"}`` of all plugins' experiment trackers.
 
-    def checkpoint_formats(self) -> dict[str, str]:
-        """Return ``{"name": "package.module:Class"}`` of all plugins' checkpoint formats, as :meth:`_targets`."""
-        return self._targets("checkpoint_formats", "checkpoint format")
+        Raises:
+            BackendConflictError: two plugins bring one name.
+        """
+        brought = [
+            (plugin.owner, name, target)
+            for plugin, answer in self._collect("trackers")
+            for name, target in dict(answer).items()
+        ]
+        return {name: target for name, (_, target) in sorted(_unique("a tracker named", brought).items())}
 
     def devices(self) -> list[Mapping[str, str]]:
         """Return all plugins' descriptions of device kinds beyond those torch knows."""
@@ -687,19 +653,25 @@ class Registry:
         complaints: list[str] = []
         for plugin in self._implementing("commands"):
             scratch = click.Group(group.name)
-            try:
-                self._call(plugin, "commands", group=scratch)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
+            _, error = self._call(plugin, "commands", group=scratch)
+            if error is not None:
                 complaints.append(f"{plugin.owner} could not add its commands: {type(error).__name__}: {error}")
-                _logger.debug("commands of %s", plugin.owner, exc_info=True)
+                _logger.debug("commands of %s", plugin.owner, exc_info=error)
                 continue
-            taken = set(scratch.commands) & set(group.list_commands(click.Context(group)))
+            taken = []
+            for name, command in scratch.commands.items():
+                there = group.get_command(click.Context(group), name)
+                if there is None:
+                    group.add_command(command, name)
+                elif isinstance(there, click.Group) and isinstance(command, click.Group):
+                    # Several plugins may share a group, as `drivetrain plan`; the first one's help is the group's.
+                    taken += [f"{name} {each}" for each in command.commands if each in there.commands]
+                    for each in set(command.commands) - set(there.commands):
+                        there.add_command(command.commands[each], each)
+                else:
+                    taken.append(name)
             if taken:
                 complaints.append(f"{plugin.owner} brings the command {listed(taken)}, which exists already")
-            for name in set(scratch.commands) - taken:
-                group.add_command(scratch.commands[name], name)
         return complaints
 
     def tensor_parallel_plan(self, model: nn.Module, degree: int) -> Mapping[str, str] | None:
@@ -712,16 +684,21 @@ class Registry:
         answer: Sequence[str] | None = self._first("pipeline_split", model=model, num_stages=num_stages)
         return answer
 
+    def choose(self, resolved: ResolvedConfig) -> Mapping[str, Any] | None:
+        """Ask the plugins what ``distributed_type: auto`` stands for: the first answer, or ``None``."""
+        answer: Mapping[str, Any] | None = self._first("choose", resolved=resolved)
+        return answer
+
     # ---- internals ----------------------------------------------------------------------------------------------
 
     def _find(self, name: str) -> tuple[Plugin, BackendInfo]:
         """Return the plugin that provides a name. Raises as :meth:`resolve`."""
-        if name not in self._known:
-            self._known[name] = self._look_for(name)
-        return self._known[name]
-
-    def _look_for(self, name: str) -> tuple[Plugin, BackendInfo]:
         wanted = name.lower()
+        if wanted == AUTO:
+            raise BackendNotFoundError(
+                "distributed_type: auto is settled by `drivetrain launch`, before a script starts",
+                cure="Start the script with it, or name the file that it has written as the configuration.",
+            )
         named = [plugin for plugin in self._plugins if plugin.name.lower() == wanted and _BACKENDS in plugin.hooks]
         if len({plugin.owner for plugin in named}) > 1:
             raise conflict(wanted, named)
@@ -743,6 +720,11 @@ class Registry:
                 return claims[0]
         raise not_found(name, plugins)
 
+    def _owner_of(self, info: BackendInfo) -> str:
+        """Return distribution and version of the plugin that gave this description, without a search by name."""
+        found = next((plugin for plugin in self._plugins if any(each is info for each in plugin.infos)), None)
+        return self.owner(info.name) if found is None else found.owner
+
     def _with(self, event: str) -> list[Plugin]:
         """Plugins that announce a hook, all of them loaded, in the order of the registry."""
         plugins = [plugin for plugin in self._plugins if event in plugin.hooks]
@@ -750,66 +732,48 @@ class Registry:
             self._load(plugin)
         return plugins
 
-    def _load(self, plugin: Plugin) -> None:
+    def _load(self, plugin: Plugin, module: object | None = None) -> None:
+        """Import a plugin, unless its module is given, and read its descriptions; or record why that failed. Once."""
         if plugin.loaded:
             return
         plugin.loaded = True
+        failed = "could not be imported"
         try:
-            module = importlib.import_module(plugin.value)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - recorded; even sys.exit() must not end the others
-            plugin.fail(error, f"plugin {plugin.name!r} could not be imported")
-            return
-        self._adopt(plugin, module)
-
-    def _adopt(self, plugin: Plugin, module: object) -> None:
-        """Load a plugin and read its descriptions, or record why that failed."""
-        plugin.loaded = True
-        if self._manager.is_registered(module):  # a second entry point to one module: the first one counts
-            return
-        plugin.module = module
-        try:
+            module = importlib.import_module(plugin.value) if module is None else module
+            failed = "cannot be used"
+            if self._manager.is_registered(module):  # a second entry point to one module: the first one counts
+                return
+            plugin.module = module
             check_marks(module)
             self._manager.register(module, name=f"{plugin.name} of {plugin.owner}")
             self._manager.check_pending()
-            implemented = [name.removeprefix(_PREFIX) for name in self._implemented(module)]
-            check_announced(plugin, implemented)
-            plugin.hooks.intersection_update(implemented)
-            for answer in self._call(plugin, _BACKENDS):
-                plugin.infos += checked_infos(answer)
+            hooks = sorted(caller.name.removeprefix(_PREFIX) for caller in self._manager.get_hookcallers(module) or ())
+            check_announced(plugin, hooks)
+            plugin.hooks.intersection_update(hooks)
+            answers, error = self._call(plugin, _BACKENDS)
+            if error is not None:
+                raise error  # noqa: TRY301 - as whatever else it raises
+            plugin.infos = tuple(info for answer in answers for info in checked_infos(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - recorded, shown, and raised when one of its names is asked for
             if self._manager.is_registered(module):
                 self._manager.unregister(module)
-            plugin.fail(error, f"plugin {plugin.name!r} cannot be used")
-
-    def _targets(self, event: str, noun: str) -> dict[str, str]:
-        """Return names and classes of one kind. Raises :class:`BackendConflictError` when two plugins claim a name."""
-        found: dict[str, tuple[Plugin, str]] = {}
-        for plugin, answer in self._collect(event):
-            for name, target in dict(answer).items():
-                if name in found:
-                    raise BackendConflictError(
-                        f"two plugins bring a {noun} named {name!r}: {found[name][0].owner} and {plugin.owner}",
-                        cure="Uninstall one of the two.",
-                    )
-                found[name] = (plugin, target)
-        return {name: target for name, (_, target) in sorted(found.items())}
+            plugin.fail(error, f"plugin {plugin.name!r} {failed}")
 
     def _implementing(self, event: str) -> list[Plugin]:
         """Plugins that implement a hook, in the order of the registry; those that announce it are loaded."""
         return [plugin for plugin in self._with(event) if plugin.module is not None and event in plugin.hooks]
 
-    def _implemented(self, module: object) -> tuple[str, ...]:
-        return tuple(sorted(caller.name for caller in self._manager.get_hookcallers(module) or ()))
-
-    def _call(self, plugin: Plugin, event: str, **arguments: Any) -> list[Any]:
-        """Call one plugin's implementation of a hook."""
+    def _call(self, plugin: Plugin, event: str, **arguments: Any) -> tuple[list[Any], BaseException | None]:
+        """Call one plugin's implementation of a hook: its answers, and what it raised, ``SystemExit`` too."""
         others = [module for module in self._manager.get_plugins() if module is not plugin.module]
-        answers: list[Any] = self._manager.subset_hook_caller(_PREFIX + event, others)(**arguments)
-        return answers
+        try:
+            return self._manager.subset_hook_caller(_PREFIX + event, others)(**arguments), None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - returned
+            return [], error
 
     def _first(self, event: str, **arguments: Any) -> Any:
         """Call the plugins until one returns a result. Exceptions propagate; SystemExit becomes an error."""
@@ -827,11 +791,9 @@ class Registry:
         """Call every plugin; one that raises is marked as broken."""
         found: list[tuple[Plugin, Any]] = []
         for plugin in self._implementing(event):
-            try:
-                found += [(plugin, answer) for answer in self._call(plugin, event)]
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # noqa: BLE001 - recorded, and said
+            answers, error = self._call(plugin, event)
+            found += [(plugin, answer) for answer in answers]
+            if error is not None:
                 self._manager.unregister(plugin.module)
                 plugin.fail(error, f"plugin {plugin.name!r} failed in the hook {_PREFIX}{event}")
                 _logger.warning("%s [%s]; its other answers are not used either", plugin.reason, plugin.owner)

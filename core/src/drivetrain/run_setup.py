@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakMethod, ref
 
-import torch
 from pydantic import BaseModel
 
-from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, ProcessInfo, RunSettings
+from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, RunSettings
 from drivetrain.config import ResolvedConfig, load_config, worker_config
 from drivetrain.config.locate import DEFAULT
 from drivetrain.config.schema import MeshConfig
@@ -35,7 +34,7 @@ from drivetrain.kwargs import (
 from drivetrain.logging import set_rank
 from drivetrain.loop.precision import policy_for
 from drivetrain.registry import get_registry
-from drivetrain.tracking import Trackers
+from drivetrain.topology import ProcessInfo
 
 logger = logging.getLogger(__name__)
 
@@ -433,12 +432,6 @@ def accumulation(
     return plugin if plugin is not None else GradientAccumulationPlugin(num_steps=settled)
 
 
-def data_seed(config: DataLoaderConfiguration, backend: Backend) -> int:
-    """Seed of the data order, the same on every rank: as configured, else the main process's. Collective."""
-    seed = config.data_seed if config.data_seed is not None else torch.initial_seed()
-    return int(backend.broadcast_object(seed))
-
-
 def name_this_process(backend: Backend) -> None:
     """Set the rank for logging, without keeping a finished backend alive."""
     weak = ref(backend)
@@ -449,10 +442,3 @@ def name_this_process(backend: Backend) -> None:
             alive.barrier()
 
     set_rank(backend.topology.rank, backend.topology.world_size, barrier)
-
-
-def trackers(resolved: ResolvedConfig, log_with: Any, project: ProjectConfiguration, backend: Backend) -> Trackers:
-    """The trackers that the script names, else the configuration."""
-    named = log_with if log_with is not None else (resolved.config.log_with or None)
-    return Trackers(named, logging_dir=project.logging_dir, is_main_process=backend.topology.rank == 0)
-

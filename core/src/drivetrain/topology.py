@@ -106,12 +106,23 @@ class Mesh:
 
     def peers(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Global ranks, ascending, that agree with ``rank`` on every axis but ``axes``."""
-        mine = self.coordinates(rank)
-        return tuple(
-            other
-            for other in range(self.world_size)
-            if all(index == mine[axis] for axis, index in self.coordinates(other).items() if axis not in axes)
-        )
+        first = self.rank_at({axis: index for axis, index in self.coordinates(rank).items() if axis not in axes})
+        return tuple(first + offset for offset in self._offsets(axes))
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The :meth:`peers` of all ranks, each group once, by its first rank. Takes time in proportion to the world."""
+        offsets = self._offsets(axes)
+        firsts = self._offsets(tuple(axis for axis in AXES if axis not in axes))
+        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+
+    def _offsets(self, axes: tuple[str, ...]) -> list[int]:
+        """Global ranks, ascending, of the coordinates that are 0 on every axis but ``axes``."""
+        offsets, stride = [0], 1
+        for axis in reversed(AXES):
+            if axis in axes:
+                offsets = [index * stride + offset for index in range(self.sizes[axis]) for offset in offsets]
+            stride *= self.sizes[axis]
+        return offsets
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,7 @@ class Topology:
         """This process's data-parallel coordinate."""
         return self.mesh.dp_rank(self.process.rank)
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """Number of data-parallel coordinates."""
         return self.mesh.dp_size

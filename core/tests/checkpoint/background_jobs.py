@@ -48,9 +48,9 @@ def held_back(seconds=None):
     gate = threading.Event()
     write = saver.SaveWork._write
 
-    def late(self, folder):
+    def late(self):
         assert gate.wait(seconds if seconds is not None else 30) or seconds is not None
-        return write(self, folder)
+        return write(self)
 
     saver.SaveWork._write = late
     try:
@@ -196,13 +196,13 @@ def planning_job(folder, backend):
     moment are read back.
     """
     planned = []
-    offer = saver.SaveWork._offer
+    make_plan = saver.make_plan
 
-    def counted(self, problem):
+    def counted(*args):
         planned.append(1)
-        return offer(self, problem)
+        return make_plan(*args)
 
-    saver.SaveWork._offer = counted
+    saver.make_plan = counted
     accelerator = Accelerator(cpu=True, config=load_config(overrides={"distributed_type": backend}, environ={}))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.backend import RunSettings, Trainable
 from drivetrain.backends import portable
-from drivetrain.checkpoint import Rng, TrainingState, load, save
+from drivetrain.checkpoint import TrainingState, load, save, saver
 from drivetrain.distributed.current import World
-from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
+from drivetrain.distributed.rng import set_seed
 from drivetrain.launch.environment import read_process_info
 
 
@@ -74,10 +75,6 @@ class Counter:
         self.state = state
 
 
-def rng():
-    return Rng(lambda: capture_rng("cpu"), lambda tree: restore_rng(tree, "cpu"), set_seed)
-
-
 @contextlib.contextmanager
 def started():
     backend = World(RunSettings(process=read_process_info(), device_type="cpu"))
@@ -131,7 +128,7 @@ def run_state(net, optimizer, scheduler, counter=None):
     objects = {"scheduler.0": scheduler}
     if counter is not None:
         objects["custom.0"] = counter
-    return TrainingState([Plain(net, [optimizer])], objects, {"step": 0}, rng())
+    return TrainingState([Plain(net, [optimizer])], objects, {"step": 0}, rng=True)
 
 
 def whole(tensor):
@@ -215,6 +212,53 @@ def differing_job(path):
             warnings.simplefilter("always")
             save(path, TrainingState([], {"custom.0": counter}), backend)
         return [str(one.message) for one in caught]
+
+
+def refused_warning_job(path):
+    """A difference between ranks, where the script turns warnings into errors; the error's class and text."""
+    with started() as backend, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counter = Counter()
+        counter.state = {"rank": backend.topology.rank}
+        try:
+            save(path, TrainingState([], {"custom.0": counter}), backend)
+        except Exception as problem:
+            return type(problem).__name__, str(problem), Path(path).exists()
+        return None
+
+
+def refused_remark_job(path):
+    """Load what more processes have random state of, where the script turns warnings into errors."""
+    with started() as backend:
+        state = run_state(*build("replicated", 0), Counter())
+        before = torch.get_rng_state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                load(path, state, backend)
+            except Exception as problem:
+                return type(problem).__name__, str(problem), torch.equal(before, torch.get_rng_state())
+        return None
+
+
+def older_plan_job(folder):
+    """Saves of one layout, before the third of which a rank keeps another save's plan; how many were planned."""
+    planned, make_plan = [], saver.make_plan
+
+    def counted(*args):
+        planned.append(1)
+        return make_plan(*args)
+
+    saver.make_plan = counted
+    with started() as backend:
+        keeper, state = saver.Saver(backend), run_state(*build("sharded", 0))
+        counts = []
+        for number in range(4):
+            if number == 2 and backend.topology.rank == 1:
+                keeper._plan = replace(keeper._plan, made_for="another save")
+            keeper.save(folder / str(number), state)
+            counts.append(len(planned))
+        return counts
 
 
 def limited_job(path, limit):
@@ -340,12 +384,12 @@ def resume_for_ever(folder):
             naming.resumed(load(naming.latest(), state, backend))
         while True:
             train(net, optimizer, scheduler, 1)
+            number = naming.claim_next()
             with torch.no_grad():
-                net.gain.fill_(naming.iteration)
-            state.counters["step"] = naming.iteration
-            path = naming.next_path()
-            save(path, state, backend, info={"iteration": naming.iteration})
-            naming.saved(path)
+                net.gain.fill_(number)
+            state.counters["step"] = number
+            save(naming.path, state, backend, info={"iteration": number})
+            naming.prune(naming.path)
 
 
 def resume_once(folder):

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import checkpoint_jobs
 
-from drivetrain.checkpoint import BackgroundSaver, Naming, inspect, load, save
+from drivetrain.checkpoint import Naming, Saver, inspect, load
 from drivetrain.checkpoint.tensors import read_tensor
 from drivetrain.errors import CheckpointError
 
@@ -61,7 +61,8 @@ def advance(run):
 
 def next_path(backend, naming):
     """The next checkpoint's folder; the main process holds the one above it."""
-    return backend.broadcast_object(naming.next_path() if backend.topology.rank == 0 else None)
+    naming.iteration = backend.broadcast_object(naming.claim_next() if backend.topology.rank == 0 else None)
+    return naming.path
 
 
 def save_for_ever(folder, beside):
@@ -69,7 +70,7 @@ def save_for_ever(folder, beside):
     with checkpoint_jobs.started() as backend:
         run = resumed(backend, folder)
         state, naming = run[3:]
-        saver = BackgroundSaver(backend)
+        saver = Saver(backend)
         while True:
             info = advance(run)
             if beside:
@@ -78,7 +79,7 @@ def save_for_ever(folder, beside):
                 saver.start(path, state, info=info, afterwards=partial(naming.prune, path))
             else:
                 path = next_path(backend, naming)
-                save(path, state, backend, info=info)
+                saver.save(path, state, info=info)
                 if backend.topology.rank == 0:
                     naming.prune(path)
                 backend.barrier()
@@ -218,7 +219,7 @@ def full_disk_job(folder, times, small=False):
         Path(folder).mkdir(parents=True, exist_ok=True)
         run = resumed(backend, folder)
         state, naming = run[3:]
-        saver = BackgroundSaver(backend)
+        saver = Saver(backend)
         problems, errors = [], []
         for number in range(times):
             chance = random.Random(number)
@@ -231,7 +232,7 @@ def full_disk_job(folder, times, small=False):
                         advance(run)
                         saver.wait()
                     else:
-                        save(path, state, backend, info=info)
+                        saver.save(path, state, info=info)
             except CheckpointError as problem:
                 errors.append(str(problem))
             naming.iteration += 1

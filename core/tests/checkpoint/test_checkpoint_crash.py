@@ -43,8 +43,7 @@ for kill in range(20):
     inspection = inspect(path)
     manifest = inspection.manifest
     chunk = manifest.tensors["model.gain"].chunks[0]
-    (gain,) = TensorFile(path / chunk.file).read([(chunk.key, torch.float32, (1,))])
-    gain = gain.item()
+    gain = TensorFile(path / chunk.file).read(chunk.key, torch.float32, (1,)).item()
     leftovers = sum(one.name.startswith(".") for one in folder.iterdir())
     reports.append([inspection.problems, manifest.info["iteration"], manifest.counters["step"], gain, leftovers])
 print(json.dumps(reports))

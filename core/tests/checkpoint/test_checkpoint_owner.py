@@ -140,7 +140,7 @@ from drivetrain.checkpoint import Naming
 from drivetrain.checkpoint.folder import commit, data_folder, stage
 from drivetrain.checkpoint.manifest import Manifest
 folder = Path(sys.argv[1])
-target = Naming(folder).next_path() if sys.argv[2] == "numbered" else folder
+target = folder / f"checkpoint_{Naming(folder).claim_next()}" if sys.argv[2] == "numbered" else folder
 commit(stage(target), target, Manifest("B", {}, 1, 0.0, info={"iteration": 0}))
 print("saved", flush=True)
 time.sleep(600)
@@ -217,12 +217,13 @@ def test_of_two_first_saves_at_a_new_path_the_second_raises(lingering, tmp_path)
 
 def test_a_writer_that_was_taken_for_dead_raises_and_changes_nothing(tmp_path):
     naming = Naming(tmp_path / "checkpoints", total_limit=1)
-    path = naming.next_path()
-    commit(stage(path), path, Manifest("B", {}, 1, 0.0))
-    second = naming.next_path()
+    naming.claim_next()
+    commit(stage(naming.path), naming.path, Manifest("B", {}, 1, 0.0))
+    naming.claim_next()
+    second = naming.path
     staging = stage(second)
     file = tmp_path / ".checkpoints.owner.json"
-    other = json.loads(file.read_text()) | {"token": "another", "host": "there", "machine": "there"}
+    other = json.loads(file.read_text()) | {"machine": "there/boot/1"}
     file.write_text(json.dumps(other))
     before = contents(tmp_path / "checkpoints/checkpoint_0")
     with pytest.raises(CheckpointError, match=r"belongs to process .* on there"):
@@ -231,22 +232,22 @@ def test_a_writer_that_was_taken_for_dead_raises_and_changes_nothing(tmp_path):
     assert contents(tmp_path / "checkpoints/checkpoint_0") == before
 
 
-def of_another_machine(folder, **changed):
+def of_another_machine(folder):
     """Let the folder be held by a process elsewhere."""
     owners.claim(folder)
     file = folder / owners.OWNER
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "there", "token": "theirs", **changed}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "there/boot/1"}))
     owners.release()
     return file
 
 
 def test_elsewhere_an_owner_lives_while_it_renews_its_file(tmp_path, monkeypatch, caplog):
-    file = of_another_machine(tmp_path, host="there")
+    file = of_another_machine(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda _: os.utime(file))
     with pytest.raises(CheckpointError, match="on there, which is alive"):
         owners.claim(tmp_path)
     assert "waiting up to" in caplog.text
-    assert json.loads(file.read_text())["token"] == "theirs"
+    assert json.loads(file.read_text())["machine"] == "there/boot/1"
 
 
 def test_elsewhere_an_owner_is_dead_that_renews_nothing(tmp_path, monkeypatch):

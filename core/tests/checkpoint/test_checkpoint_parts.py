@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from drivetrain.checkpoint import Naming
+from drivetrain.checkpoint import FileEntry, Naming, loader
 from drivetrain.checkpoint.folder import discard, stage, sweep
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, stored_name
-from drivetrain.checkpoint.tensors import Source, TensorFile, in_shards, layout_of, raw_bytes, write_tensors
+from drivetrain.checkpoint.saver import layout_of
+from drivetrain.checkpoint.tensors import Source, TensorFile, raw_bytes, write_tensors
 from drivetrain.checkpoint.tree import Encoder, decode
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -156,8 +159,7 @@ def test_any_dtype_shape_and_box_is_read_as_it_was_written(tmp_path_factory, spe
     for name, tensor in tensors.items():
         start = [data.draw(st.integers(0, max(size - 1, 0))) for size in tensor.shape]
         box = [slice(low, data.draw(st.integers(low, size))) for low, size in zip(start, tensor.shape, strict=True)]
-        request = (name, tensor.dtype, tensor.shape)
-        (whole,), (part,) = file.read([request]), file.read([request], [box])
+        whole, part = file.read(name, tensor.dtype, tensor.shape), file.read(name, tensor.dtype, tensor.shape, box)
         assert bits(whole) == bits(tensor)
         assert bits(part) == bits(tensor[tuple(box)])
 
@@ -213,8 +215,7 @@ def test_only_the_oldest_complete_ones_beyond_the_limit_are_deleted(tmp_path):
     for number in range(1, 5):
         complete(tmp_path / f"checkpoint_{number}", number)
     naming = Naming(tmp_path, total_limit=2, iteration=4)
-    assert naming.saved(tmp_path / "checkpoint_4") == [tmp_path / "checkpoint_1", tmp_path / "checkpoint_2"]
-    assert naming.iteration == 5
+    assert naming.prune(tmp_path / "checkpoint_4") == [tmp_path / "checkpoint_1", tmp_path / "checkpoint_2"]
     assert {path.name for path in tmp_path.iterdir()} == {"best", "checkpoint_0", "checkpoint_3", "checkpoint_4"}
 
 
@@ -222,8 +223,8 @@ def test_numbers_go_on_after_a_resume_and_never_meet_another_runs(tmp_path):
     for number in range(4):
         complete(tmp_path / f"checkpoint_{number}", number)
     naming = Naming(tmp_path)
-    naming.resumed(Manifest("B", {}, 1, 0.0, info={"iteration": 1}))
-    assert naming.next_path() == tmp_path / "checkpoint_4"
+    assert naming.resumed(Manifest("B", {}, 1, 0.0, info={"iteration": 1})) == 4
+    assert naming.claim_next() == 4
 
 
 def test_a_limit_of_nothing_is_refused(tmp_path):
@@ -269,11 +270,25 @@ def test_the_manifest_is_read_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path.home())
 
 
+def test_each_file_is_checked_by_one_rank_and_no_rank_gets_all_large_ones(tmp_path, monkeypatch):
+    generator, sizes = random.Random(0), (0, 1, 5, 5, 9, 100)
+    files = {f"file{index}": FileEntry(generator.choice(sizes), 0) for index in range(50)}
+    manifest = Manifest("B", {}, 1, 0.0, files=files)
+    for world in (1, 3, 16):
+        checked = [[] for _ in range(world)]
+        for rank in range(world):
+            monkeypatch.setattr(loader, "check_file", lambda folder, name, _, mine=checked[rank]: mine.append(name))
+            loader._check_share(tmp_path, manifest, SimpleNamespace(rank=rank, world_size=world))
+        assert sorted(name for names in checked for name in names) == sorted(files)
+        loads = [sum(files[name].size for name in names) for names in checked]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
 def test_one_element_out_of_a_strided_tensor_is_written():
     element = torch.arange(8, dtype=torch.int16)[::2][1:2]
     assert element.is_contiguous()
     assert element.stride(0) == 2
-    assert [bytes(one) for one in raw_bytes([element])] == [b"\x02\x00"]
+    assert bytes(raw_bytes(element)) == b"\x02\x00"
 
 
 class Cut:
@@ -290,7 +305,6 @@ class Cut:
 
 def test_a_layout_tells_where_the_parts_of_a_tensor_lie():
     tensors = {"whole": torch.zeros(4), "cut": Cut(0)}
-    assert in_shards(tensors) == {"cut"}
     assert layout_of(tensors) == layout_of({"whole": torch.ones(4), "cut": Cut(0)})
     assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": Cut(2)})
     assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": torch.zeros(4)})

@@ -103,6 +103,21 @@ def test_an_object_that_differs_between_ranks_is_named(jobs, tmp_path):
     assert second == []
 
 
+def test_a_warning_that_is_an_error_fails_every_rank(jobs, written, tmp_path):
+    for kind, text, exists in spawn(jobs.refused_warning_job, 3, tmp_path / "ckpt"):
+        assert kind == "CheckpointError"
+        assert "rank 0 of 3: could not write its part of the checkpoint: UserWarning: custom.0 has another" in text
+        assert not exists
+    for kind, text, unchanged in spawn(jobs.refused_remark_job, 3, written("replicated", 2)[0]):
+        assert kind == "CheckpointError"
+        assert "rank 0 of 3: could not make sense of the checkpoint: UserWarning: the checkpoint holds the" in text
+        assert unchanged
+
+
+def test_a_plan_is_kept_while_all_ranks_keep_the_same_one(jobs, tmp_path):
+    assert spawn(jobs.older_plan_job, 3, tmp_path) == [[1, 1, 2, 2]] * 3
+
+
 def test_a_sharded_object_of_the_users_is_saved_sharded_and_resharded(jobs, tmp_path):
     saved = spawn(jobs.averaged_job, 2, tmp_path / "ckpt", True)[0]
     loaded = spawn(jobs.averaged_job, 4, tmp_path / "ckpt", False)[3]

@@ -107,7 +107,7 @@ def test_convert_without_its_distribution_says_what_to_type(saved, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
-    what = "checkpoints of other libraries are read and written by drivetrain-convert, which is not installed"
+    what = "reading and writing checkpoints of other libraries needs drivetrain-convert, which is not installed"
     assert done.stderr == f"error: {what}. Run: pip install drivetrain-convert\n"
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from drivetrain.api import CONTRACT
 
-HEAVY = {"torch", "numpy", "pydantic_core", "rich", "questionary"}
+HEAVY = {"torch", "numpy", "pydantic_core", "tqdm", "questionary"}
 
 
 def imported(arguments: list[str]) -> tuple[set[str], str]:
@@ -47,11 +47,11 @@ def test_no_torch_before_something_is_launched(arguments):
 
 def test_help_names_every_subcommand(drivetrain):
     words = drivetrain("--help").stdout
-    for name in ("backends", "checkpoint", "config", "env", "launch", "new-plugin", "test"):
+    for name in ("backends", "checkpoint", "check", "config", "env", "launch", "new-plugin", "test"):
         assert f"\n  {name} " in words
 
 
-def test_a_command_of_the_kit_is_told_with_its_cure_where_the_kit_is_not_installed(monkeypatch):
+def test_a_command_of_another_distribution_is_told_with_its_cure_where_that_is_not_installed(monkeypatch):
     from drivetrain.cli.main import Commands
     from drivetrain.registry import Registry
 
@@ -63,6 +63,8 @@ def test_a_command_of_the_kit_is_told_with_its_cure_where_the_kit_is_not_install
     done = run(Commands("drivetrain"), ["new-plugin", "mine"])
     assert done.exit_code == 2
     assert "The subcommand 'new-plugin' is not installed. Run: pip install drivetrain-testing" in done.output
+    done = run(Commands("drivetrain"), ["check", "train.py"])
+    assert "The subcommand 'check' is not installed. Run: pip install drivetrain-convert" in done.output
 
 
 def test_the_version(drivetrain):

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
-from drivetrain import Accelerator, ParallelismConfig, load_config, utils
+from drivetrain import Accelerator, DataLoaderDispatcher, DataLoaderShard, ParallelismConfig, load_config, utils
 from drivetrain.compat.absent import INSTEAD
-from drivetrain.data_loader import DataLoaderDispatcher, DataLoaderShard
 from drivetrain.errors import AbsentNameError, UsageError
 from drivetrain.utils import clear_environment, convert_outputs_to_fp32, convert_to_fp32, patch_environment
 from drivetrain_testing import spawn

@@ -37,7 +37,7 @@ def test_rows_without_a_backend_ask_no_registry(load):
 
 
 def test_the_default_file_gives_the_defaults(load, registry):
-    text = default_file(registry=registry)
+    text = default_file(registry)
     resolved = load(text)
     assert resolved.config == Config()
     assert resolved.sections == {}
@@ -45,28 +45,20 @@ def test_the_default_file_gives_the_defaults(load, registry):
 
 
 def test_every_key_of_the_default_file_is_explained(registry):
-    lines = default_file(registry=registry).splitlines()
+    lines = default_file(registry).splitlines()
     for number, line in enumerate(lines):
         if line.strip() and not line.lstrip().startswith("#"):
             assert lines[number - 1].lstrip().startswith("# "), line
 
 
 def test_its_sections_are_valid_once_uncommented(load, registry, alpha):
-    text = default_file(registry=registry)
+    text = default_file(registry)
     begin = text.index("# alpha:")
     section = "\n".join(line.removeprefix("# ") for line in text[begin:].splitlines())
     resolved = load(section)
     assert resolved.validated_section(alpha, "alpha") == alpha()
     assert set(resolved.section_for("alpha")) == set(alpha.model_fields)
     assert resolved.section_for("gamma") == {"depth": 1}
-
-
-def test_the_default_file_takes_answers(load, registry):
-    section = {"stage": 1, "wrapping.min_params": 7}
-    answers = {"mixed_precision": "no", "num_processes": 4, "mesh.tp": 2, "alpha": section}
-    resolved = load(default_file({**answers, "distributed_type": "alpha"}, registry))
-    assert resolved.config == Config(distributed_type="alpha", mixed_precision="no", num_processes=4, mesh={"tp": 2})
-    assert resolved.section == {"stage": 1, "wrapping": {"min_params": 7}}
 
 
 def test_the_default_file_of_this_installation(tmp_path):

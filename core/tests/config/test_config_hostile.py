@@ -212,8 +212,8 @@ def test_merged_keys_give_way_to_those_written_out_and_the_first_of_a_list_decid
     assert document.problems == []
     assert document.values["all"] == {"a": 1, "b": 1, "c": 3}
     assert document.values["again"] == {"b": 1, "a": {"x": 5}}
-    assert str(document.places["all", "c"]) == "c.yaml:3:28"
-    assert ("again", "a") in document.places
+    assert str(document.origins["all", "c"]) == "c.yaml:3:28"
+    assert ("again", "a") in document.origins
 
 
 @pytest.mark.parametrize(

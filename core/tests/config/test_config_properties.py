@@ -14,7 +14,9 @@ from drivetrain.config.locate import locate, write
 
 # Of all characters, NUL alone is refused: neither a path nor a name can hold it.
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
-words = st.text(string.ascii_letters + string.digits + "/._-", min_size=1, max_size=8)
+# `null` is how any layer takes a value back.
+letters = string.ascii_letters + string.digits + "/._-"
+words = st.text(letters, min_size=1, max_size=8).filter(lambda word: word != "null")
 VALUES = {
     "mixed_precision": st.sampled_from(["no", "bf16", "fp16"]),
     "gradient_accumulation_steps": st.integers(1, 64),

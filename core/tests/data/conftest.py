@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext
-from drivetrain.data.prepare import prepare_data_loader
+from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.topology import Mesh, ProcessInfo, Topology
 

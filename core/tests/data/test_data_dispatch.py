@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext
+from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.data.metrics import gather_for_metrics
-from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.errors import DrivetrainError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.topology import Mesh, ProcessInfo, Topology

@@ -9,8 +9,7 @@ from torch.utils.data import (
     DataLoader,
 )
 
-from drivetrain.data.loader import already_sharded
-from drivetrain.data.prepare import prepare_data_loader
+from drivetrain.data.loader import already_sharded, prepare_data_loader
 from drivetrain.errors import UsageError
 
 # Two or three workers are more than a small machine has processors; torch remarks on it.

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext, skip_first_batches
+from drivetrain.data.loader import LoadingContext, prepare_data_loader, skip_first_batches
 from drivetrain.data.metrics import gather, gather_for_metrics
-from drivetrain.data.prepare import prepare_data_loader
 from drivetrain.distributed.current import set_current_backend
 from drivetrain.distributed.nested import pad_across_processes
 from drivetrain.errors import CollectiveMismatchError, UsageError
@@ -160,7 +159,7 @@ def loops(context):
         if first.end_of_dataloader:
             break
     del last
-    world = context.dp_size
+    world = context.backend.topology.dp_size
     unrelated = gather_for_metrics(torch.arange(10), context).tolist()
     nested: list[list[int]] = []
     for outer in first:
@@ -190,8 +189,8 @@ def alignment(context):
     for batch in loader:
         if not loader.end_of_dataloader:
             # Nothing is repeated, so nothing needs to be aligned.
-            assert len(gather_for_metrics(torch.zeros(7), context)) == 7 * context.dp_size
-            assert gather_for_metrics(batch.sum(), context).shape == (context.dp_size,)
+            assert len(gather_for_metrics(torch.zeros(7), context)) == 7 * context.backend.topology.dp_size
+            assert gather_for_metrics(batch.sum(), context).shape == (context.backend.topology.dp_size,)
             continue
         for name, value in {
             "tensor": torch.zeros(7),
@@ -268,7 +267,7 @@ def repeated(context, size):
             losses += gather_for_metrics(loss.repeat(4), context).tolist()
             cut += gather(loss.repeat(4), context.backend).tolist()
             rows += gather(pad_across_processes(batch, backend=context.backend), context.backend).tolist()
-            assert len(gather(loss, context.backend)) == context.dp_size
+            assert len(gather(loss, context.backend)) == context.backend.topology.dp_size
         found[kind] = losses, cut[:size], rows[:size], len(losses)
     return found
 
@@ -294,7 +293,7 @@ def short_rank(context):
     seen = []
     set_current_backend(context.backend)
     for batch in numbers(context, 9, 2):
-        last = 8 // (2 * context.dp_size) * 2 * context.dp_size <= int(batch[0])
+        last = 8 // (2 * context.backend.topology.dp_size) * 2 * context.backend.topology.dp_size <= int(batch[0])
         if not last:
             gather_for_metrics(batch, context)
             continue

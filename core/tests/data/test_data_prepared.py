@@ -12,7 +12,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from drivetrain.data.prepare import prepare_data_loader
+from drivetrain.data.loader import prepare_data_loader
 from drivetrain.errors import UsageError
 
 N = 22

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain.data.prepare import prepare_data_loader
+from drivetrain.data.loader import prepare_data_loader
 
 N = 22
 

@@ -9,12 +9,12 @@ from drivetrain.launch.environment import (
     CONFIG,
     LAUNCHER,
     available_cores,
-    first_host,
     meeting_point,
     read_process_info,
     refuse_nested,
     worker_environment,
 )
+from drivetrain.launch.machines import first_host
 from drivetrain.topology import ProcessInfo
 
 TORCHRUN = {
@@ -91,7 +91,7 @@ def test_the_machine_follows_from_equal_shares():
 def test_half_an_environment_is_refused_and_what_was_seen_is_listed(changes, word):
     environ = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
     if "LOCAL_WORLD_SIZE" in changes and changes["LOCAL_WORLD_SIZE"] is None:
-        del environ["GROUP_WORLD_SIZE"]
+        del environ["GROUP_WORLD_SIZE"], environ["GROUP_RANK"]  # of which it would follow
     with pytest.raises(EnvironmentVariableError) as caught:
         read_process_info(environ)
     assert word in caught.value.what

@@ -136,3 +136,51 @@ def test_a_note_of_an_exception_does_not_stand_for_its_message(launch, script):
     """)
     done = launch("num_processes=1", path)
     assert "a remark\nrank 0 failed: ValueError: bang" in done.stderr
+
+
+PART = """
+    import sys, torch
+    from torch import nn
+    from drivetrain import Accelerator
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.low, self.high = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+        def forward(self, x, high):
+            return (self.high if high else self.low)(self.body(x))
+
+    accelerator = Accelerator()
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(30):
+        if sys.argv[1] == "none" and step == 25 and accelerator.process_index == 1:
+            import time
+            time.sleep(60)
+        high = sys.argv[1] == "other" and step == 25 and accelerator.process_index == 1
+        accelerator.backward(model(torch.ones(2, 8), high).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        ("fsdp", "other"),
+        ("deepspeed deepspeed.zero_stage=2", "other"),
+        ("deepspeed deepspeed.zero_stage=3", "other"),
+        ("ddp", "none"),
+        ("fsdp", "none"),
+    ],
+)
+def test_ranks_that_part_after_the_compared_steps_are_told_why(launch, script, backend, how):
+    pytest.importorskip(f"drivetrain_{backend.split()[0]}")
+    settings = SETTINGS.format(timeout=6) + f" distributed_type={backend}"
+    done = launch(settings, script(PART), how)
+    assert done.returncode, done.stderr
+    # Some engines still compare what they do then.
+    assert "ranks have not run the same submodules" in done.stderr
+    assert "Run every submodule on every rank" in done.stderr

@@ -13,8 +13,6 @@ import pytest
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.launch.dry_run import CommandLine, batch_file
-from drivetrain.launch.plan import LaunchPlan
 
 TRAIN = """
     import sys, time, torch
@@ -180,31 +178,6 @@ def test_a_step_without_a_prepared_loader_ends_with_the_optimizer(tmp_path):
         optimizer.step()
     assert stopped.value.code == 75
     assert (tmp_path / "interrupted/manifest.json").exists()
-
-
-def test_the_batch_file_submits_the_job_again_where_the_run_saves_itself():
-    typed = CommandLine((("num_processes", "8"),), (), ("train.py",))
-    plan = LaunchPlan(world_size=8, processes_here=8)
-    text = batch_file(plan, typed, accelerators=8, resumable=True)
-    assert "#SBATCH --requeue\n#SBATCH --signal=TERM@120\n#SBATCH --open-mode=append\n" in text
-    assert 'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\nexit "$code"\n' in text
-    assert "requeue" not in batch_file(plan, typed, accelerators=8)
-
-
-def test_the_batch_file_runs(tmp_path):
-    """Slurm's commands played by small programs: the job is submitted again after 75, and after nothing else."""
-    plan = LaunchPlan(world_size=2, processes_here=2)
-    text = batch_file(plan, CommandLine((), (), ("train.py",)), accelerators=0, resumable=True)
-    (tmp_path / "job.sbatch").write_text(text)
-    for name, body in {"scontrol": 'echo "scontrol $@" >> said', "srun": 'exit "$CODE"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    for code in (0, 1, 75):
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
-        environment |= {"SLURM_JOB_NODELIST": "node0", "SLURM_JOB_ID": "7"}
-        done = subprocess.run(["bash", "job.sbatch"], env=environment, cwd=tmp_path, check=False)
-        assert done.returncode == code
-        assert ("scontrol requeue 7" in (tmp_path / "said").read_text()) == (code == 75)
 
 
 def test_a_step_asks_nobody_until_one_rank_is_told(launch, script, tmp_path):

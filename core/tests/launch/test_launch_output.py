@@ -13,7 +13,7 @@ import pytest
 from drivetrain.config import load_config
 from drivetrain.config.schema import OutputConfig
 from drivetrain.errors import ConfigError
-from drivetrain.launch.output import TAIL, Pump, Route, Stream, check, describe, routes
+from drivetrain.launch.output import TAIL, Route, Stream, check, describe, routes
 
 INHERITED = Route(shown=True, prefixed=False, filed=False)
 PREFIXED = Route(shown=True, prefixed=True, filed=False)
@@ -131,19 +131,22 @@ def test_a_full_disk_is_told_once_and_ends_nothing(capsys):
     assert list(one.tail) == ["a", "b"]
 
 
-def test_the_pump_reads_everything_before_it_stops():
-    pump = Pump()
-    streams = [stream(rank, None) for rank in range(3)]
-    files = [os.fdopen(pump.connect(one), "w") for one, _ in streams]
+def test_everything_is_read_before_the_end():
+    lock, streams = threading.Lock(), [stream(rank, None) for rank in range(3)]
+    files = [os.fdopen(one.connect(lock), "w") for one, _ in streams]
     for file in files[:2]:  # nothing is ever written to the third
         file.write("x\n" * 10_000)
         file.flush()
     files[1].close()
-    pump.close()  # while the first is still open, as when a worker leaves a process behind
+    for one, _ in streams:
+        one.join(0.5)  # while the first is still open, as when a worker leaves a process behind
     assert [shown.getvalue().count("\n") for _, shown in streams] == [10_000, 10_000, 0]
-    assert not [thread for thread in threading.enumerate() if thread.name == "drivetrain-output"]
-    files[0].close()
-    files[2].close()
+    files[0].write("too late\n")
+    for file in files:
+        file.close()
+    for one, shown in streams:
+        one._thread.join(10)
+        assert "too late" not in shown.getvalue()
 
 
 SPEAK = """

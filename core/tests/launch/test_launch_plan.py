@@ -45,6 +45,12 @@ def test_unequal_shares_and_machines_without_a_meeting_point_are_refused():
         planned(num_processes=2, num_machines=2)
 
 
+def test_a_machine_beyond_the_number_of_machines_is_refused():
+    with pytest.raises(ConfigError, match="machine 2 does not exist among num_machines: 1") as caught:
+        planned(machine_rank=2)
+    assert "machine_rank" in caught.value.whose
+
+
 def test_a_backend_of_one_process_is_refused_for_two():
     with pytest.raises(BackendBlockedError, match="'single' trains in one process, but 2 were asked for") as caught:
         planned(distributed_type="single", num_processes=2)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.backend import ProcessGroupSettings, ProcessInfo
+from drivetrain.backend import ProcessGroupSettings
 from drivetrain.config import load_config
-from drivetrain.distributed.device import pick_device
-from drivetrain.distributed.process_group import ensure_process_group
+from drivetrain.distributed.process_group import ensure_process_group, pick_device
 from drivetrain.errors import BackendBlockedError, ConfigError
 from drivetrain.launch import plan as planning
 from drivetrain.launch.devices import (
@@ -25,6 +24,7 @@ from drivetrain.launch.devices import (
     known_kinds,
     take_inventory,
 )
+from drivetrain.topology import ProcessInfo
 
 UUIDS = [f"GPU-{index}a1b2c3d-0000-1111-2222-333344445555" for index in range(4)]
 CUDA = Inventory("cuda", "NVIDIA", tuple(Device(i, "H200", UUIDS[i], "9.0", 139 * 2**30) for i in range(4)))
@@ -154,8 +154,8 @@ def test_more_processes_than_accelerators_are_refused():
 def test_a_plugin_adds_a_kind_or_replaces_one():
     ours = kind_from({"type": "npu2", "visibility": "NPU2_DEVICES", "communication_backend": "x"})
     kinds = known_kinds([{"type": "tpu", "visibility": "MY_TPU", "communication_backend": "y"}])
-    assert ours.variable == "NPU2_DEVICES"
-    assert [kind.variable for kind in kinds if kind.type == "tpu"] == ["MY_TPU"]
+    assert ours.visibility == ("NPU2_DEVICES",)
+    assert [kind.visibility for kind in kinds if kind.type == "tpu"] == [("MY_TPU",)]
     assert len(kinds) == len(KINDS)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DistributedType
+from drivetrain.errors import UsageError
 
 
 class Configured(nn.Module):
@@ -229,3 +230,38 @@ def numbered(folder: str) -> list[Any]:
     latest = again.load_state()
     again.end_training()
     return [path.rsplit("/", 1)[1] for path in (*made, loaded, next_one, latest)]
+
+
+def known_denominator(length: int) -> torch.Tensor:
+    """Ragged sums over the parts of twelve rows, divided by the number of labels that count; the weights afterwards."""
+    accelerator = Accelerator(gradient_accumulation_steps=length)
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 1, -100, 3, -100, 1, 2, -100, -100, -100, 3, 0])
+    mine = torch.arange(12).chunk(accelerator.num_processes)[accelerator.process_index]
+    for rows in mine.chunk(length):
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            accelerator.backward(loss, denominator=7)
+            optimizer.step()
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+    accelerator.end_training()
+    return weights
+
+
+def lazy_layers(initialised: bool) -> str:
+    """What ``prepare`` says of a model with lazy layers."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1))
+    if initialised:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    said = ""
+    try:
+        accelerator.prepare(model)
+    except UsageError as error:
+        said = str(error)
+    accelerator.end_training()
+    return said

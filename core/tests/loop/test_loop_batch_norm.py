@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.backend import ProcessInfo
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
-from drivetrain.topology import Mesh, Topology
+from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import RankFailedError, spawn
 
 TWO = Topology(ProcessInfo(world_size=2), Mesh({"dp_replicate": 2}), "cpu")

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
-from drivetrain.errors import BackendBlockedError, EnvironmentVariableError, UsageError
+from drivetrain.errors import BackendBlockedError, EnvironmentVariableError, UnsupportedError, UsageError
 from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("facade_jobs", Path(__file__).with_name("facade_jobs.py"))
@@ -150,6 +151,40 @@ def test_one_window_is_all_means_or_all_sums():
     accelerator.end_training()
 
 
+def test_a_denominator_belongs_to_all_losses_of_a_window_and_needs_no_number_of_items():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum(), denominator=2.0)
+        with pytest.raises(UsageError, match="with a denominator and without it"):
+            accelerator.backward(model(torch.ones(1, 2)).mean())
+        with pytest.raises(UsageError, match="both num_items and denominator"):
+            accelerator.backward(model(torch.ones(1, 2)).sum(), num_items=1, denominator=2.0)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).mean(), denominator=2.0)
+    accelerator.end_training()
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).mean())
+        with pytest.raises(UsageError, match="with a denominator and without it"):
+            accelerator.backward(model(torch.ones(1, 2)).sum(), denominator=2.0)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_known_denominator_has_the_gradients_of_one_big_batch(world_size, length):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 1, -100, 3, -100, 1, 2, -100, -100, -100, 3, 0])
+    F.cross_entropy(model(x), y).backward()
+    expected = torch.cat([(one - 0.5 * one.grad).detach().reshape(-1) for one in model.parameters()])
+    for found in spawn(jobs.known_denominator, world_size, length):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
 def test_an_optimizer_without_a_prepared_model_is_refused_at_its_step():
     accelerator = Accelerator()
     weight = nn.Parameter(torch.ones(1))
@@ -157,6 +192,41 @@ def test_an_optimizer_without_a_prepared_model_is_refused_at_its_step():
     with pytest.raises(UsageError, match="Prepare its model too"):
         optimizer.step()
     accelerator.end_training()
+
+
+def test_a_closures_loss_comes_back_from_the_step():
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 1)).square().mean()
+        accelerator.backward(loss)
+        seen.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is seen[0]
+    assert len(seen) > 1
+    accelerator.end_training()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_models_of_torchscript_are_refused_in_words():
+    accelerator = Accelerator()
+    model = nn.Linear(3, 1)
+    with pytest.raises(UnsupportedError, match=r"Prepare the module that torch\.jit was given"):
+        accelerator.prepare(torch.jit.trace(model, torch.ones(2, 3)))
+    outer = accelerator.prepare(nn.Sequential(torch.jit.trace(model, torch.ones(2, 3)), nn.Tanh()))
+    assert outer(torch.ones(2, 3)).shape == (2, 1)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_lazy_layers_have_shapes_before_several_ranks_prepare_them(initialised):
+    for said in spawn(jobs.lazy_layers, 2, initialised):
+        assert said == "" if initialised else "Call the model once on a batch" in said
 
 
 def test_a_world_that_was_announced_is_never_ignored(monkeypatch):
@@ -250,4 +320,80 @@ def test_a_script_may_end_a_window_by_itself():
             optimizer.zero_grad()
             assert accelerator.sync_gradients is (number == 1)
     torch.testing.assert_close(model.weight.detach(), before - batches.mean((0, 1)))
+    accelerator.end_training()
+
+
+CLAMP = (lambda grad: grad.clamp(-0.1, 0.1)), "is not linear"
+LOOK = (lambda grad: None), "returns nothing"
+
+
+def windows_with(hook, *, accumulated=False, batches=2, **counted):
+    """The model after an epoch of windows of two micro-batches, with a hook on its weight."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    loader = DataLoader(torch.ones(batches, 2), batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    weight = model.weight
+    (weight.register_post_accumulate_grad_hook if accumulated else weight.register_hook)(hook)
+    try:
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum(), **counted)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        accelerator.end_training()
+    return model
+
+
+@pytest.mark.parametrize(("hook", "why"), [CLAMP, LOOK])
+def test_hooks_that_see_a_guess_at_the_number_of_items_are_refused(hook, why):
+    with pytest.raises(UsageError, match=rf"weight has a hook by register_hook that {why}.*denominator=n"):
+        windows_with(hook, num_items=1)
+    with pytest.raises(UsageError, match="finds what is accumulated so far"):
+        windows_with(lambda parameter: None, accumulated=True, num_items=1)
+
+
+@pytest.mark.parametrize("hook", [CLAMP[0], LOOK[0]])
+def test_hooks_are_given_true_gradients_where_the_denominator_is_known(hook):
+    windows_with(hook, denominator=2.0)
+    windows_with(hook)
+    # One backward is a window: its items are summed before it.
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 1))
+    model.weight.register_hook(hook)
+    accelerator.backward(model(torch.ones(1, 2)).sum(), num_items=1)
+    assert model.weight.grad.abs().max() <= 1
+    accelerator.end_training()
+
+
+def test_linear_hooks_see_a_guess_and_train_the_same():
+    plain = windows_with(lambda grad: None)
+    halved = windows_with(lambda grad: grad * 0.5, num_items=3)
+    # From the same start, by 0.1 * 1 and by 0.1 * 2 / 6 * 0.5.
+    torch.testing.assert_close(halved.weight - plain.weight, torch.full((1, 2), 0.1 - 0.1 / 6))
+
+
+def test_a_hook_that_is_not_linear_is_refused_in_a_window_that_is_shorter_than_expected():
+    with pytest.raises(UsageError, match=r"is not linear.*over how many samples"):
+        windows_with(CLAMP[0], batches=3)
+    # What it looks at is the gradient over the window's length, as in a plain loop.
+    windows_with(LOOK[0], batches=3)
+
+
+def test_a_hook_set_in_mid_run_is_tried():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(2, 1))
+
+    def half_a_window():
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum(), num_items=1)
+
+    for _ in range(2):
+        half_a_window()
+    model.bias.register_hook(CLAMP[0])
+    with pytest.raises(UsageError, match="bias has a hook"):
+        half_a_window()
     accelerator.end_training()

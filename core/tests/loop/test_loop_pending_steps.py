@@ -57,7 +57,7 @@ def test_a_pending_step_is_asked_about_before_the_next_one_and_not_earlier(run):
     assert device.asked == [3, 2]
     assert not optimizer.step_was_skipped
     assert device.asked == [3, 2, 1]
-    assert optimizer.applied == 2
+    assert optimizer.num_applied == 2
 
 
 @pytest.mark.parametrize("look", ["param_groups", "get_last_lr", "last_epoch", "state_dict"])
@@ -115,3 +115,14 @@ def test_every_step_is_handed_to_the_device(run, monkeypatch):
     step(*run)
     step(*run)
     assert len(calls) == 2
+
+
+def test_a_scheduler_that_is_called_in_each_micro_batch_moves_once_a_window(run):
+    accelerator, model, optimizer, scheduler = run
+    accelerator.gradient_accumulation_steps = 2
+    model._drivetrain.trainable.optimizer_step = Device(model._drivetrain.trainable, [False, True, False])
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            step(*run)
+    assert scheduler.get_last_lr() == [0.25]
+    assert optimizer.num_applied == 2

@@ -11,7 +11,7 @@ import torch
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
 from drivetrain.launch.environment import read_process_info
-from drivetrain.loop.profile import build_profiler, profile
+from drivetrain.loop.profile import profile
 from drivetrain.topology import Mesh, Topology
 from drivetrain_testing import spawn
 
@@ -53,5 +53,6 @@ def test_every_cycle_of_a_schedule_is_written(tmp_path: Path) -> None:
 def test_an_activity_that_this_torch_lacks_is_refused() -> None:
     handler = ProfileKwargs()
     handler.activities = ["abacus"]
-    with pytest.raises(UsageError, match="cannot profile abacus"):
-        build_profiler(handler)
+    topology = Topology(read_process_info(), Mesh({"dp_replicate": 1}), "cpu")
+    with pytest.raises(UsageError, match="cannot profile abacus"), profile(handler, topology):
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drivetrain.loop.precision import cast_output, policy_for
 from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("loop_jobs", Path(__file__).with_name("loop_jobs.py"))
@@ -147,3 +149,21 @@ def test_two_accelerators_with_different_settings_coexist(world):
 
 def test_runs_one_after_the_other_check_a_step_once():
     assert spawn(jobs.checks_of_steps_after, 1, 3) == [1]
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+    labels: torch.Tensor
+    name: str = "net"
+
+
+def test_outputs_in_a_dataclass_are_cast_as_those_in_a_dict():
+    policy = policy_for("bf16")
+    half = torch.ones(2, dtype=torch.bfloat16)
+    given = Output(half, [half, half], torch.ones(2, dtype=torch.int64))
+    for cast in (cast_output(given, policy), Output(**cast_output(vars(given), policy))):
+        assert (cast.logits.dtype, cast.hidden[1].dtype) == (torch.float32, torch.float32)
+        assert (cast.labels.dtype, cast.name) == (torch.int64, "net")
+    assert given.logits is half

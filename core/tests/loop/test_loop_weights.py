@@ -263,6 +263,20 @@ _each = lambda z: F.cross_entropy(z, _labels, reduction="none")  # noqa: E731
         lambda z: torch.stack((_each(z).sum(), z.pow(2).mean())).sum(),
         lambda z: 0.7 * F.cross_entropy(z, _labels, reduction="sum").double() / 1.5,
         lambda z: F.cross_entropy(z, _labels, reduction="sum") + 1e-2 * _layer.weight.pow(2).sum(),
+        # Whole numbers that count nothing of what is summed: constants, and the batch of all ranks.
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") / (ROWS - 1),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum") / (RANKS * ROWS),
+        lambda z: (z - _goals).pow(2).sum() / 7,
+        lambda z: (_each(z) / 4).sum(),
+        lambda z: (_each(z) * (_labels != 2)).sum() / (ROWS * RANKS),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum", ignore_index=2) / 3,
+        # Loops over single rows.
+        lambda z: sum(F.cross_entropy(z[i : i + 1], _labels[i : i + 1]) for i in range(ROWS)),
+        lambda z: sum(F.mse_loss(z[i], _goals[i]) for i in range(ROWS)),
+        lambda z: sum((z[i] - _goals[i]).pow(2).sum() for i in range(ROWS)) / 2,
+        lambda z: sum(_each(z)),
+        lambda z: sum(_each(z)[i] for i in range(ROWS)),
+        lambda z: torch.stack([F.mse_loss(z[i], _goals[i]) for i in range(ROWS)]).sum(),
     ],
 )
 def test_a_sum_over_the_batch_is_found(loss):
@@ -279,7 +293,15 @@ def test_a_sum_over_the_batch_is_found(loss):
         lambda z: F.cross_entropy(z, _labels, reduction="sum") / len(z),
         lambda z: F.cross_entropy(z, _labels, reduction="sum") * (1 / len(z)),
         lambda z: F.cross_entropy(z, _labels, reduction="sum") / (_labels != 2).sum(),
-        lambda z: F.cross_entropy(z, _labels, reduction="sum") / int((_labels != 2).sum()),
+        lambda z: F.cross_entropy(z, _labels, reduction="sum", ignore_index=2) / int((_labels != 2).sum()),
+        lambda z: (_each(z) * (_labels != 2)).sum() / int((_labels != 2).sum()),
+        lambda z: _each(z)[_labels != 2].sum() / 4,
+        lambda z: _each(z).masked_fill(_labels == 2, 0).sum() / 4,
+        lambda z: torch.where(_labels != 2, _each(z), 0).sum() / 4,
+        lambda z: sum(_each(z)) / ROWS,
+        lambda z: sum(F.mse_loss(z[i], _goals[i]) for i in range(ROWS)) * RANKS,
+        lambda z: sum(F.mse_loss(z[:, i], _goals[:, i]) for i in range(ROWS)),
+        lambda z: F.mse_loss(z, _goals) + sum(_layer.weight[i].pow(2).mean() for i in range(ROWS)),
         lambda z: F.mse_loss(z, _goals, reduction="sum") / z.numel(),
         lambda z: F.mse_loss(z, _goals, reduction="sum") * (1 / z.numel()),
         lambda z: (_each(z) / len(z)).sum(),
@@ -317,22 +339,37 @@ def test_what_is_no_sum_over_the_batch_or_not_surely_passes(loss):
     assert not sums_over_batch(loss(_layer(torch.randn(ROWS, 6))), ROWS, RANKS)
 
 
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda z: F.cross_entropy(z, _labels, reduction="sum") / (RANKS * ROWS), True),
+        (lambda z: (_each(z) / (RANKS * ROWS)).sum(), True),
+        (lambda z: F.cross_entropy(z, _labels, reduction="sum") / ROWS, False),
+        # More than there are elements: it counts nothing of the sum.
+        (lambda z: F.cross_entropy(z, _labels, reduction="sum") / (RANKS * ROWS + 1), True),
+    ],
+)
+def test_a_sum_that_is_divided_by_the_rows_of_all_ranks_is_found(loss, found):
+    assert sums_over_batch(loss(_layer(torch.randn(ROWS, 6))), ROWS, RANKS) is found
+
+
 def test_a_sum_over_one_row_is_its_mean():
     assert not sums_over_batch(_layer(torch.randn(1, 6)).pow(2).sum(), 1, RANKS)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("factor", [False, True])
-def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, factor):
-    for said in spawn(jobs.summed, world, factor):
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, factor, by_function):
+    for said in spawn(jobs.summed, world, factor, by_function):
         if world == 1 or factor:
             model = jobs.make_model()
             x, y = jobs.make_data(12)
             F.cross_entropy(model(x), y, reduction="sum").backward()
             torch.testing.assert_close(said, [each.grad for each in model.parameters()], **TOLERANCE)
         else:
-            assert "the loss is a sum over this rank's 4 rows, and backward() averages over 3 ranks" in said
-            assert "accelerator.backward(loss * accelerator.num_processes)" in said
+            assert "the loss is a sum over this rank's 4 rows, and losses are averaged over 3 ranks" in said
+            assert "multiply the loss by accelerator.num_processes" in said
 
 
 def test_each_kind_of_loss_is_looked_at():

@@ -207,16 +207,32 @@ def count_items(steps: int, factor: float = 1.0) -> list[Tensor]:
     return result
 
 
-def summed(factor: bool) -> Any:
-    """One batch of 12 over all ranks, with a loss that is a sum; its gradients, or what was refused."""
+def summed(factor: bool, by_function: bool) -> Any:
+    """One batch of 12 over all ranks, with a loss that is a sum; its gradients, or what was refused.
+
+    Args:
+        factor: it is multiplied by the number of processes.
+        by_function: by ``train_step``, and a step of plain gradient descent with the learning rate 1.
+    """
     accelerator = Accelerator()
-    model, loader = accelerator.prepare(
-        make_model(), DataLoader(dataset(12), batch_size=12 // accelerator.num_processes)
+    model = make_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model, _optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        DataLoader(dataset(12), batch_size=12 // accelerator.num_processes),
     )
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        loss = F.cross_entropy(output, batch[1], reduction="sum")
+        return loss * accelerator.num_processes if factor else loss
+
     try:
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y, reduction="sum")
-            accelerator.backward(loss * accelerator.num_processes if factor else loss)
+        for batch in loader:
+            if by_function:
+                accelerator.train_step(model, batch, loss_fn)
+                return [one - parameter.detach() for one, parameter in zip(before, model.parameters(), strict=True)]
+            accelerator.backward(loss_fn(model(batch[0]), batch))
         return [parameter.grad.clone() for parameter in model.parameters()]
     except UsageError as error:
         return str(error)

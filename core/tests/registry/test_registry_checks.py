@@ -76,7 +76,9 @@ def test_no_default_says_why_and_what_to_install(toys):
     kind, sentence = toys.ask("""
         from drivetrain.registry import Registry
         from importlib.metadata import entry_points
-        registry = Registry([p for p in entry_points(group='drivetrain') if p.name in {'best', 'single'}])
+        found = [p for p in entry_points(group='drivetrain') if p.name in {'best', 'single'}]
+        hooks = [p for p in entry_points(group='drivetrain.hooks') if p.module == 'drivetrain.backends.plugin']
+        registry = Registry([*found, *hooks])
         answer = registry.default(4)
     """)
     assert kind == "BackendNotFoundError"

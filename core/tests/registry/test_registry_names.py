@@ -170,7 +170,7 @@ def test_distributed_type_resolves_aliases_and_lowers_what_nobody_brings(toys):
     assert toys.ask("""
         from drivetrain.compat.names import DistributedType
         answer = [DistributedType.SOUND_ALIAS, DistributedType.NO, DistributedType.NEVER_HEARD_OF,
-                  DistributedType.NEVER_HEARD_OF, hasattr(DistributedType, 'no'), hasattr(DistributedType, '__len__')]
+                  DistributedType.NEVER_HEARD_OF, hasattr(DistributedType, 'no'), hasattr(DistributedType, '__next__')]
     """) == ["sound", "single", "never_heard_of", "never_heard_of", False, False]
 
 

@@ -307,7 +307,7 @@ def parts_of(scenario: Scenario, step: Step, number: int, dp_size: int) -> Parts
         scenario.window,
         "items" if scenario.by_items else "labels" if scenario.counted else "samples",
         scenario.max_norm,
-        2.0 ** round(math.log2(max(_items_known(scenario, first), 1.0))) if scenario.by_items else 0.0,
+        _divisor(scenario, first, len(micro), denominator) if scenario.by_items else 0.0,
     )
 
 
@@ -325,11 +325,16 @@ def _gradients(scenario: Scenario, step: Step, x: Tensor, y: Tensor) -> tuple[Gr
     return found, float(items)
 
 
-def _items_known(scenario: Scenario, first: int) -> float:
-    """The items that a window's scale is made from: of the window before, in a run's first one of its first batch."""
+def _divisor(scenario: Scenario, first: int, num_micro: int, denominator: float) -> float:
+    """What the losses of a window are divided by until its items are known; the denominator where one is the window.
+
+    A power of two near the items of the window before, in a run's first window of its first batch.
+    """
+    if num_micro == 1:
+        return denominator
     rows = scenario.global_batch
     labels = scenario.tensors()[1][max(first - scenario.window, 0) * rows : max(first, 1) * rows]
-    return float(models.num_items(labels))
+    return 2.0 ** round(math.log2(max(float(models.num_items(labels)), 1.0)))
 
 
 def norms(actual: Sequence[float], expected: Sequence[float], max_norm: float | None, dp_size: int) -> str:

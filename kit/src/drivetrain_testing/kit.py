@@ -126,6 +126,7 @@ class Kit:
         setup: see there.
         folder: an empty folder that all ranks see.
         model: ``"module:build"`` of a model of the user's, else empty.
+        layouts: those of this world, see :class:`BaseRequirements`.
         timeout: seconds that the ranks of one case may take.
         made: the accelerators that the case made in this rank; ended by :func:`run_in_rank`.
     """
@@ -138,6 +139,7 @@ class Kit:
     setup: str
     folder: str
     model: str = ""
+    layouts: tuple[Mapping[str, Any], ...] = ()
     timeout: float = 60.0
     made: list[Accelerator] = field(default_factory=list)
 
@@ -160,6 +162,7 @@ class Kit:
             requirements.setup,
             str(folder),
             model or requirements.model,
+            tuple(requirements.layouts.get(world_size, ())),
         )
 
     @classmethod

@@ -67,7 +67,7 @@ def spawn(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> list[T]:

@@ -23,6 +23,8 @@ class BaseRequirements:
         unused_parameters: additions to the section under which parameters may stay without a gradient.
         axis_sections: by mesh axis, the config section under which that axis is tried alone; empty where the backend's
             defaults will do.
+        layouts: by world size, further configurations under which ``drivetrain test`` is run: each a mapping of keys of
+            the configuration file, such as ``{"mesh": {"dp_replicate": 2, "tp": 2}}`` or a section of the backend.
         device: device type to train on; ``None`` = the best there is.
         atol: largest difference from the single-process run in float32.
         atol_reason: why ``atol`` is larger than the kit's own; needed then.
@@ -43,6 +45,7 @@ class BaseRequirements:
     mesh: ClassVar[Mapping[int, Mapping[str, int]]] = {}
     unused_parameters: ClassVar[Mapping[str, Any] | None] = {}
     axis_sections: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    layouts: ClassVar[Mapping[int, Iterable[Mapping[str, Any]]]] = {}
     device: ClassVar[str | None] = "cpu"
     atol: ClassVar[float] = 1e-6
     atol_reason: ClassVar[str] = ""

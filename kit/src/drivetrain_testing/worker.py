@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its log."""
+
+KEPT_SECONDS = 2.0
+"""How long a destroyed process group is kept alive; see :func:`_keep_destroyed_groups`."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,40 @@ def run(task: Task, report: Connection) -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
     faulthandler.dump_traceback_later(task.deadline_seconds, exit=True)
+    _keep_destroyed_groups()
     outcome = _outcome(task)
     report.send_bytes(pickle.dumps(outcome))
     report.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if outcome.value is not None else 1)
+
+
+def _keep_destroyed_groups() -> None:
+    """Let the process groups of this rank live on after they are destroyed, for :data:`KEPT_SECONDS` or to its end.
+
+    The destructor of a gloo group waits for the group's threads and holds the interpreter lock meanwhile, and a thread
+    that has just ended a collective takes that lock to release Python objects. Whoever drops the last reference then
+    hangs: the destruction itself, or a wrapped model that outlives it (DDP on two ranks: about every third run).
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    destroy = distributed_c10d.destroy_process_group
+    kept: deque[tuple[float, list[Any]]] = deque()
+
+    @functools.wraps(destroy)
+    def keeping(group: Any = None) -> None:
+        now = time.monotonic()
+        while kept and now - kept[0][0] > KEPT_SECONDS:
+            kept.popleft()
+        kept.append((now, list(distributed_c10d._world.pg_map)))  # noqa: SLF001 - no public list of them
+        destroy(group)
+
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = keeping
 
 
 def _redirect(log: str) -> None:

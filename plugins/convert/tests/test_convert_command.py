@@ -1,4 +1,4 @@
-"""``drivetrain checkpoint convert`` as a user runs it."""
+"""``drivetrain checkpoint convert`` and ``drivetrain check`` as a user runs them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ def test_its_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
     assert "--parameters" in done.stdout, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) is False
+
+
+def test_check_is_found_and_imports_no_torch(tmp_path):
+    names = "Accelerator, FullyShardedDataParallelPlugin, cpu_offload"
+    (tmp_path / "train.py").write_text(f"from drivetrain import {names}\nimport accelerate.utils.fsdp_utils\n")
+    code = (
+        "import json, sys\nfrom drivetrain.cli.main import drivetrain\n"
+        f"try: drivetrain.main(['check', {str(tmp_path / 'train.py')!r}], standalone_mode=False)\n"
+        "except SystemExit as end: print(json.dumps([end.code, 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
+    assert "train.py:1: raises: there is no cpu_offload here." in done.stdout, done.stderr
+    assert "train.py:2: differs: accelerate.utils.fsdp_utils is Accelerate's." in done.stdout
+    assert "Plugin" not in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == [1, False]

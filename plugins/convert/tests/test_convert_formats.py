@@ -14,10 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from drivetrain.api import CheckpointError, UnsupportedError, checkpoint, get_registry, hookimpl
+from drivetrain.api import CheckpointError, UnsupportedError, checkpoint
 from drivetrain_convert import CheckpointFormat, ForeignCheckpoint, convert, convert_to
 from drivetrain_convert.command import convert as command
-from drivetrain_convert.formats import load_format
+from drivetrain_convert.formats import installed_formats, load_format
 
 
 class Diary(CheckpointFormat):
@@ -51,19 +51,23 @@ class Silent(CheckpointFormat):
         raise CheckpointError("empty")
 
 
+def install(site, monkeypatch, name, *formats):
+    """Put a distribution beside the installed ones."""
+    folder = site / f"{name}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{each} = formats_of_a_test:{each.capitalize()}" for each in formats]
+    (folder / "entry_points.txt").write_text("\n".join(["[drivetrain.checkpoint_formats]", *lines]))
+    monkeypatch.syspath_prepend(site)
+
+
 @pytest.fixture
-def formats(monkeypatch):
+def formats(monkeypatch, tmp_path_factory):
     module = types.ModuleType("formats_of_a_test")
     module.Diary, module.Silent = Diary, Silent
     sys.modules[module.__name__] = module
 
-    class Plugin:
-        @hookimpl
-        def drivetrain_checkpoint_formats(self):
-            return {"diary": "formats_of_a_test:Diary", "silent": "formats_of_a_test:Silent"}
-
-    monkeypatch.setattr("drivetrain.registry._registries", [])  # One of this test's own.
-    get_registry().register(Plugin(), name="diaries")
+    install(tmp_path_factory.mktemp("site"), monkeypatch, "diaries", "diary", "silent")
     yield
     del sys.modules[module.__name__]
 
@@ -71,7 +75,7 @@ def formats(monkeypatch):
 def test_it_is_recognised_read_and_written(formats, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0, 2.5]}')
-    assert {"diary", "silent"} <= set(get_registry().checkpoint_formats())
+    assert {"diary", "silent"} <= set(installed_formats())
     for kind in ("auto", "diary"):
         assert convert(tmp_path / "theirs", tmp_path / kind, kind).kind == "a diary"
     assert checkpoint.inspect(tmp_path / "auto").manifest.tensors["model.weight"].shape == (2,)
@@ -112,6 +116,12 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
     with pytest.raises(CheckpointError, match="holds 1 model"):
         convert_to(tmp_path / "ours", tmp_path / "back", "diary", index=1)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_one_name_of_two_plugins_is_refused(formats, monkeypatch, tmp_path):
+    install(tmp_path, monkeypatch, "ledgers", "diary")
+    with pytest.raises(CheckpointError, match=r"named 'diary': (diaries|ledgers) 1\.0 and (diaries|ledgers) 1\.0"):
+        load_format("silent")
 
 
 def test_a_format_of_a_plugin_that_is_not_installed_says_what_to_type(monkeypatch):

@@ -196,3 +196,43 @@ def drifting() -> str:
 def test_hooks_that_do_otherwise_on_each_rank_are_noticed() -> None:
     for said in spawn(drifting, RANKS):
         assert "same on all ranks" in said
+
+
+def counted(ranks: int, how: str) -> list[Tensor]:
+    """Ragged numbers of samples, summed losses, and hooks that clamp: one backward a step."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    clamp(model, [])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    accelerator: Any = None
+    rank = 0
+    if how != "none":
+        overrides = {"distributed_type": how, "use_cpu": True}
+        accelerator = Accelerator(config=load_config(overrides=overrides, environ={}))
+        model, optimizer = accelerator.prepare(model, optimizer)
+        rank = accelerator.process_index
+    xs, ys, _ = data()
+    for step in range(STEPS):
+        number = BATCH - step
+        bounds = [0, *(number * (part + 1) // ranks - (part + 1 < ranks) for part in range(ranks))]
+        share = slice(bounds[rank], bounds[rank + 1])
+        x, y = xs[step, 0, share], ys[step, 0, share]
+        loss = (model(x) - y).pow(2).sum()
+        if accelerator is None:
+            (loss / number).backward()
+        else:
+            accelerator.backward(loss, num_items=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [one.detach().clone() for one in model.parameters()]
+    if accelerator is not None:
+        accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, "single"), (RANKS, "ddp")])
+def test_hooks_are_given_gradients_of_the_true_number_of_items(ranks: int, how: str) -> None:
+    expected = counted(1, "none")
+    for found in spawn(counted, ranks, ranks, how):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)

@@ -528,6 +528,114 @@ def clamp_a_child_after_its_forward(job: Job) -> None:
         job.train(step)
 
 
+def after_some_forwards(job: Job, write: Callable[[], Any]) -> None:
+    """A forward writes to parameters from the sixth one on."""
+    count = 0
+
+    def late(logits: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count > 5:
+            with torch.no_grad():
+                write()
+        return logits
+
+    job.model.kind = late
+    for step in range(10):
+        job.train(step)
+
+
+@script
+def clamp_late_in_forward(job: Job) -> None:
+    after_some_forwards(job, lambda: job.model.first.weight.clamp_(-0.1, 0.1))
+
+
+@script
+def clamp_data_late_in_forward(job: Job) -> None:
+    after_some_forwards(job, lambda: job.model.head.weight.data.clamp_(-0.1, 0.1))
+
+
+@script
+def clamp_late_in_a_layer_alone(job: Job) -> None:
+    layer = job.model.head
+    forward = layer.forward
+
+    def clamped(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            layer.weight.clamp_(-0.1, 0.1)
+        output: Tensor = forward(x)
+        return output
+
+    for step in range(6):
+        if step == 4:
+            layer.forward = clamped
+        x, y = job.batch(step)
+        job.backward(F.cross_entropy(layer(job.model.encode(x)), y))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+# ---- parameter groups ----------------------------------------------------------------------------------------------
+
+
+def edited_groups(job: Job, edit: Callable[[Any], Any]) -> None:
+    job.train(0)
+    edit(job.own.param_groups)
+    job.train(1)
+    job.train(2)
+
+
+@script
+def write_settings_of_a_group(job: Job) -> None:
+    edited_groups(job, lambda groups: groups[0].update(lr=0.01))
+
+
+@script
+def put_a_group_in(job: Job) -> None:
+    edited_groups(job, lambda groups: groups.append({**groups[0], "params": []}))
+
+
+@script
+def take_a_group_out(job: Job) -> None:
+    edited_groups(job, lambda groups: groups.pop())
+
+
+@script
+def assign_other_groups(job: Job) -> None:
+    job.train(0)
+    job.own.param_groups = [dict(group) for group in job.own.param_groups]
+    job.train(1)
+
+
+@script
+def take_a_parameter_out(job: Job) -> None:
+    edited_groups(job, lambda groups: groups[0]["params"].pop())
+
+
+@script
+def take_all_parameters_out(job: Job) -> None:
+    edited_groups(job, lambda groups: groups[0].update(params=[]))
+
+
+@script
+def clip_what_groups_hold(job: Job) -> None:
+    for step in range(3):
+        job.backward(job.loss(step))
+        nn.utils.clip_grad_norm_([each for group in job.own.param_groups for each in group["params"]], 0.05)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+@script
+def clip_each_group(job: Job) -> None:
+    for step in range(3):
+        job.backward(job.loss(step))
+        for group in job.own.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.05)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
 @script
 def accumulated_hook_after_prepare(job: Job) -> None:
     def halve(parameter: Tensor) -> None:
@@ -757,6 +865,8 @@ def every_script(section: dict[str, Any], folder: str, names: list[str]) -> dict
 # ---- what comes of it ----------------------------------------------------------------------------------------------
 
 ELEMENTS = "asks for the elements of the parameter .* which ZeRO stage 3 shares out over ranks"
+EDITED = "param_groups of AdamW was edited"
+HELD = "param_groups of AdamW was asked for the parameters of a group, and ZeRO stage"
 GRADIENTS = "`grad` of the parameter .* would do nothing: ZeRO stage"
 
 SHARED = {
@@ -775,6 +885,8 @@ SHARED = {
     "use_now_and_then": "has a gradient again",
     "unfreeze_after_prepare": "was frozen when it was prepared",
     "replace_a_parameter": "weight of Linear has parameters that ZeRO did not share out when Net was prepared",
+    "clip_what_groups_hold": HELD,
+    "clip_each_group": HELD,
     "another_layer": "head of Net has parameters that ZeRO did not share out",
 }
 """Refused under stages 1 to 3."""
@@ -798,6 +910,9 @@ OF_STAGE_3 = {
     "clamp_in_forward": "the forward of Linear writes to the parameter first.weight of Net",
     "clamp_a_child_in_forward": "the forward of Net writes to the parameter head.weight of Net",
     "clamp_a_child_after_its_forward": "the forward of Net writes to the parameter head.weight of Net",
+    "clamp_late_in_forward": "the forward of Net writes to the parameter first.weight of Net",
+    "clamp_data_late_in_forward": "the forward of Net writes to the parameter head.weight of Net",
+    "clamp_late_in_a_layer_alone": "the forward of a layer of Net writes to the parameter head.weight of Net",
     "layer_with_a_dataclass": "the layer Linear has parameters and returns Holder",
 }
 
@@ -811,6 +926,11 @@ NOWHERE = {
     "plain_backward": "Write accelerator.backward",
     "a_step_without_a_backward": "found no gradients",
     "add_param_group": "takes no group afterwards",
+    "put_a_group_in": EDITED,
+    "take_a_group_out": EDITED,
+    "assign_other_groups": EDITED,
+    "take_a_parameter_out": EDITED,
+    "take_all_parameters_out": EDITED,
 }
 """Refused under every stage."""
 
@@ -940,7 +1060,8 @@ def not_prepared(section: dict[str, Any], folder: str) -> None:
         model._drivetrain.trainable.before_unprepared_step(other)
     alone: Any = accelerator.prepare(Net())
     if section["zero_stage"] < 3:  # In stage 3 a backward finds its parameters in parts.
-        accelerator.backward(alone(torch.ones(2, models.FEATURES)).sum())
+        with pytest.raises(UsageError, match="prepared without an optimizer"):
+            accelerator.backward(alone(torch.ones(2, models.FEATURES)).sum())
         with pytest.raises(UsageError, match="prepared without an optimizer"):
             torch.optim.SGD(alone.parameters(), lr=0.1).step()
     accelerator.end_training()

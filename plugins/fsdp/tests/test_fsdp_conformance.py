@@ -14,6 +14,7 @@ class Requirements(BaseRequirements):  # noqa: F405
     backend = "fsdp"
     world_sizes = (2, 4)
     shared_ranks = True
+    layouts = {4: [{"mesh": {"dp_replicate": 2, "dp_shard": 2}}]}  # noqa: RUF012
 
 
 class Replicas(Requirements):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import STEPPED_LOCALLY, steps_locally
+from drivetrain_sharding import STEPPED_LOCALLY, steps_locally
 from drivetrain_testing import spawn
 
 KINDS = sorted(STEPPED_LOCALLY, key=lambda kind: kind.__name__)

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import DrivetrainError, UnsupportedError
-from drivetrain_fsdp import hidden
 from drivetrain_testing import spawn
 
 WIDTH, BATCH, STEPS = 5, 12, 4
@@ -283,6 +281,8 @@ def refusals() -> dict[str, str]:
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     inner, trainable = accelerator.unwrap_model(model), accelerator._loop.models[0].trainable
     x = torch.randn(4, WIDTH)
+    listed = [one for one in inner.parameters() if one.dim()]
+    loss = model(x).square().mean()
     accelerator.backward(model(x).square().mean())
     weight = inner.head.weight
 
@@ -291,11 +291,16 @@ def refusals() -> dict[str, str]:
         (slope,) = torch.autograd.grad(model(wanted).sum(), wanted, create_graph=True)
         accelerator.backward(slope.square().mean())
 
+    plain = nn.Parameter(torch.zeros(weight.shape))
+
     def assign() -> None:
         weight.data = weight.data * 2
 
     found = {
+        "listed": answer(lambda: torch.autograd.grad(loss, listed, retain_graph=True)),
+        "listed and perhaps unused": answer(lambda: torch.autograd.grad(loss, listed, allow_unused=True)),
         "data": answer(assign),
+        "data of an ordinary one": answer(lambda: setattr(plain, "data", 2 * weight.data)),
         "pickle": answer(lambda: torch.save(inner.state_dict(), io.BytesIO())),
         "part": answer(lambda: torch.save({"w": inner.state_dict()["head.weight"].cpu()}, io.BytesIO())),
         "alone": answer(lambda: inner.head(x)),
@@ -306,6 +311,8 @@ def refusals() -> dict[str, str]:
         "layer": answer(lambda: trainable.before_registration(inner, "new", nn.Linear(2, 2))),
         "buffer": answer(lambda: trainable.before_registration(inner, "new", torch.ones(2))),
         "penalty": answer(penalty),
+        "assigned": answer(lambda: inner.load_state_dict(Net().state_dict(), assign=True)),
+        "numpy": answer(weight.numpy),
     }
     accelerator.end_training()
     return found
@@ -313,7 +320,10 @@ def refusals() -> dict[str, str]:
 
 def test_what_cannot_be_honoured_is_refused_in_words() -> None:
     wanted = {
+        "listed": "accelerator.backward(loss), which leaves gradients over all ranks in p.grad",
+        "listed and perhaps unused": "accelerator.backward(loss), which leaves gradients over all ranks in p.grad",
         "data": "param.copy_(value)",
+        "data of an ordinary one": "q.copy_(x)",
         "pickle": "accelerator.get_state_dict(model)",
         "part": "accelerator.get_state_dict(model)",
         "alone": "forward_methods",
@@ -323,10 +333,45 @@ def test_what_cannot_be_honoured_is_refused_in_words() -> None:
         "layer": "before accelerator.prepare(model)",
         "buffer": "not refused",
         "penalty": "create_graph=True",
+        "assigned": "without assign=True",
+        "numpy": "p.detach().numpy()",
     }
     for found in spawn(refusals, 2):
         for name, words in wanted.items():
             assert words in found[name], (name, found[name])
+
+
+def read_and_copied() -> tuple[Any, ...]:
+    """Numbers of a sharded weight as lists and arrays, and weights that a list operation has written."""
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    torch.manual_seed(3)
+    model = accelerator.prepare(Net())
+    weight = model.head.weight
+    array = weight.detach().numpy()
+    read = weight.tolist(), array.copy(), array.flags.writeable
+    parameters = [p.data for p in model.parameters()]
+    shadow = [p.clone() for p in parameters]
+    torch._foreach_mul_(shadow, 2.0)
+    torch._foreach_copy_(parameters, shadow)
+    twice = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()}
+    torch._foreach_copy_(parameters, [torch.full(p.shape, 0.5 + accelerator.process_index) for p in parameters])
+    plain = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return read, twice, plain
+
+
+def test_lists_arrays_and_list_operations_are_of_whole_tensors() -> None:
+    torch.manual_seed(3)
+    expected = Net()
+    results = spawn(read_and_copied, 3)
+    for (listed, array, writeable), _, _ in results:
+        assert listed == expected.head.weight.tolist()
+        assert (array == expected.head.weight.detach().numpy()).all()
+        assert not writeable  # a write would be lost
+    _, twice, plain = results[0]
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(twice[name], 2 * value.detach())
+        assert (plain[name] == 0.5).all()  # rank 0's, as everywhere
 
 
 class Lamb(torch.optim.Optimizer):
@@ -375,19 +420,29 @@ def with_optimizer(kind: Any, backend: str) -> dict[str, Tensor] | str:
     return weights
 
 
-KINDS = [torch.optim.Muon, torch.optim.Adafactor, Lamb, Lion, torch.optim.Adagrad]
+class Normalised(Lamb):
+    """By the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            total = torch.stack([one.grad.norm() for one in group["params"]]).norm()
+            for one in group["params"]:
+                one.sub_(one.grad / total, alpha=group["lr"])
+
+
+KINDS = [Normalised, Lamb, Lion, torch.optim.Adagrad]
 
 
 def with_each(backend: str) -> list[Any]:
     return [with_optimizer(kind, backend) for kind in KINDS]
 
 
-def test_optimizers_that_are_not_elementwise_are_refused_by_a_trial() -> None:
+def test_what_an_optimizer_couples_is_found_out_by_a_trial() -> None:
     alone, sharded = spawn(with_each, 1, "single")[0], spawn(with_each, 3, "fsdp")
     for rank in sharded:
-        for kind, found in zip(KINDS[:3], rank, strict=False):
-            assert f"{kind.__name__} is not element-wise" in found
-    for expected, found in zip(alone[3:], sharded[0][3:], strict=True):
+        assert "Normalised is neither element-wise" in rank[0]
+    for expected, found in zip(alone[1:], sharded[0][1:], strict=True):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=name)
 
@@ -545,6 +600,11 @@ class Bounded(nn.Module):
         if self.writes == "rows that were swapped" and step == 2:
             with torch.no_grad():
                 self.embedding.weight.copy_(self.embedding.weight.flip(0).clone())
+        if self.writes == "late" and step == 6:
+            with torch.no_grad():
+                self.head.weight.mul_(0.9)
+        if self.writes == "late data" and step >= 5:
+            self.head.weight.data.mul_(0.9)
         if self.writes == "functional":
             x = nn.functional.embedding(x, self.embedding.weight, max_norm=0.5)
         else:
@@ -573,15 +633,12 @@ def train_bounded(writes: str) -> str:
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         with torch.no_grad():
             model(torch.arange(6), -1)
-        for step in range(6):
+        for step in range(10):
             accelerator.backward(model(torch.arange(6), step).square().sum())
             optimizer.step()
             optimizer.zero_grad()
     except UnsupportedError as error:
-        return str(error)
-    groups = list(hidden.groups(module for module in net.modules() if isinstance(module, FSDPModule)))
-    assert len(groups) == 3
-    assert not any({"pre_forward", "post_forward"} & vars(group).keys() for group in groups)
+        return f"step {step}: {error}" if writes.startswith("late") else str(error)
     accelerator.end_training()
     return ""
 
@@ -595,6 +652,9 @@ def train_bounded(writes: str) -> str:
         ("data in place", "parameter head.weight"),
         ("rows that were swapped", "parameter embedding.weight"),
         ("block", "parameter body.1.weight"),
+        ("late", "step 6: the forward of Bounded writes to its parameter head.weight"),
+        # Torch does not count it: found in forward 8.
+        ("late data", "step 8: the forward of Bounded writes to its parameter head.weight"),
     ],
 )
 def test_a_forward_that_writes_to_parameters_is_refused(writes: str, where: str) -> None:
@@ -604,7 +664,7 @@ def test_a_forward_that_writes_to_parameters_is_refused(writes: str, where: str)
         assert "after optimizer.step()" in said
 
 
-def test_forwards_are_watched_only_at_first() -> None:
+def test_forwards_that_write_nothing_train() -> None:
     assert spawn(train_bounded, 2, "") == ["", ""]
 
 

@@ -184,13 +184,11 @@ def test_a_degree_that_crosses_machines_is_told(degree, told, caplog) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", EIGHT)
 def test_three_axes_train_as_one_process(layout, tmp_path) -> None:
     trains_alike(layout, tmp_path / layout)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("reader", ["single", "pp", "fsdp-pp", "zero1-tp", "tp-pp"])
 def test_what_a_combination_saved_goes_on_in_another(reader, saved) -> None:
     writers = [layout for layout in FOUR if (saved / layout).exists()]

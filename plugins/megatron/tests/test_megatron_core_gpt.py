@@ -18,7 +18,6 @@ from drivetrain_megatron.megatron_core import whole_models
 from drivetrain_testing import spawn
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
-pytestmark = pytest.mark.timeout(240)
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 37, 32, 8, 4, 3
 ATOL = 2e-5

@@ -16,7 +16,6 @@ from drivetrain import Accelerator, load_config
 from drivetrain_testing import spawn
 
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
-pytestmark = pytest.mark.timeout(240)
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 37, 32, 8, 4, 3
 ATOL = 2e-5

@@ -433,3 +433,39 @@ def tensor_parallel_refuses() -> None:
 
 def test_accumulated_gradients_of_parts_are_refused() -> None:
     spawn(tensor_parallel_refuses, 2)
+
+
+def averaged_after(section: dict[str, Any]) -> list[str]:
+    """With several data-parallel ranks hooks are called before gradients are averaged."""
+    said = []
+    hooks: dict[str, Any] = {
+        "mask": lambda gradient: gradient * (torch.arange(gradient.shape[-1]) % 2),
+        "clamp": lambda gradient: gradient.clamp(-0.01, 0.01),
+        "look": lambda gradient: None,
+    }
+    for name, hook in hooks.items():
+        for when in ("before", "after"):
+            made = accelerator(section)
+            torch.manual_seed(0)
+            model: Any = Net()
+            if when == "before":
+                model.head.weight.register_hook(hook)
+            model = made.prepare(model)
+            if when == "after":
+                model.head.weight.register_hook(hook)
+            try:
+                made.backward(classify(model, batch(0)))
+                said.append(f"{name}: nothing")
+            except UnsupportedError as error:
+                said.append(f"{name}: {error}")
+            made.end_training()
+    return said
+
+
+@pytest.mark.parametrize("section", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
+def test_hooks_that_are_not_linear_are_refused_with_several_replicas(section) -> None:
+    for said in spawn(averaged_after, 4, section):
+        assert said[:2] == ["mask: nothing"] * 2
+        assert all("is not linear" in each for each in said[2:4])
+        assert all("returns nothing" in each for each in said[4:])
+        assert all("head.weight" in each for each in said[2:])

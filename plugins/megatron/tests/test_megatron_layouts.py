@@ -17,8 +17,6 @@ from drivetrain_megatron.commands import plan
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_testing import spawn
 
-pytestmark = pytest.mark.timeout(240)
-
 WORDS, WIDTH, ROWS = 37, 16, 8
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import STEPPED_LOCALLY, steps_locally
+from drivetrain_sharding import STEPPED_LOCALLY, steps_locally
 from drivetrain_testing import spawn
-
-pytestmark = pytest.mark.timeout(240)
 
 STEPS, WIDTH = 3, 8
 SETTINGS = {"lr": 0.01, "weight_decay": 0.1}

@@ -82,6 +82,32 @@ def transposed(model: Any, one: Sequences) -> Tensor:
     return F.cross_entropy(model(one.x, hidden=one.hidden).permute(1, 2, 0), one.labels.t())
 
 
+class Collecting(nn.Module):
+    """Writes its rows into memory that it makes, as layers of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        rows = torch.zeros(len(x), WIDTH)
+        return rows.index_add_(0, torch.arange(len(x)), self.inner(x))
+
+
+class Collected(Net):
+    """Its loss is a sum over memory that it makes and writes, divided by labels that count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Collecting() for _ in range(4))
+
+    def forward(self, x, labels):
+        logits = torch.zeros(len(x), CLASSES)
+        logits.index_add_(0, torch.arange(len(x)), super().forward(x))
+        chosen = logits.log_softmax(-1).gather(1, labels.clamp(min=1)[:, None])[:, 0]
+        return -(chosen * (labels > 0)).sum() / (labels > 0).sum()
+
+
 def layouts_are_found(section: dict[str, Any]) -> None:
     made = accelerator(section)
     # As many steps as rows: nothing but the numbers tells the dims apart.
@@ -92,6 +118,8 @@ def layouts_are_found(section: dict[str, Any]) -> None:
     # As many classes as rows: these weights are not cut with the batch.
     weights = torch.linspace(0.1, 2.0, ROWS)
     follow(made, lambda: Net(ROWS), lambda model, one: F.cross_entropy(model(one.x), one.labels, weight=weights))
+    made.free_memory()
+    follow(made, Collected, lambda model, one: model(one.x, one.labels))
     made.end_training()
 
 
@@ -287,7 +315,7 @@ def whole_or_refused(section: dict[str, Any]) -> None:
     made = accelerator(section)
     penalised = lambda model, one: classify(model, one) + 1e-2 * sum((p**2).sum() for p in model.parameters())  # noqa: E731
     refused(made, "outside of its forward|another pipeline stage", Net, penalised)
-    refused(made, "depends on the others", optimizer=Normalised)
+    refused(made, "stepping several parameters together and each alone", optimizer=Normalised)
     follow(made, optimizer=Layerwise)
     made.free_memory()
     model, optimizer = made.prepare(model := Net(), torch.optim.SGD(model.parameters(), lr=0.1))

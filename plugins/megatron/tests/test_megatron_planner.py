@@ -569,7 +569,7 @@ class TestCommand:
         for wrong, said in (
             ("nowhere:Pair", "'nowhere' cannot be imported"),
             ("pairs_of_layers:Other", "there is no 'Other'"),
-            ("pairs_of_layers:NUMBER", "is of type int"),
+            ("pairs_of_layers:NUMBER", "cannot be called"),
             ("pairs_of_layers:nothing", "returned a NoneType"),
             ("pairs_of_layers", "names no model"),
         ):

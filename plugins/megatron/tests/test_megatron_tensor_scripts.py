@@ -181,6 +181,8 @@ def many_at_once(p: Any) -> None:
     torch._foreach_lerp_([p, numbers(2)], [numbers(*p.shape), numbers(2)], 0.5)
     torch._foreach_mul_([p, p.grad], 2.0)
     torch._foreach_add_([p], [p.grad], alpha=0.1)
+    torch._foreach_clamp_max_([p], 0.5)
+    torch._foreach_maximum_([p], [numbers(*p.shape)])
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -343,7 +345,8 @@ def in_rank(part: str, size: int, plan: dict[str, str] | None, folder: str) -> d
     accelerator = accelerator_of(folder, tensor_parallel_size=size, rank=os.environ["RANK"], **section)
     model = build()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(loss_of(model))
+    with torch.autograd.set_detect_anomaly(True):  # which looks at parts as well
+        accelerator.backward(loss_of(model))
     assert sum(type(p).__name__ == "CutTensor" for p in model.parameters()) >= 4
     found = dict(PARTS[part](model, accelerator.backward))
     accelerator.end_training()
@@ -380,10 +383,15 @@ def refused(folder: str) -> dict[str, str]:
     model = accelerator.prepare(model)
     accelerator.backward(loss_of(model))
     cut = model.attention.qkv.weight
+    plain = nn.Parameter(torch.zeros(cut.shape))
     found = {}
     for name, call in {
         "a step of an optimizer that was never prepared": before.step,
         "a gradient of a parameter that was replaced": lambda: taken.grad,
+        "a gradient of it that is asked for": lambda: torch.autograd.grad(loss_of(model), [taken]),
+        "the data of an ordinary parameter": lambda: setattr(plain, "data", 0.5 * cut.data),
+        "a write to it": lambda: nn.init.zeros_(taken),
+        "a read of it": taken.detach,
         "pickle": lambda: torch.save(cut, Path(folder, "cut.pt")),
         "another dtype": lambda: setattr(cut, "data", cut.data.double()),
         "another shape": cut.data.t_,
@@ -397,6 +405,10 @@ def refused(folder: str) -> dict[str, str]:
         else:
             found[name] = ""
     found["repr"] = repr(cut)
+    with torch.no_grad(), torch.autograd.set_detect_anomaly(True):
+        cut[0].fill_(torch.inf)  # of one rank's part
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="returned nan values"):
+            accelerator.backward(loss_of(model))
     accelerator.end_training()
     return found
 

@@ -138,6 +138,40 @@ def test_all_ranks_ask_for_the_whole_state(layout, tmp_path) -> None:
     spawn(asked_by_all, size, section, tmp_path, timeout=100)
 
 
+def written_in_a_state_dict(section):
+    made, plain, model = trained(section)
+    ids, _ = batch()
+    name = "blocks.3.gate_up.weight"
+    kept = model.state_dict()
+    model(ids)  # nothing was written so far
+    for state in (kept, model.state_dict()):
+        state[name].mul_(0.5)
+    said = ""
+    try:
+        model(ids)
+    except UsageError as error:
+        said = str(error)
+    # What the refusal says.
+    state = model.state_dict()
+    state[name].mul_(0.25)
+    model.load_state_dict(state)
+    del kept, state
+    with torch.no_grad():
+        plain.get_parameter(name).mul_(0.25 if said else 0.0625)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(made.unwrap_model(model)(ids), plain(ids), rtol=0, atol=ATOL)
+    made.end_training()
+    return said
+
+
+@pytest.mark.parametrize(("layout", "copied"), [("tp", True), ("fsdp", True), ("pp", False)])
+def test_a_write_to_a_copy_in_a_state_dict_is_refused_at_the_next_forward(layout, copied) -> None:
+    size, section = LAYOUTS[layout]
+    for said in spawn(written_in_a_state_dict, size, section):
+        assert ("call model.load_state_dict(state) after the write" in said) is copied
+
+
 def asked_by_one(section, folder):
     made, plain, model = trained(section)
     made.wait_for_everyone()

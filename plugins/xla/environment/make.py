@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LOCK = ROOT / "locks" / "xla.txt"
-DISTRIBUTIONS = ("core", "kit", "plugins/ddp", "plugins/fsdp", "plugins/xla")
+DISTRIBUTIONS = ("core", "kit", "plugins/sharding", "plugins/ddp", "plugins/fsdp", "plugins/xla")
 PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest Python that torch_xla 2.9 and this tree both work with."""
 

@@ -17,6 +17,7 @@ def _four_devices(monkeypatch):
 
 
 ONE_PROCESS = "one process drives all devices of a mesh, and these cases start several"
+HOOKS = "hooks that were set on parameters before prepare are lost when these move to a device of XLA"
 
 
 class Requirements(BaseRequirements):  # noqa: F405
@@ -31,4 +32,8 @@ class Requirements(BaseRequirements):  # noqa: F405
         "mesh.dp_shard": ONE_PROCESS,
         "mesh.tp": ONE_PROCESS,
         "uneven.three_ranks": ONE_PROCESS,
+        "scripts.three_ranks": ONE_PROCESS,
+        "scripts.hooks_of_parameters": HOOKS,
+        "scripts.forwards_that_write": ONE_PROCESS,
+        "evaluation.buffers_of_a_batch": ONE_PROCESS,
     }

@@ -1,5 +1,6 @@
 """A folder as Accelerate's ``save_state`` leaves it, for the page to convert, beside a run that trains."""
 
+import copy
 import pathlib
 
 import safetensors.torch
@@ -16,11 +17,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if accelerator.is_main_process:
     theirs = pathlib.Path("their_folder")
     theirs.mkdir()
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    safetensors.torch.save_file(model.state_dict(), theirs / "model.safetensors")
-    torch.save(optimizer.state_dict(), theirs / "optimizer.bin")
-    optimizer.zero_grad()
+    other = copy.deepcopy(model)
+    others = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    other(torch.ones(2, 8)).sum().backward()
+    others.step()
+    safetensors.torch.save_file(other.state_dict(), theirs / "model.safetensors")
+    torch.save(others.state_dict(), theirs / "optimizer.bin")
 accelerator.wait_for_everyone()
 x = torch.randn(64, 8)
 loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)

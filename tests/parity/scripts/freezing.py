@@ -297,3 +297,17 @@ def weights_as_one_vector(accelerator):
         nn.utils.vector_to_parameters(0.9 * vector.detach(), model.parameters())
 
     return fit(accelerator, model, optimizer, batches, before)
+
+
+@script()
+def data_exchanged(accelerator):
+    """Two biases are given each other's memory: ``a.data, b.data = b.data, a.data``."""
+    model = build()
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+
+    def before(step):
+        if step == 2:
+            a, b = model.body[0].bias, model.body[2].bias
+            a.data, b.data = b.data, a.data
+
+    return fit(accelerator, model, optimizer, batches, before)

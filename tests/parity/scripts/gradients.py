@@ -570,3 +570,90 @@ def gradient_norms_seen_by_hook(accelerator):
         losses += [mean(accelerator, loss), sum(norm**2 for norm in norms) ** 0.5]
         norms.clear()
     return result(accelerator, losses, model=model)
+
+
+def _counted_windows():
+    """Two micro-batches in a step, in plain torch: the number of items of both is known before the first backward."""
+    model = build()
+    clamp_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    x, y = points()
+    losses = []
+    for first in range(0, len(x), 2 * BATCH):
+        optimizer.zero_grad()
+        for start in (first, first + BATCH):
+            rows = slice(start, start + BATCH)
+            loss = F.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            (loss / (2 * BATCH)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses, {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def clamp_gradients(model):
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+def counted_windows(accelerator, **known):
+    model, optimizer, batches = start(accelerator)
+    clamp_gradients(model)
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y, reduction="sum")
+            accelerator.backward(loss, **known or {"num_items": len(x)})
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "sum").item())
+    return result(accelerator, losses, model=model)
+
+
+@script(reference=_counted_windows, gradient_accumulation_steps=2)
+def gradients_clamped_in_counted_windows(accelerator):
+    """Hooks clamp gradients of windows whose number of items is known at their end."""
+    return counted_windows(accelerator)
+
+
+@script(reference=_counted_windows, gradient_accumulation_steps=2)
+def gradients_clamped_in_windows_of_a_known_size(accelerator):
+    """The same with the ``denominator`` of the whole window."""
+    return counted_windows(accelerator, denominator=2 * BATCH)
+
+
+@script()
+def step_hook_measures_gradients(accelerator):
+    """A step hook of the optimizer divides all gradients by their common norm."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def normalise(optimizer, args, kwargs):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        total = sum(grad.pow(2).sum() for grad in grads).sqrt()
+        for grad in grads:
+            grad.div_(total)
+
+    optimizer.register_step_pre_hook(normalise)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    return _simple(accelerator, model, optimizer, batches)
+
+
+@script()
+def gradients_of_listed_parameters(accelerator):
+    """``torch.autograd.grad`` of parameters that were listed before the loop, as ``p.grad`` of the next step."""
+    model, optimizer, batches = start(accelerator)
+    listed, losses = list(model.parameters()), []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        for p, gradient in zip(listed, torch.autograd.grad(loss, listed), strict=True):
+            p.grad = gradient
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def anomalies_detected(accelerator):
+    """Training under ``torch.autograd.set_detect_anomaly``."""
+    with torch.autograd.set_detect_anomaly(True):
+        return fit(accelerator, lambda model, step: None)

@@ -258,3 +258,40 @@ def routed_by_task(accelerator):
         optimizer.step()
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
+
+
+@script()
+def listed_before_prepare(accelerator):
+    """Parameters that were listed before ``prepare`` are clamped after each step."""
+    model = build()
+    listed = list(model.parameters())
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+
+    def after(step):
+        with torch.no_grad():
+            for p in listed:
+                p.clamp_(-0.2, 0.2)
+
+    return fit(accelerator, model, optimizer, batches, after)
+
+
+class ClampsLater(Net):
+    """From its sixth forward on it clamps its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x):
+        self.count += self.training
+        if self.count > 5:
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@script()
+def clamped_by_later_forwards(accelerator):
+    """A forward that begins to clamp a layer's weight after some steps, through ``data``."""
+    model = build(ClampsLater)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    return fit(accelerator, model, optimizer, batches, epochs=3)

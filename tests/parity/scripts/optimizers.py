@@ -389,3 +389,76 @@ def optimizer_state_restored(accelerator):
             optimizer.load_state_dict(kept[0])
 
     return fit(accelerator, model, torch.optim.Adam(model.parameters(), lr=0.02), after=after, epochs=2)
+
+
+def body_and_head():
+    model = build()
+    groups = [{"params": list(model.body.parameters())}, {"params": list(model.head.parameters()), "lr": 0.1}]
+    return model, torch.optim.SGD(groups, lr=0.3)
+
+
+@script()
+def group_taken_out(accelerator):
+    """``del optimizer.param_groups[0]`` in the loop: the body is trained no more."""
+
+    def after(optimizer, step, loss):
+        if step == 2:
+            del optimizer.param_groups[0]
+
+    return fit(accelerator, *body_and_head(), after=after)
+
+
+@script()
+def clipped_by_groups(accelerator):
+    """``torch.nn.utils.clip_grad_value_`` of what each group of the optimizer holds."""
+    model, optimizer, batches = accelerator.prepare(*body_and_head(), loader())
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 0.02)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Climbs and comes back in one ``step(closure)``."""
+
+    def __init__(self, params, lr, reach):
+        super().__init__(params, {"lr": lr, "reach": reach})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss, climbs = closure(), []
+        for group in self.param_groups:
+            for p in group["params"]:
+                climbs.append((p, group["lr"], group["reach"] * p.grad))
+                p.add_(climbs[-1][2])
+        closure()
+        for p, lr, climb in climbs:
+            p.sub_(climb).sub_(lr * p.grad)
+        return loss
+
+
+@script()
+def sharpness_aware_closure(accelerator):
+    """Sharpness-aware minimisation as an optimizer whose ``step(closure)`` runs forward and backward twice."""
+    model = build()
+    optimizer = SharpnessAware(model.parameters(), lr=0.3, reach=0.05)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for batch in batches:
+
+        def closure(batch=batch):
+            x, y = batch
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            return loss
+
+        losses.append(mean(accelerator, optimizer.step(closure)))
+    return result(accelerator, losses, model=model)

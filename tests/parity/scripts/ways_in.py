@@ -322,3 +322,20 @@ def auxiliary_loss(accelerator):
         return F.cross_entropy(logits, y) + 0.5 * extra
 
     return fit(accelerator, model, optimizer, batches, loss_of)
+
+
+@script()
+def functional_call_with_other_values(accelerator):
+    """``functional_call`` with other values than the model's own."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for x, y in batches:
+        values = {name: one * 0.9 for name, one in model.named_parameters()}
+        loss = F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)

@@ -29,9 +29,9 @@ class LocalGradients:
     """
 
     def __init__(
-        self, module: nn.Module, reduces: Callable[[], bool], begun: Callable[[], None] = lambda: None
+        self, module: nn.Module, reduces: Callable[[], bool], begun: Callable[[], None] | None = None
     ) -> None:
-        self._module, self._reduces, self._begun = module, reduces, begun
+        self._module, self._reduces, self.begun = module, reduces, begun
         self.reached: list[Tensor] = []
         """Parameters that backwards have reached since :meth:`before_backward`; some may stand here twice."""
         self._earlier: dict[int, Tensor] = {}
@@ -73,7 +73,8 @@ class LocalGradients:
             if len(self.reached) > 8 * len(self._hooks):
                 # The script calls backward() itself, again and again, inside of no_sync.
                 self.reached[:] = {id(each): each for each in self.reached}.values()
-            self._begun()
+            if self.begun is not None:
+                self.begun()
             return True
         if self._reduces():
             names = {id(one): name for name, one in self._module.named_parameters()}

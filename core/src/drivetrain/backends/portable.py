@@ -1,6 +1,6 @@
 """Converts a torch module and its optimizers to the state of a portable checkpoint, and back.
 
-Backends whose parameters are the module's own (plain tensors or DTensors) call these three functions from their
+Backends whose parameters are the module's own (plain tensors or DTensors) call these functions from their
 ``Trainable``; nothing here is collective.
 
 Names are found by the identity of parameters, so that order, grouping and tying do not matter. A tied parameter goes
@@ -25,6 +25,8 @@ from drivetrain.errors import CheckpointError, CheckpointMismatchError
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """Keys of a parameter group that say how a step is computed on this device, not what is computed."""
+
+_NONE: Mapping[int, bool] = {}
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -68,7 +70,10 @@ def portable_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> P
 
 
 def portable_template(
-    module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, TensorSpec]
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, TensorSpec],
+    owned: Mapping[int, bool] = _NONE,
 ) -> PortableState:
     """Tensors to be filled from a checkpoint that holds ``saved``.
 
@@ -76,6 +81,12 @@ def portable_template(
     ones keep their values until :func:`load_portable_state`. A slot shaped like its parameter is laid out like it; one
     that is not follows the live slot of that name, else it is a plain tensor beside the parameter (0-d: on the CPU
     unless the group is ``capturable`` or ``fused``, as torch's own optimizers keep their step).
+
+    Args:
+        module: that is filled.
+        optimizers: that are filled.
+        saved: what the checkpoint has.
+        owned: by ``id`` of each parameter whose state one rank keeps, whole, whether this one does.
 
     Returns:
         Tensors; the parameter groups as they are here, for comparison; the tied names in ``extra``.
@@ -95,7 +106,7 @@ def portable_template(
             if group.get("capturable") or group.get("fused")
             for parameter in group["params"]
         }
-        for parameter, name in _own_parameters(optimizer, names):
+        for parameter, name in _own_parameters(optimizer, names, owned):
             own = optimizer.state.get(parameter, {})
             for key in slots.get(name, ()):
                 live, spec = own.get(key.rpartition(".")[2]), saved[key]
@@ -103,7 +114,7 @@ def portable_template(
                     template.tensors[key] = torch.empty_like(live)
                     continue
                 dtype = getattr(torch, spec.dtype)
-                if spec.shape and spec.shape == tuple(parameter.shape):
+                if id(parameter) not in owned and spec.shape and spec.shape == tuple(parameter.shape):
                     template.tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
                     device = parameter.device if spec.shape or id(parameter) in on_device else torch.device("cpu")
@@ -113,8 +124,10 @@ def portable_template(
 
 
 @torch.no_grad()
-def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], state: PortableState) -> None:
-    """Take over a filled template.
+def load_portable_state(
+    module: nn.Module, optimizers: Sequence[Optimizer], state: PortableState, owned: Mapping[int, bool] = _NONE
+) -> None:
+    """Take over a filled template, with the `owned` that it was made with.
 
     Parameters and buffers that ``state`` lacks keep their values. Optimizer state is replaced, also by nothing. Of the
     hyper-parameters of the groups all are taken but those of the device (``foreach``, ``fused``, ``capturable``).
@@ -139,7 +152,7 @@ def load_portable_state(module: nn.Module, optimizers: Sequence[Optimizer], stat
             slots.setdefault(name, {})[slot] = value
     numbers: Mapping[str, str] = state.extra.get("numbers", {})
     for optimizer, saved in zip(optimizers, state.optimizers, strict=True):
-        for parameter, name in _own_parameters(optimizer, names):
+        for parameter, name in _own_parameters(optimizer, names, owned):
             live = optimizer.state.pop(parameter, {})
             loaded = dict(slots.get(name, {}))
             for slot, value in loaded.items():
@@ -201,10 +214,13 @@ def _names(module: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     return first, tied
 
 
-def _own_parameters(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Tensor, str]]:
+def _own_parameters(
+    optimizer: Optimizer, names: Mapping[int, str], owned: Mapping[int, bool] = _NONE
+) -> Iterator[tuple[Tensor, str]]:
+    """Parameters of the module whose state this rank has, with their names."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) in names:
+            if id(parameter) in names and owned.get(id(parameter), True):
                 yield parameter, names[id(parameter)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -18,20 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from drivetrain.backend import (
-    PortableState,
-    PrecisionPolicy,
-    RunSettings,
-    StepResult,
-    TensorSpec,
-    Topology,
-    Trainable,
-)
+from drivetrain.backend import PortableState, PrecisionPolicy, RunSettings, StepResult, TensorSpec, Trainable
 from drivetrain.backends import portable
-from drivetrain.backends.local_steps import on_local_parts
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
+from drivetrain.topology import Topology
 
 
 def original_module(model: nn.Module) -> nn.Module:
@@ -76,25 +68,24 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        grads: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if grad.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("Attempting to unscale FP16 gradients.")
+                if grad.is_sparse:
+                    # Duplicates in a sparse gradient may overflow only once they are added up.
+                    parameter.grad = grad = grad.coalesce()
+                    grad = grad._values()  # noqa: SLF001 (torch's documented name)
+                grads.append(grad)
+        flags: dict[torch.device, Tensor] = {}
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    grad = parameter.grad
-                    if grad is None:
-                        continue
-                    if grad.dtype == torch.float16 and not allow_fp16:
-                        raise ValueError("Attempting to unscale FP16 gradients.")
-                    if grad.is_sparse:
-                        # Duplicates in a sparse gradient may overflow only once they are added up.
-                        parameter.grad = grad = grad.coalesce()
-                        grad = grad._values()  # noqa: SLF001 (torch's documented name)
-                    local = grad.to_local() if isinstance(grad, DTensor) else grad
-                    alike.setdefault((local.device, local.dtype), []).append(local)
-            flags: dict[torch.device, Tensor] = {}
-            for (device, _), grads in alike.items():
+            for (device, _), alike in _local_parts(grads).items():
                 flag = flags.setdefault(device, found_inf.to(device, copy=True))
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inv_scale.to(device))
         return flags
 
 
@@ -125,12 +116,17 @@ def multiply_gradients(grads: Iterable[Tensor], factor: float | Tensor) -> None:
 
     Of DTensors this rank's parts are multiplied, since the operation on a DTensor would cost many times more.
     """
-    alike: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
+    for alike in _local_parts(grads).values():
+        torch._foreach_mul_(alike, factor)
+
+
+def _local_parts(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """This rank's parts of tensors, by device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         alike.setdefault((local.device, local.dtype), []).append(local)
-    for group in alike.values():
-        torch._foreach_mul_(group, factor)
+    return alike
 
 
 _APPLIED = StepResult()
@@ -186,7 +182,7 @@ class TorchEngine:
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
-        self.count_backward()
+        self._num_backwards += 1
         if isinstance(factor, Tensor) or factor != 1.0:
             loss = loss * factor
         if self.scaler is not None:
@@ -194,7 +190,7 @@ class TorchEngine:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def count_backward(self) -> None:
-        """Count a backward; called by :meth:`backward`, and by an engine that back-propagates by other means.
+        """Count a backward, as :meth:`backward` does; for an engine that back-propagates by other means.
 
         A step with no gradients at all is refused where there was none since the step before.
         """
@@ -210,13 +206,15 @@ class TorchEngine:
             self._unscaled.add(id(optimizer))
 
     def clip_grad_norm(
-        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Iterable[Optimizer]
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Sequence[Optimizer]
     ) -> Tensor:
         """Clip and return the norm before clipping; ``optimizers`` are those whose step a non-finite norm stops."""
-        optimizers = _owners(parameters, list(optimizers))
-        for optimizer in optimizers:
-            self.unscale(optimizer)
-        grads = gradients(parameters)
+        if len(optimizers) > 1:
+            optimizers = _owners(parameters, optimizers)
+        if self.scaler is not None:
+            for optimizer in optimizers:
+                self.unscale(optimizer)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = self._norm(grads, norm_type)
         # Reading the value here costs one device synchronisation a step, the price of never applying a NaN.
         value = norm.item()
@@ -227,33 +225,33 @@ class TorchEngine:
             self._norms[id(optimizer)] = (norm, finite)
         return norm
 
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float, optimizers: Iterable[Optimizer]) -> None:
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float, optimizers: Sequence[Optimizer]) -> None:
         """Clamp gradient elements, loss scale taken out first."""
-        for optimizer in _owners(parameters, list(optimizers)):
+        for optimizer in _owners(parameters, optimizers):
             self.unscale(optimizer)
         for grad in gradients(parameters):
             grad.clamp_(-clip_value, clip_value)
 
     def step(
-        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, local: bool = False
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+        stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
         """One update, or none when gradients are not finite.
 
         Args:
             optimizer: of a model of this engine.
             closure: as ``optimizer.step`` takes it.
-            local: parameters that are DTensors step as plain tensors, this rank's parts, wherever that gives the same
-                (:mod:`drivetrain.backends.local_steps`). Not under a loss scaler, which looks at gradients itself.
+            stepping: makes a context that is entered around the optimizer's own step, if there is one.
         """
         self.check_reached(optimizer, closure)
-        if self.scaler is None and not self._norms:
-            _update(optimizer, closure, local=local)
-            return _APPLIED
         norm, finite = self._norms.pop(id(optimizer), (None, True))
         if self.scaler is None:
             if finite:
-                _update(optimizer, closure, local=local)
-            return StepResult(skipped=not finite, grad_norm=norm)
+                with stepping():
+                    optimizer.step(closure)
+            return _APPLIED if norm is None else StepResult(skipped=not finite, grad_norm=norm)
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with loss scaling",
@@ -261,7 +259,8 @@ class TorchEngine:
             )
         self.unscale(optimizer)
         if id(optimizer) not in self._unscaled:
-            optimizer.step()
+            with stepping():
+                optimizer.step()
             return StepResult(grad_norm=norm)
         self._unscaled.discard(id(optimizer))
         # torch has no public way to ask, and guessing from the scale misses a user's backoff_factor.
@@ -272,7 +271,8 @@ class TorchEngine:
         if overflow:
             for flag in flags:
                 flag.fill_(1.0)
-        self.scaler.step(optimizer)
+        with stepping():
+            self.scaler.step(optimizer)
         self.scaler.update()
         return StepResult(skipped=overflow, grad_norm=norm)
 
@@ -283,7 +283,14 @@ class TorchEngine:
             UsageError: there is no gradient, and was no backward since this optimizer's last step.
         """
         if closure is None and self._backwards_at_step.get(id(optimizer), 0) == self._num_backwards:
-            _check_gradients(optimizer)
+            parameters = (one for group in optimizer.param_groups for one in group["params"])
+            if all(parameter.grad is None for parameter in parameters):
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step() was called, and no backward since its last step gave its "
+                    "parameters a gradient",
+                    cure="Call accelerator.backward(loss) before optimizer.step().",
+                )
+        # After a backward that left this optimizer out a step does nothing, as in torch.
         self._backwards_at_step[id(optimizer)] = self._num_backwards
 
     def state(self) -> dict[str, Any]:
@@ -296,26 +303,7 @@ class TorchEngine:
             self.scaler.load_state_dict(state["loss_scaler"])
 
 
-def _update(optimizer: Optimizer, closure: Callable[[], Any] | None, *, local: bool) -> None:
-    # A closure computes gradients, of the parameters as the model has them.
-    with on_local_parts(optimizer) if local and closure is None else nullcontext():
-        optimizer.step(closure)
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    """Refuse a step before any backward. After one that leaves this optimizer out a step does nothing, as in torch."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return
-    raise UsageError(
-        f"{type(optimizer).__name__}.step() was called, and no backward since its last step gave its parameters a "
-        "gradient",
-        cure="Call accelerator.backward(loss) before optimizer.step().",
-    )
-
-
-def _owners(parameters: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Optimizer]:
+def _owners(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
     """Those of the optimizers that hold at least one of the parameters."""
     if len(optimizers) <= 1:
         return optimizers

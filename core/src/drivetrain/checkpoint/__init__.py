@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.folder import Inspection, Naming, check_file, commit, data_folder, inspect, stage
     from drivetrain.checkpoint.loader import load
     from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest, stored_name
-    from drivetrain.checkpoint.saver import BackgroundSaver, Rng, TrainingState, library_versions, save
+    from drivetrain.checkpoint.saver import Saver, TrainingState, library_versions, save
     from drivetrain.checkpoint.tensors import (
         DrivetrainReader,
         Source,
@@ -31,7 +31,7 @@ _MODULES = {
     "folder": ("Inspection", "Naming", "check_file", "commit", "data_folder", "inspect", "stage"),
     "loader": ("load",),
     "manifest": ("Chunk", "FileEntry", "Manifest", "TensorEntry", "read_manifest", "stored_name"),
-    "saver": ("BackgroundSaver", "Rng", "TrainingState", "library_versions", "save"),
+    "saver": ("Saver", "TrainingState", "library_versions", "save"),
     "tensors": (
         "DrivetrainReader",
         "Source",
@@ -53,7 +53,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "BackgroundSaver",
     "Chunk",
     "DrivetrainReader",
     "Encoder",
@@ -61,7 +60,7 @@ __all__ = [
     "Inspection",
     "Manifest",
     "Naming",
-    "Rng",
+    "Saver",
     "Source",
     "TensorEntry",
     "TensorFile",

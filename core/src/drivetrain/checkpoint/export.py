@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import weakref
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
-from drivetrain.checkpoint.manifest import read_manifest, stored_names
+from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _RESERVE = 1 << 20
-"""Bytes kept for the header of a file that is streamed; room for about 6,000 tensors, then another file begins."""
+"""Bytes kept for the header of a file that is streamed. Another file begins when half is used: about 6,000 names."""
 _HELD = 16 << 20
 """A file's first bytes are held back in memory, so that a small one gets a header that fits."""
 
@@ -106,8 +109,7 @@ def export_checkpoint(
             whose=str(folder),
             cure="`drivetrain checkpoint inspect` shows what it holds.",
         )
-    stored = stored_names(wanted.values(), index)
-    entries = {name: manifest.tensors[stored[own]] for name, own in wanted.items()}
+    entries = {name: manifest.tensors[stored_name(own, index)] for name, own in wanted.items()}
     for file in sorted({chunk.file for entry in entries.values() for chunk in entry.chunks}):
         check_file(folder, file, manifest.files[file])
     tied = manifest.trainables[index]["extra"].get("tied", {})
@@ -145,12 +147,20 @@ def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization
     twins = _Twins({})
     metadata = {"format": "pt"}
     sources = []
+    shared = {}
     for name, tensor in obj.items():
         first = twins.first(str(name), tensor)
         if first is not None:
-            metadata[str(name)] = first
+            metadata[str(name)] = shared[str(name)] = first
         else:
             sources.append(Source.of(str(name), tensor))
+    if shared:
+        logger.warning(
+            "%s: tensors that are the same memory are saved once: %s. Whoever reads the file gives them to the other "
+            "names too, as load_state_dict of a model with tied parameters does.",
+            path,
+            ", ".join(f"{name} as {first}" for name, first in shared.items()),
+        )
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.unlink(missing_ok=True)
     try:
@@ -189,17 +199,15 @@ class _Export:
     """The main process's export: writes temporary files, renames them, writes the index and deletes the old files."""
 
     def __init__(self, directory: Path, limit: int, safe: bool, tied: dict[str, str], aliases: dict[str, str]) -> None:
-        self._directory, self._limit, self._safe = directory, limit, safe
+        self._directory, self._limit = directory, limit
+        self._kind: type[_Streamed | _Pickled] = _Streamed if safe else _Pickled
         self._stem, self._suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
         self._twins = _Twins(tied)
         self._aliases = aliases
-        self._unfinished: list[Path] = []
-        self._weights: list[list[str]] = []
-        self._total = 0
+        self._shards: list[_Streamed | _Pickled] = []
 
     def run(self, named_tensors: Iterator[tuple[str, Tensor]]) -> list[Path]:
         """Write everything. The iterator is exhausted even after a failure: other ranks gather along with it."""
-        shard: _Streamed | _Pickled | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             for name, tensor in named_tensors:
@@ -207,43 +215,42 @@ class _Export:
                 if first is not None:
                     self._aliases[name] = first
                     continue
-                size = tensor.numel() * tensor.element_size()
-                self._total += size
-                if shard is None or not shard.fits(name, size, self._limit):
-                    if shard is not None:
-                        shard.finish(self._aliases)
-                    shard = self._begin()
-                self._weights[-1].append(name)
-                shard.add(name, tensor)
+                self._room_for(tensor.numel() * tensor.element_size()).add(name, tensor)
                 del tensor
-            (shard or self._begin()).finish(self._aliases)
+            last = self._shards[-1] if self._shards else self._room_for(0)
+            last.finish(self._aliases)
             return self._publish()
         finally:
             for _ in named_tensors:
                 pass
-            if shard is not None:
+            for shard in self._shards:
                 shard.close()
-            for path in self._unfinished:
-                path.unlink(missing_ok=True)
+                shard.path.unlink(missing_ok=True)
 
-    def _begin(self) -> _Streamed | _Pickled:
-        path = self._directory / f".{self._stem}-{len(self._unfinished) + 1:05d}.tmp"
-        path.unlink(missing_ok=True)
-        self._unfinished.append(path)
-        self._weights.append([])
-        return _Streamed(path) if self._safe else _Pickled(path)
+    def _room_for(self, size: int) -> _Streamed | _Pickled:
+        """The file for so many more bytes; a file's first tensor may be larger than the limit."""
+        shard = self._shards[-1] if self._shards else None
+        if shard is None or (shard.names and (shard.size + size > self._limit or shard.is_full)):
+            if shard is not None:
+                shard.finish(self._aliases)
+            path = self._directory / f".{self._stem}-{len(self._shards) + 1:05d}.tmp"
+            path.unlink(missing_ok=True)
+            shard = self._kind(path)
+            self._shards.append(shard)
+        return shard
 
     def _publish(self) -> list[Path]:
-        count = len(self._unfinished)
+        count = len(self._shards)
         names = [f"{self._stem}{self._suffix}"]
         if count > 1:
             names = [f"{self._stem}-{number + 1:05d}-of-{count:05d}{self._suffix}" for number in range(count)]
-        for path, name in zip(self._unfinished, names, strict=True):
-            path.replace(self._directory / name)
-        index = f"{self._stem}{self._suffix}.index.json"
+        for shard, name in zip(self._shards, names, strict=True):
+            shard.path.replace(self._directory / name)
         if count > 1:
-            places = {weight: name for name, weights in zip(names, self._weights, strict=True) for weight in weights}
-            text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": places}, indent=2)
+            places = {weight: name for name, shard in zip(names, self._shards, strict=True) for weight in shard.names}
+            total = sum(shard.size for shard in self._shards)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+            index = f"{self._stem}{self._suffix}.index.json"
             unfinished = self._directory / f".{index}.tmp"
             unfinished.unlink(missing_ok=True)
             with CheckedFile(unfinished) as file:
@@ -267,71 +274,68 @@ class _Streamed:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._entries: dict[str, Any] = {}
-        self._size, self._text = 0, 0
+        self.path = path
+        self.names: dict[str, Any] = {}
+        """The header's entry of each tensor."""
+        self.size, self._text = 0, 0
         self._held: list[Source] = []
         self._file: CheckedFile | None = None
 
-    def fits(self, name: str, size: int, limit: int) -> bool:
-        """Whether one more tensor goes into this file; the first always does."""
-        header = self._text + len(json.dumps(name)) + 512  # 512 bounds dtype, shape and offsets.
-        return not self._entries or (self._size + size <= limit and header < _RESERVE // 2)
+    @property
+    def is_full(self) -> bool:
+        """Whether the header has no room for further entries."""
+        return self._text > _RESERVE // 2
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor; it is written now unless the file is still small."""
         source = Source.of(name, tensor)
-        entry = header_entries([source], self._size)
-        self._entries |= entry
+        entry = header_entries([source], self.size)
+        self.names |= entry
         self._text += len(json.dumps(entry))
-        self._size += source.num_bytes
+        self.size += source.num_bytes
         self._held.append(source)
-        if self._size > _HELD:
-            self._stream()
+        if self.size > _HELD:
+            if self._file is None:
+                self._file = CheckedFile(self.path)
+                self._file.write(bytes(_RESERVE))
+            for held in self._held:
+                self._file.write(raw_bytes(held.produce()))
+            self._held.clear()
 
     def finish(self, aliases: Mapping[str, str]) -> None:
         """Write what is held and the header; the file is on the disk then."""
-        metadata = {"format": "pt", **{alias: first for alias, first in aliases.items() if first in self._entries}}
+        metadata = {"format": "pt", **{alias: first for alias, first in aliases.items() if first in self.names}}
         if self._file is None:
-            write_tensors(self._path, self._held, metadata)
+            write_tensors(self.path, self._held, metadata)
             return
         with self._file as file:
-            file.rewrite_start(header_bytes(self._entries, metadata, _RESERVE))
+            file.rewrite_start(header_bytes(self.names, metadata, _RESERVE))
 
     def close(self) -> None:
-        """Close a file that will not be finished."""
+        """Close the file, if it is open still."""
         if self._file is not None:
             self._file.close()
-
-    def _stream(self) -> None:
-        if self._file is None:
-            self._file = CheckedFile(self._path)
-            self._file.write(bytes(_RESERVE))
-        for source in self._held:
-            self._file.write(*raw_bytes([source.produce()]))
-        self._held.clear()
 
 
 class _Pickled:
     """One file by ``torch.save``; its tensors are held until it is full."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._size = path, 0
-        self._tensors: dict[str, Tensor] = {}
+    is_full = False
 
-    def fits(self, name: str, size: int, limit: int) -> bool:
-        """Whether one more tensor goes into this file; the first always does."""
-        return not self._tensors or self._size + size <= limit
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self.names: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor."""
-        self._tensors[name] = tensor.detach().to("cpu").clone()
-        self._size += tensor.numel() * tensor.element_size()
+        self.names[name] = tensor.detach().to("cpu").clone()
+        self.size += tensor.numel() * tensor.element_size()
 
     def finish(self, aliases: Mapping[str, str]) -> None:
-        """Write the file. Further names of tied tensors are further names in the dictionary."""
-        shared = {alias: self._tensors[first] for alias, first in aliases.items() if first in self._tensors}
-        torch.save({**self._tensors, **shared}, self._path)
+        """Write the file and release its tensors. Further names of tied tensors are further names in the dictionary."""
+        shared = {alias: self.names[first] for alias, first in aliases.items() if first in self.names}
+        torch.save({**self.names, **shared}, self.path)
+        self.names = dict.fromkeys(self.names, torch.empty(0))
 
     def close(self) -> None:
         """Nothing is open before it is finished."""

@@ -54,26 +54,25 @@ class Owner:
     """What an owner file says.
 
     Args:
-        host: host name, for people.
         machine: identifies host, boot and container, within which process ids are comparable.
         pid: process id.
         started: when that process started, as reported by the system; empty where unknown.
         folder: the folder's path there; a copy of the folder elsewhere has no owner.
-        token: of this claim.
     """
 
-    host: str
     machine: str
     pid: int
     started: str
     folder: str
-    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.machine.partition('/')[0]}"
 
 
-_held: dict[Path, tuple[str, Path]] = {}
-"""Token and file of each folder that this process holds, the one written last at the end."""
-_lock = threading.RLock()
-_wake = threading.Event()
+_held: dict[Path, Path] = {}
+"""The owner file of each folder that this process holds, the one claimed last at the end."""
+_lock = threading.Lock()
+_changed = threading.Event()
 _thread: threading.Thread | None = None
 
 
@@ -94,18 +93,13 @@ def claim(folder: Path, *, beside: bool = False) -> None:
     _refuse(other, folder)
     while True:
         found = _read(path)
-        if found is None:
-            owner = _here(folder)
-            if _create(path, owner):
-                _hold(folder, owner.token, path)
-                return
-        elif _is_this_process(found, folder):
-            _hold(folder, found.token, path)
+        if found == _here(folder) or (found is None and _create(path, folder)):
+            _hold(folder, path)
             return
-        elif _lives(found, path, folder):
-            _held.pop(folder, None)
-            raise _taken(found, folder)
-        else:
+        if found is not None:
+            if _lives(found, path, folder):
+                _held.pop(folder, None)
+                raise _taken(found, folder)
             _clear(path, found)
 
 
@@ -116,9 +110,8 @@ def check(folder: Path) -> None:
         CheckpointError: another process considered this one dead and took the folder over.
     """
     folder = _real(folder)
-    token, path = _held.get(folder, ("", folder / OWNER))
-    found = _read(path)
-    if found is None or found.token != token:
+    found = _read(_held.get(folder, folder / OWNER))
+    if found != _here(folder):
         _held.pop(folder, None)
         raise _taken(found, folder)
 
@@ -126,11 +119,6 @@ def check(folder: Path) -> None:
 def holds(folder: Path) -> bool:
     """Whether this process has claimed the folder."""
     return _real(folder) in _held
-
-
-def claim_new(staging: Path, target: Path) -> None:
-    """Put an owner file into a folder that is going to be renamed to ``target``; then call :func:`claim`."""
-    _create(staging / OWNER, _here(_real(target)))
 
 
 def refuse_if_held(folder: Path) -> None:
@@ -145,7 +133,7 @@ def release() -> None:
     with _lock:
         for folder in list(_held):
             _let_go(folder)
-    _wake.set()
+    _changed.set()
 
 
 def is_alive(pid: int, started: str = "") -> bool:
@@ -192,14 +180,13 @@ def _files(folder: Path) -> tuple[Path, Path]:
 
 def _refuse(path: Path, folder: Path) -> None:
     found = _read(path)
-    if found is not None and not _is_this_process(found, folder) and _lives(found, path, folder):
+    if found not in (None, _here(folder)) and _lives(found, path, folder):
         raise _taken(found, folder)
 
 
 def _here(folder: Path) -> Owner:
     state = _state(os.getpid())
-    started = "" if state is None else state[1]
-    return Owner(socket.gethostname(), machine(), os.getpid(), started, str(folder), secrets.token_hex(8))
+    return Owner(machine(), os.getpid(), "" if state is None else state[1], str(folder))
 
 
 def _read(path: Path) -> Owner | None:
@@ -210,28 +197,19 @@ def _read(path: Path) -> Owner | None:
         return None
     try:
         found = json.loads(text)
-        names = {name: str(found[name]) for name in ("host", "machine", "started", "folder", "token")}
-        return Owner(pid=int(found["pid"]), **names)
+        return Owner(str(found["machine"]), int(found["pid"]), str(found["started"]), str(found["folder"]))
     except (ValueError, KeyError, TypeError):
-        return Owner("a host that is not known", "", 0, "", "", "")
+        return Owner("a host that is not known", 0, "", "")
 
 
-def _create(path: Path, owner: Owner) -> bool:
+def _create(path: Path, folder: Path) -> bool:
     """Write this process's name; ``False`` when there is a file already."""
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(owner)) + "\n")
+            file.write(json.dumps(asdict(_here(folder))) + "\n")
     except FileExistsError:
         return False
     return True
-
-
-def _is_this_process(found: Owner, folder: Path) -> bool:
-    if folder in _held and found.token == _held[folder][0]:
-        return True
-    here = _here(folder)
-    names = ("machine", "pid", "started", "folder")
-    return all(getattr(found, name) == getattr(here, name) for name in names)
 
 
 def _lives(found: Owner, path: Path, folder: Path) -> bool:
@@ -252,7 +230,7 @@ def _beats(path: Path, found: Owner) -> bool:
     finally:
         probe.unlink(missing_ok=True)
     if left > 0:
-        logger.warning("%s names %s; waiting up to %.0f s to see whether that is alive.", path, _name(found), left)
+        logger.warning("%s names %s; waiting up to %.0f s to see whether that is alive.", path, found, left)
     deadline = time.monotonic() + left
     while time.monotonic() < deadline:
         time.sleep(min(BEAT_SECONDS / 10, left))
@@ -277,30 +255,28 @@ def _clear(path: Path, dead: Owner) -> None:
         path.rename(aside)
     except FileNotFoundError:
         return
-    moved = _read(aside)
-    if moved is not None and moved.token != dead.token:
-        aside.rename(path)
-    else:
+    if _read(aside) in (None, dead):
         aside.unlink(missing_ok=True)
+    else:
+        aside.rename(path)
 
 
-def _hold(folder: Path, token: str, path: Path) -> None:
+def _hold(folder: Path, path: Path) -> None:
     global _thread  # noqa: PLW0603 (one thread renews the files of the process)
     with _lock:
         _held.pop(folder, None)
-        _held[folder] = token, path
+        _held[folder] = path
         while len(_held) > _MOST_HELD:
             _let_go(next(iter(_held)))
         if _thread is None:
-            _wake.clear()
             _thread = threading.Thread(target=_renew, name="drivetrain-owner", daemon=True)
             _thread.start()
+    _changed.set()
 
 
 def _let_go(folder: Path) -> None:
-    token, path = _held.pop(folder)
-    found = _read(path)
-    if found is not None and found.token == token:
+    path = _held.pop(folder)
+    if _read(path) == _here(folder):
         path.unlink(missing_ok=True)
 
 
@@ -308,20 +284,16 @@ def _renew() -> None:
     """Renew the files of all folders held, until there are none."""
     global _thread  # noqa: PLW0603 (as above)
     while True:
-        released = _wake.wait(BEAT_SECONDS)
+        _changed.wait(BEAT_SECONDS)
+        _changed.clear()
         with _lock:
-            _wake.clear()
             if not _held:
                 _thread = None
                 return
-            for _, path in [] if released else list(_held.values()):
+            for path in _held.values():
                 # The next save reports a folder that was removed or a file system that is unavailable.
                 with contextlib.suppress(OSError):
                     os.utime(path)
-
-
-def _name(found: Owner) -> str:
-    return f"process {found.pid} on {found.host}"
 
 
 def _taken(found: Owner | None, folder: Path) -> CheckpointError:
@@ -331,16 +303,16 @@ def _taken(found: Owner | None, folder: Path) -> CheckpointError:
             cure="Save again; do not remove that file while a run saves there.",
         )
     return CheckpointError(
-        f"{folder} belongs to {_name(found)}, which is alive: two runs would overwrite each other's checkpoints",
+        f"{folder} belongs to {found}, which is alive: two runs would overwrite each other's checkpoints",
         cure="Stop that process, let it call accelerator.end_training(), or save into another folder.",
     )
 
 
 def _forked() -> None:
     """Reset in a forked child, which owns no folder and has none of its parent's threads."""
-    global _thread, _lock, _wake
+    global _thread, _lock, _changed
     _held.clear()
-    _thread, _lock, _wake = None, threading.RLock(), threading.Event()
+    _thread, _lock, _changed = None, threading.Lock(), threading.Event()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -406,10 +378,13 @@ class Naming:
             )
         return complete[-1].path
 
-    def next_path(self) -> Path:
-        """Claim the folder and return that of the next save, whose number :attr:`iteration` then is.
+    def claim_next(self, *, begun_anew: bool = False) -> int:
+        """Claim the folder and return the number of the next save, which :attr:`iteration` then is.
 
         For the main process.
+
+        Args:
+            begun_anew: the run goes on from no checkpoint; warn where the folder holds another's.
 
         Raises:
             CheckpointError: another living process saves in the folder.
@@ -417,31 +392,22 @@ class Naming:
         self.folder.mkdir(parents=True, exist_ok=True)
         claim(self.folder, beside=True)
         self.iteration = max(self.iteration, self._highest() + 1)
-        return self.path
-
-    @property
-    def path(self) -> Path:
-        """Folder of the checkpoint with the number :attr:`iteration`."""
-        return self.folder / f"checkpoint_{self.iteration}"
-
-    def warn_of_others(self) -> None:
-        """Warn that a new run finds checkpoints in its folder."""
-        complete = self.complete()
+        complete = self.complete() if begun_anew else []
         if complete:
-            kept = "" if self.total_limit is None else ", and total_limit removes this run's only"
             logger.warning(
                 "%s holds checkpoints of an earlier run, up to %s, and this run was begun anew: its own go on from "
                 "checkpoint_%d%s. Call load_state() first to continue that run, or choose another project_dir.",
                 self.folder,
                 complete[-1].path.name,
                 self.iteration,
-                kept,
+                "" if self.total_limit is None else ", and total_limit removes this run's only",
             )
+        return self.iteration
 
-    def saved(self, newest: Path) -> list[Path]:
-        """Count a complete save: move on to the next number, and :meth:`prune`."""
-        self.iteration += 1
-        return self.prune(newest)
+    @property
+    def path(self) -> Path:
+        """Folder of the checkpoint with the number :attr:`iteration`."""
+        return self.folder / f"checkpoint_{self.iteration}"
 
     def prune(self, newest: Path) -> list[Path]:
         """Delete this run's oldest complete checkpoints beyond ``total_limit``; returns those.
@@ -465,12 +431,13 @@ class Naming:
             discard(path)
         return removed
 
-    def resumed(self, manifest: Manifest) -> None:
-        """Continue numbering after a loaded checkpoint, and after everything that already lies in the folder."""
+    def resumed(self, manifest: Manifest) -> int:
+        """The next number after a loaded checkpoint, and after everything that already lies in the folder."""
         saved = manifest.info.get("iteration")
         self.iteration = 1 + max(self._highest(), saved if isinstance(saved, int) else -1, self.iteration - 1)
         self.run = str(manifest.info.get("run", ""))
         sweep(self.folder)
+        return self.iteration
 
     def _highest(self) -> int:
         return max((number for _, number in self._numbered()), default=-1)
@@ -496,15 +463,14 @@ class CheckedFile:
         self._file = path.open("xb", buffering=1 << 16)
         self.size, self.crc32 = 0, 0
 
-    def write(self, *parts: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        for part in parts:
-            view = memoryview(part)
-            for start in range(0, len(view), _BLOCK):
-                block = view[start : start + _BLOCK]
-                self.crc32 = zlib.crc32(block, self.crc32)
-                self._file.write(block)
-            self.size += len(view)
+        view = memoryview(data)
+        for start in range(0, len(view), _BLOCK):
+            block = view[start : start + _BLOCK]
+            self.crc32 = zlib.crc32(block, self.crc32)
+            self._file.write(block)
+        self.size += len(view)
 
     def close(self) -> None:
         """Close without syncing: what was written may not be on the disk."""
@@ -588,7 +554,7 @@ def stage(target: Path) -> Path:
     staging = parent / _hidden_name("tmp", target)
     (staging / f"data-{secrets.token_hex(6)}").mkdir(parents=True)
     if not (inside or numbered):
-        claim_new(staging, target)
+        _create(staging / OWNER, _real(target))  # It appears with the folder.
     return staging
 
 

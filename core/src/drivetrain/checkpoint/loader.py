@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.checkpoint.folder import check_file
-from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_names
+from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_name
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
-from drivetrain.checkpoint.tree import decode, tensor_keys
+from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
+from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
-    from drivetrain.checkpoint.saver import Portable, Rng, TrainingState
+    from drivetrain.checkpoint.saver import Portable, TrainingState
 
 # ---- Comparing checkpoint and run
 
@@ -65,8 +68,8 @@ def joined(found: Sequence[Differences]) -> Differences:
     return Differences(
         missing=set().union(*(one.missing for one in found)),
         unused=set.intersection(*(one.unused for one in found)),
-        shapes=_once(sentence for one in found for sentence in one.shapes),
-        others=_once(sentence for one in found for sentence in one.others),
+        shapes=list(dict.fromkeys(sentence for one in found for sentence in one.shapes)),
+        others=list(dict.fromkeys(sentence for one in found for sentence in one.others)),
     )
 
 
@@ -154,10 +157,6 @@ def _hinted(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
 def _list(items: Sequence[str]) -> str:
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
-
-
-def _once(sentences: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(sentences))
 
 
 # ---- Validating and undoing
@@ -259,6 +258,17 @@ def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, wha
         for parameter in group["params"]
         if names.get(id(parameter)) in slots
     }
+    for parameter, saved in state.items():
+        for slot, here in optimizer.state.get(parameter, {}).items():
+            there = saved.get(slot)
+            # A slot of another shape than its parameter's may change it from step to step.
+            fixed = isinstance(here, Tensor) and here.shape in ((), parameter.shape)
+            if fixed and isinstance(there, Tensor) and there.numel() != here.numel():
+                raise CheckpointMismatchError(
+                    f"optim.{names[id(parameter)]}.{slot} of {what} is {list(there.shape)} in the checkpoint and "
+                    f"{list(here.shape)} here",
+                    cure="Build the optimizer as it was built for the run that saved.",
+                )
     kind: Any = type(optimizer)
     # An optimizer whose __del__ frees external resources would free the original's.
     stand_in: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
@@ -270,18 +280,21 @@ def _check_slots(portable: PortableState, module: nn.Module, optimizer: Any, wha
 
 
 def set_extra_states(module: nn.Module, extra: Mapping[str, Any]) -> list[Callable[[], object]]:
-    """Call ``set_extra_state`` of submodules; returns functions that undo it, also where one of them raises.
+    """Call ``set_extra_state`` of submodules; returns functions that undo it. Where one raises, none has changed.
 
     Raises:
-        CheckpointError: a submodule that is not here or has none, or that refuses its state; none has changed then.
+        CheckpointMismatchError: a submodule that is not here or has no extra state.
     """
     undo: list[Callable[[], object]] = []
     parts = dict(module.named_modules(remove_duplicate=False))
+    states = extra.get("modules", {})
+    for path in states:
+        if path not in parts or type(parts[path]).get_extra_state is nn.Module.get_extra_state:
+            raise CheckpointMismatchError(f"{path} has extra state in the checkpoint and none here")
     try:
-        for path, value in extra.get("modules", {}).items():
-            part = _with_extra_state(parts.get(path), path)
-            undo.append(_extra_state_again(part))
-            part.set_extra_state(value)
+        for path, value in states.items():
+            undo.append(partial(parts[path].set_extra_state, copy.deepcopy(parts[path].get_extra_state())))
+            parts[path].set_extra_state(value)
     except BaseException:
         for again in reversed(undo):
             again()
@@ -289,47 +302,29 @@ def set_extra_states(module: nn.Module, extra: Mapping[str, Any]) -> list[Callab
     return undo
 
 
-def _with_extra_state(part: nn.Module | None, path: str) -> nn.Module:
-    if part is None or type(part).get_extra_state is nn.Module.get_extra_state:
-        raise CheckpointMismatchError(f"{path} has extra state in the checkpoint and none here")
-    return part
-
-
-def _extra_state_again(part: nn.Module) -> Callable[[], object]:
-    before = copy.deepcopy(part.get_extra_state())
-    return lambda: part.set_extra_state(before)
-
-
 def remembered(item: Any) -> Callable[[], object]:
     """A function that restores an object's present state, by its own two methods. Collective where those are.
 
     Its tensors are copied into host memory, so that an object may keep a whole second model.
     """
-    copies: list[tuple[Tensor, Tensor]] = []
-    tree = _copied(item.state_dict(), copies)
+    encoder = Encoder()
+    tree = encoder.encode(item.state_dict(), "state")
+    live = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in encoder.tensors.values()]
+    copies = [tensor.to("cpu", copy=True) for tensor in live]
+    # torch's schedulers take over whatever names a state has: those that were not there go again.
+    holders = [one for one in (item, getattr(item, "scheduler", None)) if hasattr(one, "__dict__")]
+    attributes = [(vars(one), set(vars(one))) for one in holders]
 
     @torch.no_grad()
     def take_back() -> None:
-        for tensor, was in copies:
+        for tensor, was in zip(live, copies, strict=True):
             tensor.copy_(was)
-        item.load_state_dict(tree)
+        item.load_state_dict(decode(tree, encoder.tensors.__getitem__))
+        for names, before in attributes:
+            for name in names.keys() - before:
+                del names[name]
 
     return take_back
-
-
-def _copied(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """Copy the containers but not the tensors, each of which is copied to ``copies``."""
-    if isinstance(value, Tensor):
-        local = value.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        copies.append((local, local.to("cpu", copy=True)))
-        return value
-    if isinstance(value, Mapping):
-        return {key: _copied(item, copies) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        items = [_copied(item, copies) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return copy.deepcopy(value)
 
 
 def _is_mapping(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -383,19 +378,15 @@ def load(
     """
     folder = Path(path).absolute()
     ranks = Ranks(backend)
-    (text, *_) = ranks.agree("read the manifest", lambda: read_text(folder) if ranks.is_main else "")
-    manifest = Manifest.from_json(ranks.broadcast(text), str(folder / MANIFEST))
+    manifest = Manifest.from_json(ranks.on_main("read the manifest", lambda: read_text(folder)), str(folder / MANIFEST))
     ranks.agree("check its share of the files", lambda: _check_share(folder, manifest, ranks))
     skipped = frozenset(hooks(folder)) if hooks is not None else frozenset[int]()
     work = _Load(folder, manifest, state, backend, skipped)
     differences = joined(ranks.agree("compare the checkpoint", work.compare))
     passed_over = judge(differences, str(folder), strict=strict)
+    if passed_over:
+        work.remarks.insert(0, f"strict=False passes over: {passed_over}")
     ranks.agree("make sense of the checkpoint", work.decode)
-    work.remark_rng()
-    if ranks.is_main:
-        remarks = [f"strict=False passes over: {passed_over}"] if passed_over else []
-        for sentence in remarks + work.remarks:
-            warnings.warn(sentence, stacklevel=2)
     try:
         ranks.agree("take over the state of objects", work.take_over_objects)
     except BaseException:
@@ -415,13 +406,10 @@ def load(
 
 
 def _check_share(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
-    """Check this rank's share of the files: largest first, each to the rank that has least to read."""
-    loads = [0] * ranks.world_size
-    for name, entry in sorted(manifest.files.items(), key=lambda one: (-one[1].size, one[0])):
-        rank = loads.index(min(loads))
-        loads[rank] += entry.size
-        if rank == ranks.rank:
-            check_file(folder, name, entry)
+    """Check this rank's share of the files, dealt out by their size so that no rank gets all large ones."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    for name in by_size[ranks.rank :: ranks.world_size]:
+        check_file(folder, name, manifest.files[name])
 
 
 class _Load:
@@ -433,15 +421,18 @@ class _Load:
         self._folder, self._manifest, self._state = folder, manifest, state
         self._topology, self._skip_models = backend.topology, skip_models
         self._templates: list[PortableState] = []
+        self._names: list[dict[str, str]] = []
+        """Names in the checkpoint of each trainable's tensors, by their own."""
         self._targets: dict[str, Any] = {}  # Tensors of models and optimizers to be filled, by stored name.
         self._words: dict[str, Any] = {}  # New tensors for all other state.
-        self._weights: tuple[DrivetrainReader, DefaultLoadPlanner, LoadPlan] | None = None
+        self._read_weights: Callable[[], Future[None]]
         self._aliases: dict[str, str] = {}  # Stored name wanted here: the stored name that it was tied to.
         self._portable: list[PortableState] = []
         self._objects: dict[str, Any] = {}
         self._counters: dict[str, Any] = {}
         self._rng: Any = None
         self._undo: list[Callable[[], object]] = []
+        self._cast: list[str] = []  # Sentences about tensors of another dtype.
         self.remarks: list[str] = []
 
     def compare(self) -> Differences:
@@ -451,7 +442,13 @@ class _Load:
             if index < len(self._manifest.trainables):
                 self._compare_trainable(index, trainable, found)
             else:
-                found.others.append(f"{self._kind(index)} {index} is here, {len(self._manifest.trainables)} were saved")
+                kind, count = self._kind(index), len(self._manifest.trainables)
+                found.others.append(f"{kind} {index} is here, {count} were saved")
+        if self._cast:
+            count = len(self._cast)
+            self.remarks.append(f"{count} tensor(s) change their dtype while loading, the first is {self._cast[0]}")
+        if self._state.rng:
+            self._compare_rng()
         here, saved = set(self._state.objects), set(self._manifest.objects)
         found.missing.update(f"objects.{name}" for name in here - saved)
         found.unused.update(f"objects.{name}" for name in saved - here)
@@ -464,51 +461,43 @@ class _Load:
             self._lay_out(self._manifest.objects[name], self._state.objects[name].state_dict() if is_sharded else None)
         return found
 
-    def _kind(self, index: int) -> str:
-        return "average" if index >= len(self._state.trainables) - self._state.averages else "model"
-
-    def _left_out(self, index: int, trainable: Portable, specs: Mapping[str, Any]) -> set[str]:
-        """Names of saved tensors that are not loaded."""
-        left_out = {own for own in specs if own.startswith("model.") and index in self._skip_models}
-        if not trainable.optimizers and any(own.startswith("optim.") for own in specs):
-            left_out |= {own for own in specs if own.startswith("optim.")}
-            self.remarks.append(f"the optimizer state of model {index} is left out: no optimizer is prepared with it")
-        return left_out
-
-    def _is_other_kind(self, index: int, saved: Mapping[str, Any], found: Differences) -> bool:
-        kind = "average" if "average" in saved["extra"] else "model"
-        if kind == self._kind(index):
-            return False
-        found.others.append(f"{self._kind(index)} {index} here is a {kind} in the checkpoint")
-        self._templates.append(PortableState())
-        return True
-
     def decode(self) -> None:
         """Read everything but the tensors of models and optimizers, and check it. Not collective."""
-        self._weights = reader, _, plan = self._plan(self._targets)
-        reader.check_data(plan)
-        reader, planner, plan = self._plan(self._words)
-        reader.read_data(plan, planner).wait()
+        aliases = {name: self._manifest.tensors[first] for name, first in self._aliases.items()}
+        tensors = {**self._manifest.tensors, **aliases}
+        reader = DrivetrainReader(self._folder, dataclasses.replace(self._manifest, tensors=tensors))
+        metadata = reader.read_metadata()
+
+        def plan(targets: dict[str, Any]) -> tuple[LoadPlan, DefaultLoadPlanner]:
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(targets, metadata)
+            return planner.create_local_plan(), planner
+
+        weights = plan(self._targets)
+        reader.check_data(weights[0])
+        self._read_weights = partial(reader.read_data, *weights)
+        reader.read_data(*plan(self._words)).wait()
         for index, (trainable, template) in enumerate(zip(self._state.trainables, self._templates, strict=True)):
             saved = self._manifest.trainables[index]
-            stored = stored_names(template.tensors, index)
-            tensors = {own: self._targets[name] for own, name in stored.items() if name in self._targets}
-            optimizers = decode(saved["optimizers"], self._fetch) if trainable.optimizers else []
-            portable = PortableState(tensors, optimizers, decode(saved["extra"], self._fetch))
+            names = self._names[index]
+            tensors = {own: self._targets[names[own]] for own in template.tensors if names[own] in self._targets}
+            optimizers = decode(saved["optimizers"], self._words.__getitem__) if trainable.optimizers else []
+            portable = PortableState(tensors, optimizers, decode(saved["extra"], self._words.__getitem__))
             check_words(portable, template, trainable, f"model {index}")
             self._portable.append(portable)
         self._objects = {
-            name: decode(self._manifest.objects[name], self._fetch)
+            name: decode(self._manifest.objects[name], self._words.__getitem__)
             for name in self._state.objects
             if name in self._manifest.objects
         }
-        self._counters = decode(self._manifest.counters, self._fetch)
+        self._counters = decode(self._manifest.counters, self._words.__getitem__)
         if not isinstance(self._counters, dict) or any(type(each) is not int for each in self._counters.values()):
             raise CheckpointCorruptError("the counters make no sense", whose=str(self._folder))
         file = self._manifest.rng.get(self._topology.dp_rank)
-        if self._state.rng is not None and file is not None:
-            self._rng = _read_rng(self._folder / file)
-            _try_rng(self._state.rng, self._rng, file)
+        if self._state.rng and file is not None:
+            self._rng = _read_rng(self._folder / file, self._topology.device)
+        for sentence in self.remarks if self._topology.rank == 0 else ():
+            warnings.warn(sentence, stacklevel=4)
 
     def take_over_objects(self) -> None:
         """Load the state of registered objects, schedulers and loaders. Collective where their methods are."""
@@ -531,72 +520,71 @@ class _Load:
 
     def fill(self) -> None:
         """Read the weights: every tensor that this rank needs, its own boxes only. Not collective."""
-        assert self._weights is not None, "decode comes before"
-        reader, planner, plan = self._weights
-        reader.read_data(plan, planner).wait()
+        self._read_weights().wait()
 
     def take_over(self) -> None:
         """Load all state into its objects; random state last: objects may draw numbers. Collective where they are."""
         for trainable, portable in zip(self._state.trainables, self._portable, strict=True):
             trainable.load_portable_state(portable)
         self._state.counters.update(self._counters)
-        if self._state.rng is not None and self._manifest.rng:
-            if self._rng is not None:
-                self._state.rng.restore(self._rng)
-            else:
-                self._state.rng.reseed(self._derived_seed(self._topology.dp_rank))
+        if self._rng is not None:
+            restore_rng(self._rng, self._topology.device)
+        elif self._state.rng and self._manifest.rng:
+            set_seed(self._derived_seed(self._topology.dp_rank))
 
-    def _plan(self, targets: dict[str, Any]) -> tuple[DrivetrainReader, DefaultLoadPlanner, LoadPlan]:
-        """The plan of what is read into these tensors, and from where."""
-        tied = {name: self._manifest.tensors[first] for name, first in self._aliases.items()}
-        reader = DrivetrainReader(
-            self._folder, dataclasses.replace(self._manifest, tensors={**self._manifest.tensors, **tied})
-        )
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(targets, reader.read_metadata(), is_coordinator=self._topology.rank == 0)
-        return reader, planner, planner.create_local_plan()
+    def _kind(self, index: int) -> str:
+        return "average" if index >= len(self._state.trainables) - self._state.averages else "model"
 
     def _compare_trainable(self, index: int, trainable: Portable, found: Differences) -> None:
         saved, specs = self._manifest.trainables[index], self._manifest.specs(index)
-        tied = saved["extra"].get("tied", {})
-        if self._is_other_kind(index, saved, found):
+        kind = "average" if "average" in saved["extra"] else "model"
+        if kind != self._kind(index):
+            found.others.append(f"{self._kind(index)} {index} here is a {kind} in the checkpoint")
+            self._templates.append(PortableState())
+            self._names.append({})
             return
+        tied = saved["extra"].get("tied", {})
         origins = _tied_names(specs, tied)
         template = trainable.portable_template({**{own: specs[first] for own, first in origins.items()}, **specs})
         self._templates.append(template)
-        left_out = self._left_out(index, trainable, specs)
-        cast = []
-        names = stored_names([*template.tensors, *specs], index)
+        left_out: tuple[str, ...] = ("model.",) if index in self._skip_models else ()
+        if not trainable.optimizers and any(own.startswith("optim.") for own in specs):
+            left_out += ("optim.",)
+            self.remarks.append(f"the optimizer state of model {index} is left out: no optimizer is prepared with it")
+        names = {own: stored_name(own, index) for own in {**template.tensors, **specs}}
+        self._names.append(names)
+        found.unused -= {names[own] for own in specs if own.startswith(left_out)}
         for own, target in template.tensors.items():
             first = own if own in specs else origins.get(own, own)
-            stored = names[own]
-            if first in left_out or (own.startswith("model.") and index in self._skip_models):
+            if own.startswith(left_out):
                 continue
             if first not in specs:
-                found.missing.add(stored)
-                continue
-            found.unused.discard(names[first])
-            if tuple(target.shape) != specs[first].shape:
-                saved_shape = list(specs[first].shape)
-                found.shapes.append(f"{stored} is {saved_shape} in the checkpoint and {list(target.shape)} here")
-                continue
-            if dtype_name(target.dtype) != specs[first].dtype:
-                if torch_dtype(stored, specs[first].dtype).is_complex != target.dtype.is_complex:
-                    found.others.append(f"{stored} is {specs[first].dtype} in the checkpoint and {target.dtype} here")
-                    continue
-                cast.append(f"{stored} from {specs[first].dtype} to {dtype_name(target.dtype)}")
-            self._targets[stored] = target
-            if first != own:
-                self._aliases[stored] = names[first]
-        found.unused -= {names[own] for own in left_out}
-        if cast:
-            self.remarks.append(f"{len(cast)} tensor(s) change their dtype while loading, the first is {cast[0]}")
+                found.missing.add(names[own])
+            else:
+                found.unused.discard(names[first])
+                self._match(names[own], names[first], specs[first], target, found)
         if trainable.optimizers and not saved["optimizers"]:
             found.missing.add(f"optimizer state of model {index}")
         elif trainable.optimizers and template.optimizers:
             both = {**template.extra.get("tied", {}), **tied}
             ungrouped = saved["extra"].get("ungrouped", ())
             found.others += compare_groups(saved["optimizers"], template.optimizers, both, f"model {index}", ungrouped)
+
+    def _match(self, stored: str, first: str, spec: TensorSpec, target: Tensor, found: Differences) -> None:
+        """Fill ``target``, wanted under the name ``stored``, from the saved tensor ``first``, if it fits."""
+        if tuple(target.shape) != spec.shape:
+            shapes = f"{list(spec.shape)} in the checkpoint and {list(target.shape)} here"
+            found.shapes.append(f"{stored} is {shapes}")
+            return
+        here = dtype_name(target.dtype)
+        if here != spec.dtype and torch_dtype(stored, spec.dtype).is_complex != target.dtype.is_complex:
+            found.others.append(f"{stored} is {spec.dtype} in the checkpoint and {target.dtype} here")
+        else:
+            if here != spec.dtype:
+                self._cast.append(f"{stored} from {spec.dtype} to {here}")
+            self._targets[stored] = target
+            if first != stored:
+                self._aliases[stored] = first
 
     def _lay_out(self, tree: Any, like: Any = None) -> None:
         """Allocate the tensors of encoded state: on the CPU, or sharded as they are now."""
@@ -609,14 +597,8 @@ class _Load:
             else:
                 self._words[key] = torch.empty(entry.shape, dtype=torch_dtype(key, entry.dtype))
 
-    def _fetch(self, key: str) -> Tensor:
-        tensor: Tensor = self._words[key]
-        return tensor
-
-    def remark_rng(self) -> None:
+    def _compare_rng(self) -> None:
         """Add a remark where the checkpoint has no random state for a data-parallel coordinate."""
-        if self._state.rng is None:
-            return
         lacking = [at for at in range(self._topology.dp_size) if at not in self._manifest.rng]
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
@@ -647,24 +629,16 @@ def _tied_names(specs: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> dic
     return names
 
 
-def _try_rng(rng: Rng, saved: Any, file: str) -> None:
-    """Raise when the generators do not accept this state; they are left unchanged."""
-    before = rng.capture()
+def _read_rng(path: Path, device: str) -> Any:
+    """A file's random state. Raises where the generators do not accept it; they are left unchanged."""
+    file, before = TensorFile(path), capture_rng(device)
     try:
-        rng.restore(saved)
+        sources = file.sources()
+        saved = decode(json.loads(file.metadata["tree"]), lambda key: sources[key].produce().clone())
+        restore_rng(saved, device)
     except Exception as problem:
-        raise CheckpointCorruptError(
-            f"{file} holds no random state: {type(problem).__name__}: {problem}".rstrip(".")
-        ) from problem
+        what = f"{path.name} holds no random state: {type(problem).__name__}: {problem}"
+        raise CheckpointCorruptError(what.rstrip("."), whose=str(path.parent)) from problem
     finally:
-        rng.restore(before)
-
-
-def _read_rng(path: Path) -> Any:
-    file = TensorFile(path)
-    try:
-        tree = json.loads(file.metadata["tree"])
-    except (KeyError, ValueError) as problem:
-        raise CheckpointCorruptError(f"{path.name} holds no random state", whose=str(path.parent)) from problem
-    return decode(tree, file.copy)
-
+        restore_rng(before, device)
+    return saved

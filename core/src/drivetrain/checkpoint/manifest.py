@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -233,29 +233,23 @@ original_name: Callable[[str], str] = partial(re.compile(rf"^(?:{_WRAPPED}(?:\.|
 _KINDS = ("model", "optim")
 
 
-def stored_names(names: Iterable[str], index: int) -> dict[str, str]:
-    """The names in a checkpoint of one trainable's tensors.
+def stored_name(own: str, index: int) -> str:
+    """The name in a checkpoint of one trainable's tensor.
 
     ``model.x`` and ``optim.x.slot`` of the first trainable keep their names, the next one's are ``model_1.x``.
     """
-    found = {}
-    for own in names:
-        kind, _, rest = own.partition(".")
-        if kind not in _KINDS or not rest:
-            raise CheckpointError(f"a trainable names a tensor {own!r}", cure="Names begin with 'model.' or 'optim.'.")
-        found[own] = f"{kind}_{index}.{rest}" if index else own
-    return found
-
-
-def stored_name(own: str, index: int) -> str:
-    """As :func:`stored_names`, for one tensor."""
-    return stored_names((own,), index)[own]
+    kind, _, rest = own.partition(".")
+    if kind not in _KINDS or not rest:
+        raise CheckpointError(f"a trainable names a tensor {own!r}", cure="Names begin with 'model.' or 'optim.'.")
+    return f"{kind}_{index}.{rest}" if index else own
 
 
 def read_text(folder: Path) -> str:
     """Text of a checkpoint's manifest. Raises :class:`CheckpointNotFoundError` when there is none."""
     path = folder / MANIFEST
     try:
+        if path.exists() and not path.is_file():  # Reading a pipe or a device would never end.
+            raise CheckpointCorruptError("the manifest is no regular file", whose=str(path), cure=_RESAVE)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as problem:
         what = f"{folder} holds no complete checkpoint" if folder.exists() else f"there is no checkpoint at {folder}"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
+
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.backend import Backend
 from drivetrain.checkpoint import folder
 from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
-from drivetrain.checkpoint.saver import BackgroundSaver, Rng, TrainingState, save
-from drivetrain.distributed import rng
+from drivetrain.checkpoint.saver import Saver, TrainingState
+from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import MainProcessOnlyCall, check_collective, log_call
 from drivetrain.errors import UnsupportedError, UsageError
@@ -29,19 +30,7 @@ from drivetrain.loop.prepare import Preparer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RemovableHandle:
-    """Removes a hook."""
-
-    hooks: dict[int, Callable[..., Any]]
-    key: int
-
-    def remove(self) -> None:
-        """Remove the hook; a second call does nothing."""
-        self.hooks.pop(self.key, None)
+Hooks = OrderedDict[int, Callable[..., Any]]
 
 
 @final
@@ -68,26 +57,24 @@ class RunCheckpoints:
         self._project = project
         self.custom: list[Any] = []
         self.averages: list[EMA] = []
-        self.save_hooks: dict[int, Callable[..., Any]] = {}
-        self.load_hooks: dict[int, Callable[..., Any]] = {}
-        self._keys = count()
+        self.save_hooks: Hooks = OrderedDict()
+        self.load_hooks: Hooks = OrderedDict()
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
-        self._background = BackgroundSaver(backend)
+        self._saver = Saver(backend)
         topology = backend.topology
         # Where the main process holds all that the others hold, it could save without them.
         self._others_may_stay_away = backend.capabilities.replicated and topology.dp_size == topology.world_size
-        self._saving = MainProcessOnlyCall(
-            backend.topology, "save_state", "the checkpoint is written without their random state"
-        )
-        self._exporting = MainProcessOnlyCall(
-            backend.topology, "save_model", "the model is written without waiting for them"
-        )
+        lost = "the checkpoint is written without their random state"
+        self._saving = MainProcessOnlyCall(topology, "save_state", lost)
+        lost = "the model is written without waiting for them"
+        self._exporting = MainProcessOnlyCall(topology, "save_model", lost)
 
-    def hook(self, hooks: dict[int, Callable[..., Any]], function: Callable[..., Any]) -> RemovableHandle:
+    @staticmethod
+    def hook(hooks: Hooks, function: Callable[..., Any]) -> RemovableHandle:
         """Register a function in one of the two tables."""
-        key = next(self._keys)
-        hooks[key] = function
-        return RemovableHandle(hooks, key)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = function
+        return handle
 
     def register(self, objects: Sequence[Any]) -> None:
         """Register objects of the user's, which must have ``state_dict`` and ``load_state_dict``."""
@@ -107,11 +94,11 @@ class RunCheckpoints:
 
     def wait(self) -> Path | None:
         """Wait for the background save; returns its folder, or ``None``. Raises when it failed."""
-        return self._background.wait()
+        return self._saver.wait()
 
     def close(self) -> None:
         """Wait as well, and release the folders and the resources of background saves. Not collective."""
-        self._background.close()
+        self._saver.close()
         folder.release()
 
     def save(self, output_dir: str | Path | None, *, blocking: bool = True) -> Path:
@@ -135,16 +122,16 @@ class RunCheckpoints:
         if self._run is None:
             self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
         naming = self._naming() if automatic and output_dir is None else None
-        given = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
+        path = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
         alone = not self._called_by_all(self._saving)
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
-            return given
-        ask: Callable[[Callable[[], Any]], Any] = _ask if alone else self._on_main
-        path: Path = given
-        if naming:
-            naming.iteration = ask(lambda: _next_number(naming, begun_anew=begun_anew))
-            path = naming.path
+            return path
+        ranks = Ranks(self._backend, alone=alone)
+        info: dict[str, Any] = {"run": self._run} if automatic else {}
+        if naming is not None:
+            naming.iteration = ranks.on_main("claim the folder", partial(naming.claim_next, begun_anew=begun_anew))
+            path, info["iteration"] = naming.path, naming.iteration
         if self._trainer.unfinished:
             logger.warning(
                 "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
@@ -152,18 +139,16 @@ class RunCheckpoints:
                 self._trainer.unfinished,
             )
         hooks = self._run_save_hooks if self.save_hooks else None
-        info: dict[str, Any] = {"run": self._run} if automatic else {}
-        info |= {"iteration": naming.iteration} if naming else {}
+        prune = partial(naming.prune, path) if naming is not None else None
         if blocking:
-            save(path, self._state(), self._backend, info=info, hooks=hooks, alone=alone)
-            if naming:
-                self._project.iteration = ask(lambda: _after(naming, naming.saved, path))
-            return path
-        prune = partial(naming.prune, path) if naming else None
-        self._background.start(path, self._state(), info=info, hooks=hooks, alone=alone, afterwards=prune)
-        if naming:
-            # Counted at once, since the next save needs a name; a save that fails leaves its number out.
-            self._project.iteration = ask(lambda: naming.iteration + 1)
+            self._saver.save(path, self._state(), info=info, hooks=hooks, alone=alone)
+            if prune is not None:
+                ranks.on_main("remove older checkpoints", prune)
+        else:
+            self._saver.start(path, self._state(), info=info, hooks=hooks, alone=alone, afterwards=prune)
+        if naming is not None:
+            # In the background too: the next save needs a name. One that fails leaves its number out.
+            self._project.iteration = naming.iteration + 1
         return path
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
@@ -174,14 +159,18 @@ class RunCheckpoints:
         if input_dir is None and not automatic:
             self._given(input_dir, "load_state")
         naming = self._naming() if automatic else None
-        path = self._on_main(naming.latest) if input_dir is None and naming else Path(str(input_dir))
+        ranks = Ranks(self._backend)
+        if input_dir is None and naming is not None:
+            path = ranks.on_main("find the newest checkpoint", naming.latest)
+        else:
+            path = Path(str(input_dir))
         state = self._state()
         hooks = self._run_load_hooks if self.load_hooks else None
         manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
         self._trainer.step = int(state.counters["step"])
         self._trainer.abandon_windows()
         if naming:
-            self._project.iteration = self._on_main(lambda: _after(naming, naming.resumed, manifest))
+            self._project.iteration = ranks.on_main("number its checkpoints", partial(naming.resumed, manifest))
             run = str(manifest.info.get("run", ""))
             if run or path.absolute().parent == naming.folder.absolute():  # Others' begin a run of their own here.
                 self._run = run
@@ -225,14 +214,13 @@ class RunCheckpoints:
         objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
         objects |= {f"loader.{index}": each for index, each in enumerate(self._loaders)}
         objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
-        device = self._backend.topology.device
         return TrainingState(
             trainables=[*(model.trainable for model in self._trainer.models), *self.averages],
             averages=len(self.averages),
             objects=objects,
             counters={"step": self._trainer.step},
             remember={f"loader.{index}": each.remember for index, each in enumerate(self._loaders)},
-            rng=Rng(lambda: rng.capture_rng(device), lambda saved: rng.restore_rng(saved, device), rng.set_seed),
+            rng=True,
         )
 
     def _naming(self) -> Naming:
@@ -248,41 +236,8 @@ class RunCheckpoints:
             )
         return folder
 
-    def _on_main(self, ask: Callable[[], T]) -> T:
-        """The main process's result or error on every rank: file systems show a new folder at different times."""
-        answer: tuple[T | None, Exception | None] = (None, None)
-        if self._backend.topology.rank == 0:
-            try:
-                answer = (ask(), None)
-            except Exception as error:  # noqa: BLE001 (raised on every rank below)
-                answer = (None, error)
-        value, failure = self._backend.broadcast_object(answer)
-        if failure is not None:
-            raise failure
-        result: T = value
-        return result
-
-
-def _ask(question: Callable[[], T]) -> T:
-    """The result of this rank alone."""
-    return question()
-
 
 def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:
     """Indices of the objects that a hook removed from its list."""
     left = {id(each) for each in after}
     return {index for index, each in enumerate(before) if id(each) not in left}
-
-
-def _next_number(naming: Naming, *, begun_anew: bool) -> int:
-    """The number of the next checkpoint; warns where the folder holds another run's."""
-    naming.next_path()
-    if begun_anew:
-        naming.warn_of_others()
-    return naming.iteration
-
-
-def _after(naming: Naming, change: Callable[..., Any], *arguments: Any) -> int:
-    """The number of the next checkpoint after a change to the names."""
-    change(*arguments)
-    return naming.iteration

@@ -1,6 +1,6 @@
-"""Saves a run as a checkpoint, synchronously or from a copy in host memory by a background thread.
+"""Saves a run as a checkpoint, at once or from a copy in host memory by a background thread.
 
-A save collects the state, plans which rank writes which tensors, writes, and commits; all ranks agree after each step
+A save collects the state, settles which rank writes which tensors, writes, and commits; all ranks agree after each step
 that none has failed. The folder appears whole or not at all.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import shutil
 import threading
@@ -17,36 +18,25 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.folder import commit, data_folder, stage
-from drivetrain.checkpoint.manifest import Manifest, original_name, stored_names
-from drivetrain.checkpoint.tensors import (
-    CachedPlan,
-    Layout,
-    PlannedFile,
-    Source,
-    Written,
-    common_plan,
-    in_shards,
-    index_tensors,
-    layout_of,
-    of_lowest_rank,
-    plan_files,
-    planner_of,
-    write_files,
-)
+from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, original_name, stored_name
+from drivetrain.checkpoint.tensors import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.distributed.collectives import Ranks
+from drivetrain.distributed.rng import capture_rng
 from drivetrain.errors import CheckpointError
 from drivetrain.topology import DATA_AXES, Topology
 
@@ -55,13 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 SaveHooks = Callable[[Path], Collection[int]]
-Copy = Callable[[Sequence[PlannedFile]], list[PlannedFile]]
 
-_ALIGNMENT = 64
-"""Each tensor begins at a multiple of this many bytes in a host buffer: a cache line, and of every element size."""
+_FILE_BYTES = 2 << 30
+"""A rank begins another file after this many bytes, so that checking them can be shared by several ranks."""
 
 
 # ---- Contents of a checkpoint
@@ -91,21 +78,6 @@ class Portable(Protocol):
     def load_portable_state(self, state: PortableState, /) -> None: ...
 
 
-@dataclass(frozen=True)
-class Rng:
-    """This process's random state.
-
-    Args:
-        capture: returns a tree (see :mod:`drivetrain.checkpoint.tree`) of this process's generators.
-        restore: loads such a tree.
-        reseed: seeds all generators from one number, for a process that the checkpoint knows nothing of.
-    """
-
-    capture: Callable[[], Any]
-    restore: Callable[[Any], None]
-    reseed: Callable[[int], None]
-
-
 @dataclass
 class TrainingState:
     """A run's state.
@@ -116,7 +88,7 @@ class TrainingState:
         averages: how many of ``trainables`` are averages.
         objects: scheduler, loaders, the user's own, by a name that does not change; the same on every rank.
         counters: numbers of the run (optimizer steps, ...); a load replaces its values in place.
-        rng: random state, kept per data-parallel coordinate; ``None`` keeps none.
+        rng: whether the processes' random state goes along, kept per data-parallel coordinate.
         remember: for objects by name, where loading ``state_dict()`` again would not be enough: returns a function that
             takes the object back to what it is now.
     """
@@ -124,7 +96,7 @@ class TrainingState:
     trainables: Sequence[Portable] = ()
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
-    rng: Rng | None = None
+    rng: bool = False
     remember: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     averages: int = 0
 
@@ -138,8 +110,7 @@ class Collected:
 
     Args:
         tensors: under their stored names; the live ones.
-        of_one_rank: names of those that are buffers. Each rank's running statistics are its own, so that a checkpoint
-            that took some from one rank and some from another would hold a state that no rank ever had.
+        buffers: names of those that are buffers of models.
         trainables: the encoded rest of each trainable.
         counters: encoded.
         objects: each object's state, encoded.
@@ -147,48 +118,34 @@ class Collected:
     """
 
     tensors: dict[str, Tensor]
-    of_one_rank: frozenset[str]
+    buffers: frozenset[str]
     trainables: tuple[Any, ...]
     counters: Any
     objects: dict[str, Any]
     rng: tuple[Any, dict[str, Tensor]] | None
 
-    def marks(self) -> dict[str, int]:
-        """A checksum of each object's state, which should be the same on every rank."""
-        return {name: zlib.crc32(json.dumps(tree).encode()) for name, tree in self.objects.items()}
-
 
 def collect(state: TrainingState, topology: Topology, skip_models: Collection[int] = ()) -> Collected:
-    """Collect and encode the whole state. Collective where an engine's ``portable_state`` is.
+    """Collect and encode the whole state, without the ``model.*`` tensors of these trainables.
 
-    Args:
-        state: the run.
-        topology: the job.
-        skip_models: indices of trainables whose ``model.*`` tensors are left out.
-
-    Raises:
-        CheckpointError: state that no checkpoint can hold.
+    Collective where an engine's ``portable_state`` is. Raises :class:`CheckpointError` for what no checkpoint can hold.
     """
     encoder = Encoder()
     tensors: dict[str, Tensor] = {}
-    of_one_rank: set[str] = set()
+    buffers: set[str] = set()
     trainables = []
     for index, trainable in enumerate(state.trainables):
         portable = trainable.portable_state()
         parameters = {f"model.{original_name(name)}" for name, _ in trainable.module.named_parameters()}
-        for own, stored in stored_names(portable.tensors, index).items():
+        for own, tensor in portable.tensors.items():
+            stored = stored_name(own, index)
             of_model = own.startswith("model.")
             if of_model and own not in parameters:
-                of_one_rank.add(stored)
+                buffers.add(stored)
             if not (of_model and index in skip_models):
-                tensors[stored] = portable.tensors[own]
-        where = f"trainables.{index}"
-        trainables.append(
-            {
-                "optimizers": encoder.encode(portable.optimizers, f"{where}.optimizers"),
-                "extra": encoder.encode(portable.extra, f"{where}.extra"),
-            }
-        )
+                tensors[stored] = tensor
+        parts = {"optimizers": portable.optimizers, "extra": portable.extra}
+        trainables.append(encoder.encode(parts, f"trainables.{index}"))
     counters = encoder.encode(state.counters, "counters")
     objects = {name: encoder.encode(item.state_dict(), f"objects.{name}") for name, item in state.objects.items()}
     # Replicated by contract; if they are not, words and numbers still come from one rank, the main process.
@@ -196,185 +153,258 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
     tensors |= {name: tensor for name, tensor in encoder.tensors.items() if is_main or isinstance(tensor, DTensor)}
     rng = None
     coordinates = topology.mesh.coordinates(topology.rank)
-    if state.rng is not None and not any(at for axis, at in coordinates.items() if axis not in DATA_AXES):
+    if state.rng and not any(at for axis, at in coordinates.items() if axis not in DATA_AXES):
         numbers = Encoder()
-        rng = numbers.encode(state.rng.capture(), "rng"), numbers.tensors
-    return Collected(tensors, frozenset(of_one_rank), tuple(trainables), counters, objects, rng)
+        rng = numbers.encode(capture_rng(topology.device), "rng"), numbers.tensors
+    return Collected(tensors, frozenset(buffers), tuple(trainables), counters, objects, rng)
+
+
+# ---- Which rank writes what
+
+Layout = dict[str, tuple[Any, ...]]
+"""All that a rank's part in the plan depends on: dtype, whole shape and place in the whole of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Which rank writes which tensors. Holds no tensors, so it is kept for the next save.
+
+    It is a function of every rank's layout and of nothing else, so it holds while each rank has the layout that it had.
+
+    Args:
+        made_for: name of the staging folder of the save that it was made for, which tells it from others.
+        num_ranks: how many ranks took part.
+        layout: of what this rank offered.
+        buffers: names in it that are buffers.
+        files: what this rank writes, by name of the file: each item of torch's plan with where it will lie.
+        tensors: the manifest's index; files are named without their folder.
+    """
+
+    made_for: str
+    num_ranks: int
+    layout: Layout
+    buffers: frozenset[str]
+    files: Mapping[str, Sequence[tuple[WriteItem, Chunk]]]
+    tensors: Mapping[str, TensorEntry]
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """The layout of these tensors. Not collective."""
+    layout: Layout = {}
+    for name, tensor in tensors.items():
+        place: tuple[Any, ...] = ()
+        if isinstance(tensor, DTensor):  # Equivalent to its list of chunks, at a tenth of the cost.
+            place = (tensor.device_mesh, tensor.placements)
+        elif hasattr(tensor, "__create_chunk_list__"):
+            place = tuple((chunk.offsets, chunk.sizes) for chunk in tensor.__create_chunk_list__())
+        layout[name] = (tensor.dtype, tensor.shape, *place)
+    return layout
+
+
+def make_plan(
+    made_for: str, layout: Layout, planner: DefaultSavePlanner, buffers: frozenset[str], ranks: Ranks
+) -> WritePlan:
+    """Assign each chunk to the rank that offers it and has least to write so far. Collective over all ranks.
+
+    Of a buffer every rank has its own running statistics. A checkpoint that took some from one rank and some from
+    another would hold a state that no rank ever had, so the lowest rank that has a buffer writes it.
+
+    Raises:
+        CheckpointError: the ranks' chunks overlap or leave holes.
+    """
+    offers = ranks.agree("plan its part", lambda: (planner.create_local_plan(), buffers))
+    of_lowest_rank = set[str]().union(*(names for _, names in offers))
+    taken: set[MetadataIndex] = set()
+    plans = []
+    for plan, _ in offers:
+        items = [item for item in plan.items if item.index.fqn not in of_lowest_rank or item.index not in taken]
+        taken |= {item.index for item in items}
+        plans.append(replace(plan, items=items))
+    try:
+        plans, _ = planner.create_global_plan(plans)
+    except (ValueError, AssertionError) as problem:
+        raise CheckpointError(
+            f"the ranks do not hold one state together: {problem}",
+            cure="A tensor is either whole on every rank that has it or a DTensor on all of its mesh.",
+        ) from problem
+    files = [_in_files(plan.items, rank) for rank, plan in enumerate(plans)]
+    chunks: dict[str, list[Chunk]] = {}
+    shown: dict[str, WriteItem] = {}
+    for item, chunk in (entry for each in files for entries in each.values() for entry in entries):
+        chunks.setdefault(item.index.fqn, []).append(chunk)
+        shown[item.index.fqn] = item
+    tensors = {}
+    for name, item in shown.items():
+        data: Any = item.tensor_data
+        is_sharded = item.type == WriteItemType.SHARD
+        tensors[name] = TensorEntry(
+            dtype_name(data.properties.dtype), tuple(data.size), tuple(chunks[name]), is_sharded
+        )
+    return WritePlan(made_for, ranks.world_size, layout, buffers, files[ranks.rank], tensors)
+
+
+def _in_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[tuple[WriteItem, Chunk]]]:
+    """A rank's items by the file that they go to."""
+    files: dict[str, list[tuple[WriteItem, Chunk]]] = {}
+    file, size = "", 0
+    for item in items:
+        data: Any = item.tensor_data  # Only tensors are planned.
+        offsets, shape, name = tuple(data.chunk.offsets), tuple(data.chunk.sizes), item.index.fqn
+        num_bytes = math.prod(shape) * data.properties.dtype.itemsize
+        if not files or size + num_bytes > _FILE_BYTES:
+            file, size = f"tensors-{rank:05d}-{len(files):03d}.safetensors", 0
+            files[file] = []
+        size += num_bytes
+        key = name if shape == tuple(data.size) else f"{name}@{','.join(map(str, offsets))}"
+        files[file].append((item, Chunk(offsets, shape, file, key)))
+    return files
 
 
 # ---- One save
 
 
-def save(
-    path: str | Path,
-    state: TrainingState,
-    backend: Backend,
-    *,
-    skip_models: Collection[int] = (),
-    info: Mapping[str, Any] | None = None,
-    hooks: SaveHooks | None = None,
-    alone: bool = False,
-) -> Path:
-    """Write a checkpoint. Collective over all ranks, which must share the file system.
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file that this rank will write: its name, its tensors, and what its header says besides."""
 
-    The folder appears whole or not at all; an older checkpoint at ``path`` stays whole until the new one is complete.
-    Each tensor is written once, by one of the ranks that hold it; a rank needs the memory of one parameter more.
-
-    Args:
-        path: the checkpoint's folder; other files in it stay.
-        state: what to write.
-        backend: for collectives and the job's shape.
-        skip_models: indices of trainables whose ``model.*`` tensors are left out (a hook wrote them its own way).
-        info: plain JSON to note in the manifest; the main process's counts.
-        hooks: called on every rank, before the state is collected, with the folder that will become ``path``; files it
-            leaves there appear with the checkpoint, which neither lists nor checks them. Returns further indices for
-            ``skip_models``.
-        alone: only the main process calls this, on a backend that replicates; the random state of the others is lost.
-
-    Returns:
-        ``path``, made absolute.
-
-    Raises:
-        CheckpointError: on every rank, when any of them failed; nothing is left behind.
-    """
-    work = SaveWork(path, state, backend, Ranks(backend, alone=alone), skip_models, info)
-    with work.whole_or_gone():
-        work.begin(hooks)
-        work.finish()
-    return work.target
+    name: str
+    sources: Sequence[Source]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank sends to the others before anything is written."""
+    """What a rank tells the others before anything is written.
 
-    plan: SavePlan
-    sharded: frozenset[str]
-    of_one_rank: frozenset[str]
+    Args:
+        marks: a checksum of each object's state, which should be the same on every rank.
+        kept: what the plan of the save before was made for, if this rank's state still has the layout of then.
+        staging: the staging folder, on the main process.
+    """
+
     marks: dict[str, int]
+    kept: str
     staging: Path | None
 
 
 class SaveWork:
-    """One rank's part of one save: :meth:`begin` or :meth:`begin_beside`, then :meth:`finish`.
+    """One rank's part of one save: :meth:`prepare`, :meth:`copy` where training goes on meanwhile, :meth:`finish`.
 
     All of it in :meth:`whole_or_gone`.
 
     Args:
-        path: see :func:`save`, also for ``state``, ``backend``, ``skip_models`` and ``info``.
-        state: what to write.
+        path: the checkpoint's folder.
         backend: for the job's shape.
         ranks: all that save.
-        skip_models: indices of trainables.
-        info: plain JSON.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        state: TrainingState,
-        backend: Backend,
-        ranks: Ranks,
-        skip_models: Collection[int] = (),
-        info: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, backend: Backend, ranks: Ranks) -> None:
         self.target = Path(path).absolute()
-        self._state, self._backend, self._ranks = state, backend, ranks
-        self._skip_models, self._info = frozenset(skip_models), dict(info or {})
-        self._staging: Path | None = None
-        self._folder: Path | None = None
-        self._collected: Collected | None = None
-        self._offers: list[_Offer] = []
-        self._planner: DefaultSavePlanner | None = None
-        self._plan: CachedPlan | None = None
-        self._layout: Layout = {}  # Known where the plan may be used again.
-        self._files: list[PlannedFile] | None = None
-        self._copy_failure: Exception | None = None
+        self._backend, self._ranks = backend, ranks
+        self._staging: Path | None = None  # Of the main process only, until all have agreed on it.
+        self._files: list[PlannedFile] = []
+        self._failure: Exception | None = None  # To be raised with the others.
+        self._manifest: Manifest  # Without files, until they are written.
 
     @contextmanager
     def whole_or_gone(self) -> Iterator[None]:
         """Remove what was written when the block fails. Collective over all ranks when it fails by agreement."""
         try:
             yield
-        except CheckpointError:
-            self._abandon()
-            self._ranks.gather(None)  # Every rank raises only after the files of this save are gone.
+        except BaseException as problem:
+            if self._ranks.is_main and self._staging is not None:
+                shutil.rmtree(self._staging, ignore_errors=True)  # Gone already when only the last sync failed.
+            if isinstance(problem, CheckpointError):
+                self._ranks.gather(None)  # Every rank raises only after the files of this save are gone.
             raise
-        except BaseException:
-            self._abandon()
-            raise
 
-    def begin(self, hooks: SaveHooks | None) -> None:
-        """Run the hooks and exchange what every rank could write. Collective over all ranks; tensors are not copied."""
-        self._run_hooks(hooks)
-        self._exchange_offers()
-
-    def begin_beside(
-        self, hooks: SaveHooks | None, copy: Copy, cached: CachedPlan | None
-    ) -> CachedPlan | None:
-        """As :meth:`begin`, and copy what this rank will write, so that training may change it.
-
-        Collective over all ranks, but no rank waits for another's copy; if one fails, :meth:`finish` raises on all.
+    def prepare(
+        self,
+        state: TrainingState,
+        kept: WritePlan | None = None,
+        info: Mapping[str, Any] | None = None,
+        hooks: SaveHooks | None = None,
+    ) -> WritePlan:
+        """Collect the state and settle which rank writes what. Collective over all ranks; tensors are not copied.
 
         Args:
-            hooks: see :func:`save`.
-            copy: gives files with copies of the sources.
-            cached: the plan of the save before, taken again where it fits on every rank: they then exchange three
-                numbers instead of plans, while they copy.
+            state: what to write.
+            kept: the plan of the save before, which is taken again where it fits on every rank.
+            info: see :meth:`Saver.save`, also for ``hooks``.
+            hooks: the script's.
 
         Returns:
             This save's plan.
         """
-        self._run_hooks(hooks)
-        problem: Exception | None = None
-        fits, mark = False, 0
+        ranks, topology = self._ranks, self._backend.topology
+        skip_models = frozenset[int]()
+        if hooks is not None:
+            act = hooks
+            folder = self._staging = _present(ranks.agree("make the folder", self._stage)[0])
+            skip_models = ranks.agree("run the save hooks", lambda: frozenset(act(folder)))[ranks.rank]
+        found: list[tuple[Collected, Layout]] = []
+
+        def offer() -> _Offer:
+            collected = collect(state, topology, skip_models)
+            found.append((collected, layout_of(collected.tensors)))
+            marks = {name: zlib.crc32(json.dumps(tree).encode()) for name, tree in collected.objects.items()}
+            mine = ranks.world_size, found[0][1], collected.buffers
+            fits = kept is not None and (kept.num_ranks, kept.layout, kept.buffers) == mine
+            return _Offer(marks, kept.made_for if kept is not None and fits else "", self._stage())
+
+        offers = ranks.agree("collect the state", offer)
+        ((collected, layout),) = found
+        self._staging = _present(offers[0].staging)
+        if ranks.is_main:
+            self._attempt(partial(_warn_about_differences, [each.marks for each in offers]))
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(collected.tensors)
+        plan = kept
+        if plan is None or {each.kept for each in offers} != {plan.made_for}:
+            plan = make_plan(self._staging.name, layout, planner, collected.buffers, ranks)
+        for file, items in plan.files.items():
+            sources = []
+            for item, chunk in items:
+                dtype = cast("Any", item.tensor_data).properties.dtype
+                produce = cast("Callable[[], Tensor]", partial(planner.resolve_data, item))
+                sources.append(Source(chunk.key, dtype, chunk.shape, produce))
+            self._files.append(PlannedFile(file, sources))
+        if collected.rng is not None:
+            tree, tensors = collected.rng
+            sources = [Source.of(key, tensor) for key, tensor in tensors.items()]
+            self._files.append(PlannedFile(_rng_file(topology.dp_rank), sources, {"tree": json.dumps(tree)}))
+        self._manifest = Manifest(
+            backend=self._backend.settings.name or type(self._backend).__name__,
+            mesh=topology.mesh.sizes,
+            world_size=topology.world_size,
+            created=time.time(),
+            libraries=library_versions(),
+            info=dict(info or {}),
+            counters=collected.counters,
+            trainables=collected.trainables,
+            objects=collected.objects,
+            tensors=plan.tensors,
+        )
+        return plan
+
+    def copy(self, buffer: HostBuffer) -> None:
+        """Copy what this rank will write, so that training may change it. Not collective.
+
+        No rank waits for another's copy; if one fails, :meth:`finish` raises on all.
+        """
+        self._attempt(lambda: buffer.copy(self._files))
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Run what one rank does for itself; :meth:`finish` raises its failure, on all ranks."""
         try:
-            collected = self._collect()
-            self._layout = layout_of(collected.tensors)
-            fits = cached is not None and (cached.num_ranks, cached.layout) == (self._ranks.world_size, self._layout)
-            mark = zlib.crc32(json.dumps(collected.marks()).encode())
-        except Exception as caught:  # noqa: BLE001  Raised below, where the other ranks hear of it.
-            problem = caught
-        all_fit = self._ranks.ask_whether_same(fits, mark)
-        if fits:
-            self._plan = cached
-            self._copy(copy)
-        if not all_fit():
-            self._plan = None
-            self._exchange_offers(problem)
-            self._copy(copy)
-        # Nothing of the run is needed, nor kept alive, from here on.
-        self._state, self._planner = TrainingState(), None
-        self._collected = replace(_present(self._collected), tensors={})
-        return self._plan
+            work()
+        except Exception as problem:  # noqa: BLE001
+            self._failure = problem
 
     def finish(self) -> None:
         """Write and commit. Collective over all ranks at the end of each of the two."""
-        if self._folder is None:  # On all ranks alike: nothing was planned.
-            self._folder = _present(self._ranks.agree("hear of the folder", lambda: self._staging)[0])
-        folder = self._folder
-        parts = self._ranks.agree("write its part of the checkpoint", lambda: self._write(folder))
-        self._ranks.agree("complete the checkpoint", lambda: self._complete(folder, parts))
-
-    def _run_hooks(self, hooks: SaveHooks | None) -> None:
-        if hooks is None:
-            return
-        made = self._folder = _present(self._ranks.agree("make the folder", self._stage)[0])
-        skipped = self._ranks.agree("run the save hooks", lambda: frozenset(hooks(made)))
-        self._skip_models |= skipped[self._ranks.rank]
-
-    def _exchange_offers(self, problem: Exception | None = None) -> None:
-        """Tell all ranks what this one would write, or ``problem``. Collective over all ranks."""
-        self._offers = self._ranks.agree("collect the state", lambda: self._offer(problem))
-        self._folder = _present(self._offers[0].staging)
-
-    def _copy(self, copy: Copy) -> None:
-        """Copy; a failure is raised in :meth:`finish`, on all ranks."""
-        self._copy_failure = None
-        try:
-            self._files = copy(self._share())
-        except Exception as problem:  # noqa: BLE001
-            self._copy_failure = problem
+        parts = self._ranks.agree("write its part of the checkpoint", self._write)
+        self._ranks.agree("complete the checkpoint", lambda: self._complete(parts))
 
     def _stage(self) -> Path | None:
         """On the main process: make the staging folder, once."""
@@ -382,98 +412,52 @@ class SaveWork:
             self._staging = stage(self.target)
         return self._staging
 
-    def _collect(self) -> Collected:
-        """Collect the state, once, and make the folder; nothing is copied or written."""
-        if self._collected is None:
-            self._collected = collect(self._state, self._backend.topology, self._skip_models)
-            self._planner = planner_of(self._collected.tensors)
-            self._stage()
-        return self._collected
+    def _write(self) -> dict[str, FileEntry]:
+        """Write this rank's files; returns their entries by path below the checkpoint."""
+        if self._failure is not None:
+            raise self._failure
+        data = data_folder(_present(self._staging))
+        return {
+            f"{data.name}/{file.name}": write_tensors(data / file.name, file.sources, file.metadata)
+            for file in self._files
+        }
 
-    def _offer(self, problem: Exception | None) -> _Offer:
-        """What this rank could write; raises an earlier failure."""
-        if problem is not None:
-            raise problem
-        collected = self._collect()
-        plan = _present(self._planner).create_local_plan()
-        return _Offer(plan, in_shards(collected.tensors), collected.of_one_rank, collected.marks(), self._staging)
-
-    def _share(self) -> list[PlannedFile]:
-        """This rank's share of the common plan, and its random state. Nothing is copied yet."""
-        collected, planner = _present(self._collected), _present(self._planner)
-        if self._plan is None:
-            if self._ranks.is_main:
-                _warn_about_differences(self._offers)
-            of_one_rank = frozenset[str]().union(*(offer.of_one_rank for offer in self._offers))
-            plans = of_lowest_rank([offer.plan for offer in self._offers], of_one_rank)
-            plan, metadata = common_plan(planner, plans, self._ranks.rank)
-            sharded = frozenset[str]().union(*(offer.sharded for offer in self._offers))
-            self._plan = CachedPlan(self._layout, len(self._offers), plan, metadata, sharded)
-        files = plan_files(planner, self._plan.plan, f"tensors-{self._ranks.rank:05d}")
-        if collected.rng is not None:
-            tree, tensors = collected.rng
-            sources = tuple(Source.of(key, value) for key, value in tensors.items())
-            name = f"rng-{self._backend.topology.dp_rank:05d}.safetensors"
-            files.append(PlannedFile(name, sources, metadata={"tree": json.dumps(tree)}))
-        return files
-
-    def _write(self, folder: Path) -> Written:
-        """Write this rank's share."""
-        if self._copy_failure is not None:
-            raise self._copy_failure
-        files = self._share() if self._files is None else self._files
-        data = data_folder(folder)
-        written = write_files(files, data)
-        if _present(self._collected).rng is not None:
-            written.rng[self._backend.topology.dp_rank] = f"{data.name}/{files[-1].name}"
-        return written
-
-    def _complete(self, folder: Path, parts: list[Written]) -> None:
+    def _complete(self, parts: list[dict[str, FileEntry]]) -> None:
         """On the main process: check that all parts are written, write the manifest, commit the folder."""
         if not self._ranks.is_main:
             return
-        topology = self._backend.topology
-        files = {name: entry for part in parts for name, entry in part.files.items()}
+        folder = _present(self._staging)
         for rank, part in enumerate(parts):
-            for name, entry in part.files.items():
-                file = folder / name
-                if not file.exists() or file.stat().st_size != entry.size:
+            for name, entry in part.items():
+                if not (folder / name).exists() or (folder / name).stat().st_size != entry.size:
                     raise CheckpointError(
                         f"the main process does not see {name}, which rank {rank} wrote",
                         cure="All machines must share the file system of the checkpoint's folder.",
                     )
-        collected, plan = _present(self._collected), _present(self._plan)
-        manifest = Manifest(
-            backend=self._backend.settings.name or type(self._backend).__name__,
-            mesh=topology.mesh.sizes,
-            world_size=topology.world_size,
-            created=time.time(),
-            libraries=library_versions(),
-            info=self._info,
-            counters=collected.counters,
-            trainables=collected.trainables,
-            objects=collected.objects,
-            tensors=index_tensors(plan.metadata, plan.sharded, parts),
-            files=dict(sorted(files.items())),
-            rng={coordinate: name for part in parts for coordinate, name in part.rng.items()},
-        )
-        commit(folder, self.target, manifest)
-
-    def _abandon(self) -> None:
-        """Remove what a failed save wrote."""
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)  # Gone already when only the last sync failed.
+        data = data_folder(folder).name
+        files = {name: entry for part in parts for name, entry in sorted(part.items())}
+        tensors = {}
+        for name, planned in self._manifest.tensors.items():
+            chunks = [Chunk(one.offsets, one.shape, f"{data}/{one.file}", one.key) for one in planned.chunks]
+            tensors[name] = TensorEntry(planned.dtype, planned.shape, tuple(chunks), planned.sharded)
+        rng = {at: f"{data}/{_rng_file(at)}" for at in range(self._backend.topology.dp_size)}
+        rng = {at: name for at, name in rng.items() if name in files}
+        commit(folder, self.target, replace(self._manifest, tensors=tensors, files=files, rng=rng))
 
 
-def _present(value: T | None) -> T:
-    assert value is not None, "an earlier phase of the save makes it"
-    return value
+def _rng_file(coordinate: int) -> str:
+    return f"rng-{coordinate:05d}.safetensors"
 
 
-def _warn_about_differences(offers: list[_Offer]) -> None:
+def _present(folder: Path | None) -> Path:
+    assert folder is not None, "the main process has made it"
+    return folder
+
+
+def _warn_about_differences(marks: list[dict[str, int]]) -> None:
     """Warn of objects whose state differs between ranks: that of the other ranks is lost."""
-    for name, mark in offers[0].marks.items():
-        others = [rank for rank, offer in enumerate(offers) if offer.marks.get(name) != mark]
+    for name, mark in marks[0].items():
+        others = [rank for rank, each in enumerate(marks) if each.get(name) != mark]
         if others:
             warnings.warn(
                 f"{name} has another state on rank {', '.join(map(str, others))} than on rank 0, whose state is saved",
@@ -492,67 +476,99 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-# ---- Asynchronous saves
+# ---- The saves of a run
 
 
 @final
 class HostBuffer:
-    """One block of host memory that holds what a rank writes; kept for the next save, and larger only when it must be.
+    """Copies in host memory of what a rank writes; the memory is kept for the next save.
 
     Args:
-        device: of the training; where it is not the CPU the block is pinned, so that copies into it are fast.
+        device: of the training; where it is not the CPU the copies are pinned, so that copying is fast.
     """
 
     def __init__(self, device: str) -> None:
         self._on_device = device != "cpu"
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._copies: dict[tuple[str, str], Tensor] = {}
 
-    def copy(self, files: Sequence[PlannedFile]) -> list[PlannedFile]:
-        """Copy every tensor of these files; the files returned read the copies. They hold until the next call."""
-        starts = [0]
-        for file in files:
-            for source in file.sources:
-                starts.append(starts[-1] + -(-source.num_bytes // _ALIGNMENT) * _ALIGNMENT)
-        if self._block.numel() < starts[-1]:
-            self.release()  # Before the larger one is there: never both.
-            self._block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._on_device)
-        at = iter(starts)
-        kept = []
-        for file in files:
+    def copy(self, files: list[PlannedFile]) -> None:
+        """Copy every tensor of these files, which then read the copies. They hold until the next call."""
+        before, self._copies = self._copies, {}
+        for index, file in enumerate(files):
             sources = []
             for source in file.sources:
-                start = next(at)
-                copy = self._block[start : start + source.num_bytes].view(source.dtype).view(source.shape)
-                copy.copy_(source.produce().detach(), non_blocking=self._on_device)
-                sources.append(Source(source.key, source.dtype, source.shape, copy.detach))
-            kept.append(replace(file, sources=tuple(sources)))
+                place = file.name, source.key
+                kept = before.pop(place, None)
+                if kept is None or (kept.dtype, tuple(kept.shape)) != (source.dtype, source.shape):
+                    kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._on_device)
+                self._copies[place] = kept.copy_(source.produce().detach(), non_blocking=self._on_device)
+                sources.append(Source.of(source.key, kept))
+            files[index] = replace(file, sources=sources)
         if self._on_device:
             torch.accelerator.synchronize()
-        return kept
 
     def release(self) -> None:
         """Free the memory."""
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._copies.clear()
 
 
 @final
-class BackgroundSaver:
-    """Saves one run's checkpoints in a background thread, one at a time. Call its methods from the main thread.
+class Saver:
+    """Saves one run's checkpoints, one at a time: at once, or in a background thread.
 
-    The threads use their own process group, so that their messages never mix with those of the training.
+    Call its methods from the main thread. The threads use their own process group, so that their messages never mix
+    with those of the training.
 
     Args:
-        backend: the started backend; its runtime is ``torch.distributed`` where it has several processes.
+        backend: the started backend; for saves in the background its runtime is ``torch.distributed`` where it has
+            several processes.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffer = HostBuffer(backend.topology.device)
-        self._plan: CachedPlan | None = None  # of the save before
+        self._plan: WritePlan | None = None  # Of the save before.
         self._group: Any = None
         self._thread: threading.Thread | None = None
         self._target: Path | None = None
         self._failure: BaseException | None = None
+
+    def save(
+        self,
+        path: str | Path,
+        state: TrainingState,
+        *,
+        info: Mapping[str, Any] | None = None,
+        hooks: SaveHooks | None = None,
+        alone: bool = False,
+    ) -> Path:
+        """Write a checkpoint. Collective over all ranks, which must share the file system.
+
+        The folder appears whole or not at all; an older checkpoint at ``path`` stays whole until the new one is
+        complete. Each tensor is written once, by one of the ranks that hold it; a rank needs the memory of one
+        parameter more. The save before this one must have been waited for.
+
+        Args:
+            path: the checkpoint's folder; other files in it stay.
+            state: what to write.
+            info: plain JSON to note in the manifest; the main process's counts.
+            hooks: called on every rank, before the state is collected, with the folder that will become ``path``; files
+                it leaves there appear with the checkpoint, which neither lists nor checks them. Returns the indices of
+                trainables whose ``model.*`` tensors are left out, since it wrote them its own way.
+            alone: only the main process calls this, on a backend that replicates; the random state of the others is
+                lost.
+
+        Returns:
+            ``path``, made absolute.
+
+        Raises:
+            CheckpointError: on every rank, when any of them failed; nothing is left behind.
+        """
+        work = SaveWork(path, self._backend, Ranks(self._backend, alone=alone))
+        with work.whole_or_gone():
+            self._plan = work.prepare(state, self._plan, info, hooks)
+            work.finish()
+        return work.target
 
     def start(
         self,
@@ -564,15 +580,15 @@ class BackgroundSaver:
         alone: bool = False,
         afterwards: Callable[[], object] | None = None,
     ) -> Path:
-        """Copy the state and begin to write it. Collective over all ranks, until the copy is made; then it returns.
+        """Copy the state and begin to write it. Collective over all ranks, until the state is collected.
 
         The save before this one must have been waited for.
 
         Args:
-            path: see :func:`drivetrain.checkpoint.save`, also for ``state``, ``info``, ``hooks`` and ``alone``.
+            path: see :meth:`save`, also for ``state``, ``info`` and ``alone``.
             state: what to write.
-            info: plain JSON for the manifest.
-            hooks: called here, not in the thread.
+            info: plain JSON.
+            hooks: see :meth:`save`; called here, not in the thread.
             alone: only the main process calls this.
             afterwards: called by the main process's thread once the checkpoint is complete.
 
@@ -585,15 +601,17 @@ class BackgroundSaver:
         assert self._thread is None, "the save before is waited for"
         # The group is unused until the thread begins.
         ranks = Ranks(self._backend, alone=alone, group=None if alone else self._own_group())
-        work = SaveWork(path, state, self._backend, ranks, info=info)
+        work = SaveWork(path, self._backend, ranks)
         with work.whole_or_gone():
-            self._plan = work.begin_beside(hooks, self._buffer.copy, self._plan)
+            self._plan = work.prepare(state, self._plan, info, hooks)
+            work.copy(self._buffer)
         self._target = work.target
         # A thread that began at once would hold the interpreter lock for a switch interval, 5 ms.
         returned = threading.Event()
-        arguments = (returned, work, ranks, afterwards)
         # Not a daemon: a script that ends while it runs ends after it.
-        self._thread = threading.Thread(target=self._run, args=arguments, name="drivetrain-save")
+        self._thread = threading.Thread(
+            target=self._run, args=(returned, work, ranks, afterwards), name="drivetrain-save"
+        )
         self._thread.start()
         returned.set()
         return work.target
@@ -645,7 +663,18 @@ class BackgroundSaver:
             with work.whole_or_gone():
                 work.finish()
             if afterwards is not None:
-                act = afterwards
-                ranks.agree("remove older checkpoints", lambda: act() if ranks.is_main else None)
+                ranks.on_main("remove older checkpoints", afterwards)
         except BaseException as problem:  # noqa: BLE001  The main thread raises it at its next call.
             self._failure = problem
+
+
+def save(
+    path: str | Path,
+    state: TrainingState,
+    backend: Backend,
+    *,
+    info: Mapping[str, Any] | None = None,
+    hooks: SaveHooks | None = None,
+) -> Path:
+    """Write one checkpoint; see :meth:`Saver.save`. Collective over all ranks."""
+    return Saver(backend).save(path, state, info=info, hooks=hooks)

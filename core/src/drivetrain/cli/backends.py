@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,8 +22,6 @@ def backends(as_json: bool, verbose: bool) -> None:
     reports = get_registry().reports()
     if as_json:
         click.echo(json.dumps([to_dict(report) for report in reports], indent=2))
-    elif sys.stdout.isatty():
-        _table(reports, verbose=verbose)
     else:
         click.echo("\n".join(plain(report, verbose=verbose) for report in reports))
 
@@ -41,25 +38,15 @@ def to_dict(report: BackendReport) -> dict[str, Any]:
 
 
 def plain(report: BackendReport, *, verbose: bool) -> str:
-    """Return a report as a few lines of text."""
+    """Return a report as a few lines of text: its state, why it is not ready and what to do, what it can do."""
     owner = f"{report.distribution} {report.version}".strip()
-    lines = [f"{report.name}  {state(report)}  [{owner}]  {report.summary}".rstrip()]
-    lines += [f"    {remark}" for remark in remarks(report)]
+    state = "ready" if report.ready else "broken" if report.capabilities is None else "blocked"
+    shown = click.style(state, fg={"ready": "green", "blocked": "yellow", "broken": "red"}[state])
+    lines = [f"{report.name}  {shown}  [{owner}]  {report.summary}".rstrip()]
+    lines += [f"    {remark}" for remark in (report.why, report.cure) if remark]
     lines += [f"    can: {', '.join(abilities(report, verbose=verbose))}"] if report.capabilities else []
     lines += [f"    {line}" for line in report.traceback.rstrip().splitlines()] if verbose else []
     return "\n".join(lines)
-
-
-def state(report: BackendReport) -> str:
-    """Return one word for the table."""
-    if report.ready:
-        return "ready"
-    return "broken" if report.capabilities is None else "blocked"
-
-
-def remarks(report: BackendReport) -> list[str]:
-    """Return why a backend is not ready and what to do, or what its probe remarks."""
-    return [text for text in (report.why, report.cure) if text]
 
 
 def abilities(report: BackendReport, *, verbose: bool) -> list[str]:
@@ -75,23 +62,3 @@ def abilities(report: BackendReport, *, verbose: bool) -> list[str]:
         words += [f"not {name}" for name, value in values.items() if value is False]
         words += [f"contract {report.api}", *(f"alias {alias}" for alias in report.aliases)]
     return words
-
-
-def _table(reports: list[BackendReport], *, verbose: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("backend", "state", "distribution", "what it is and can do", title="Backends", title_justify="left")
-    colours = {"ready": "green", "blocked": "yellow", "broken": "red"}
-    for report in reports:
-        what = Text(report.summary)
-        for remark in remarks(report):
-            what.append(f"\n{remark}", style=colours[state(report)])
-        if report.capabilities is not None:
-            what.append("\n" + ", ".join(abilities(report, verbose=verbose)), style="dim")
-        if verbose and report.traceback:
-            what.append("\n" + report.traceback.rstrip(), style="dim")
-        owner = f"{report.distribution} {report.version}".strip()
-        table.add_row(report.name, Text(state(report), style=colours[state(report)]), owner, what)
-    Console().print(table)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.cli.options import normalise
-from drivetrain.errors import CheckpointError
+from drivetrain.cli.options import check_installed, normalise
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import Inspection
@@ -24,37 +23,28 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class _Commands(click.Group):
-    """Imports ``convert``, which is a distribution of its own, when it is called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "convert"])
+    """Takes ``convert`` from the distribution that brings it, where that is installed."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "convert":
-            return super().get_command(ctx, cmd_name)
-        if find_spec("drivetrain_convert") is None:
-            return _not_installed
-        command: click.Command = import_module("drivetrain_convert.command").convert
-        return command
-
-
-@click.command(
-    "convert",
-    short_help="Convert from and to other libraries' checkpoints; needs drivetrain-convert.",
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def _not_installed(**_: Any) -> None:
-    """Convert from and to other libraries' checkpoints: the distribution drivetrain-convert, which is not installed."""
-    raise CheckpointError(
-        "checkpoints of other libraries are read and written by drivetrain-convert, which is not installed",
-        cure="Run: pip install drivetrain-convert",
-    )
+        if cmd_name == "convert" and find_spec("drivetrain_convert") is not None:
+            command: click.Command = import_module("drivetrain_convert.command").convert
+            return command
+        return super().get_command(ctx, cmd_name)
 
 
 @click.group(cls=_Commands, context_settings={"token_normalize_func": normalise})
 def checkpoint() -> None:
     """Look into a checkpoint, export its model, convert from and to other libraries' formats."""
+
+
+@checkpoint.command(
+    short_help="Convert from and to other libraries' checkpoints; needs drivetrain-convert.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def convert(**_: Any) -> None:
+    """Convert from and to other libraries' checkpoints: the distribution drivetrain-convert, which is not installed."""
+    check_installed("convert", "reading and writing checkpoints of other libraries")
 
 
 @checkpoint.command(short_help="Print what a checkpoint holds and whether it is whole.")

@@ -8,16 +8,19 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from drivetrain.cli.options import configuration_options, normalise, resolve
-
-if TYPE_CHECKING:
-    from drivetrain.compat.config_rules import Verdict
-
-DEFAULT_FILE = "drivetrain.yaml"
+from drivetrain.cli.options import DEFAULT_FILE, chosen_file, configuration_options, normalise, resolve, users_file
+from drivetrain.compat.config_files import judge_file
+from drivetrain.compat.config_rules import PILES, Verdict
+from drivetrain.config import default_file, load_config, rows
+from drivetrain.config.locate import locate, read_file, write
+from drivetrain.config.problems import show as shown
+from drivetrain.config.resolved import mistakes
+from drivetrain.errors import DrivetrainError
+from drivetrain.registry import get_registry
 
 
 @click.group(invoke_without_command=True, context_settings={"token_normalize_func": normalise})
@@ -32,9 +35,10 @@ DEFAULT_FILE = "drivetrain.yaml"
     metavar="FILE",
     help="To write.",
 )
+@click.option("--user", is_flag=True, help="Write the file of all your runs that name none, instead of FILE.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @click.pass_context
-def config(ctx: click.Context, default: bool, target: str, force: bool) -> None:
+def config(ctx: click.Context, default: bool, target: str, user: bool, force: bool) -> None:
     """Ask a few questions and write a commented configuration file.
 
     Asks with menus on a terminal and line by line elsewhere, and only what the machine does not tell; where nobody
@@ -42,18 +46,20 @@ def config(ctx: click.Context, default: bool, target: str, force: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
+    if user:
+        target = str(users_file())
     path = Path(target)
     if path.exists() and not force:
         raise click.UsageError(f"{target} exists already; --force replaces it, --config FILE writes elsewhere")
-    from drivetrain.config import default_file
-
     text = default_file() if default else _asked(target)
     if text is None:
         click.echo("Nothing was written.")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    click.echo(f"Wrote {target}. Use it: drivetrain launch --config {target} script.py")
+    found = user or target == DEFAULT_FILE
+    use = "drivetrain launch script.py" if found else f"drivetrain launch --config {target} script.py"
+    click.echo(f"Wrote {target}. Use it: {use}")
 
 
 def _asked(target: str) -> str | None:
@@ -61,7 +67,6 @@ def _asked(target: str) -> str | None:
     from drivetrain.cli.prompts import Lines, Terminal
     from drivetrain.cli.wizard import Wizard, detect
     from drivetrain.config.template import chosen_file
-    from drivetrain.registry import get_registry
 
     machine = detect()
     click.echo(f"Found: {machine}.")
@@ -81,8 +86,9 @@ def _asked(target: str) -> str | None:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def show(config_file: str | None, settings: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """Print each value of the configuration and where it came from."""
-    from drivetrain.config import rows
-
+    config_file, remark = chosen_file(config_file)
+    if remark:
+        click.echo(remark, err=True)
     found = rows(resolve(config_file, settings, flags))
     if as_json:
         click.echo(json.dumps([row.to_dict() for row in found], indent=2))
@@ -102,11 +108,6 @@ def import_file(file: str, output: str | None, force: bool) -> None:
 
     FILE need not be imported to be used: `drivetrain launch --config_file FILE` reads it as it stands.
     """
-    from drivetrain.compat.config_files import judge_file
-    from drivetrain.config.locate import locate, read_file
-    from drivetrain.config.resolved import mistakes
-    from drivetrain.registry import get_registry
-
     target = None if output is None else Path(output)
     if target is not None and target.exists() and not force:
         raise click.UsageError(f"{output} exists already; --force replaces it")
@@ -126,9 +127,6 @@ def import_file(file: str, output: str | None, force: bool) -> None:
 
 def _what_stops(file: str) -> str:
     """Problems of the values that are carried over; empty when a launch would go on."""
-    from drivetrain.config import load_config
-    from drivetrain.errors import DrivetrainError
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # keys without which the run goes on are in the report
@@ -140,8 +138,6 @@ def _what_stops(file: str) -> str:
 
 def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
     """The report as lines, and whether a launch with this file would go on."""
-    from drivetrain.compat.config_rules import PILES
-
     verdicts = list(verdicts)
     for pile in PILES:
         here = [verdict for verdict in verdicts if verdict.pile == pile]
@@ -156,8 +152,6 @@ def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
 
 def as_file(verdicts: Iterable[Verdict], source: str) -> str:
     """The converted keys as the text of a configuration file, with the others as comments."""
-    from drivetrain.config.locate import write
-
     lines = [f"# From {source}, a configuration file of Accelerate."]
     tree: dict[str, Any] = {}
     for verdict in verdicts:
@@ -178,14 +172,10 @@ def as_file(verdicts: Iterable[Verdict], source: str) -> str:
 
 
 def _left(verdict: Verdict) -> str:
-    from drivetrain.config.problems import show
-
-    return f"{verdict.key}: {show(verdict.value)}"
+    return f"{verdict.key}: {shown(verdict.value)}"
 
 
 def _right(verdict: Verdict) -> str:
-    from drivetrain.config.problems import show
-
     if verdict.carried is None:
         return verdict.says + (" [stops the run]" if verdict.stops else "")
-    return "-> " + ", ".join(f"{key}: {show(value)}" for key, value in verdict.carried.items())
+    return "-> " + ", ".join(f"{key}: {shown(value)}" for key, value in verdict.carried.items())

@@ -23,7 +23,7 @@ SHOWN_VARIABLES = (
 )
 """Beginnings of environment variables that change what happens."""
 
-PACKAGES = ("numpy", "pluggy", "pydantic", "safetensors", "click", "rich")
+PACKAGES = ("numpy", "pluggy", "pydantic", "safetensors", "click", "tqdm")
 
 
 @click.command()
@@ -38,7 +38,9 @@ def facts() -> Iterator[tuple[str, str]]:
     import torch
 
     from drivetrain.backend import CONTRACT
-    from drivetrain.launch.environment import available_cores
+    from drivetrain.launch.coordinator import TOKEN
+    from drivetrain.launch.environment import OTHERS, available_cores
+    from drivetrain.launch.machines import PLATFORMS
     from drivetrain.registry import core_version, get_registry
 
     yield "drivetrain", f"{core_version()}, backend contract {CONTRACT}"
@@ -50,12 +52,16 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     registry = get_registry()
     for plugin in registry.plugins():
-        what = plugin.broken or ", ".join(f"{hook.removeprefix('drivetrain_')}" for hook in plugin.hooks)
+        what = plugin.reason or ", ".join(sorted(plugin.hooks))
         yield f"plugin {plugin.name}", f"{plugin.distribution} {plugin.version}: {what}"
     for report in registry.reports():
         yield f"backend {report.name}", "ready" if report.ready else f"not ready: {report.why}"
+    numbering = {*(name for each in PLATFORMS for name in each.variables())}
+    numbering.update(name for names in OTHERS for name in names.variables)
     for name, value in sorted(os.environ.items()):
-        if name.startswith(SHOWN_VARIABLES):
+        if name == TOKEN:
+            yield name, "(set)"
+        elif name.startswith(SHOWN_VARIABLES) or name in numbering:
             yield name, value
 
 

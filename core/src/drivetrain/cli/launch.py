@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.cli.options import FLAGS, SWITCHES, configuration_options, normalise, resolve
+from drivetrain.cli.options import (
+    FLAGS,
+    SWITCHES,
+    check_installed,
+    chosen_file,
+    configuration_options,
+    normalise,
+    resolve,
+)
+from drivetrain.config.keys import AUTO
+from drivetrain.errors import BackendNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
     from drivetrain.launch.dry_run import CommandLine
 
 
+_HELP_ON_A_SECTION = 2
+"""Words after ``launch``: the option and the section."""
+
+
 class Launch(click.Command):
-    """A command whose errors suggest what to write instead of another launcher's option."""
+    """A command that explains sections, and whose errors suggest what to write instead of another launcher's option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if len(args) == _HELP_ON_A_SECTION and args[0] in ("-h", "--help") and not args[1].startswith("-"):
+            from drivetrain.config.template import section_text
+            from drivetrain.registry import get_registry
+
+            click.echo(section_text(args[1].lower(), get_registry()), nl=False)
+            click.echo("\nIn the configuration file as above, or on the command line: --set SECTION.KEY=VALUE")
+            ctx.exit()
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -36,14 +59,24 @@ class Launch(click.Command):
     cls=Launch,
     # Arguments after the script's name are the script's, even where they look like ours.
     context_settings={"allow_interspersed_args": False, "token_normalize_func": normalise},
-    epilog="Options of the launcher go before the script, those of the script after it.",
+    epilog="Options of the launcher go before the script, those of the script after it. `drivetrain launch -h fsdp` "
+    "explains the keys of that section.",
 )
 @configuration_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program; start it without Python in front.")
+@click.option("--trainer", is_flag=True, help="Transformers' Trainer in SCRIPT is drivetrain[transformers]'s.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print the lines that say what is launched and shown.")
 @click.option("--print", "printed", is_flag=True, help="Show what each machine would run and with what; run nothing.")
 @click.option("--slurm", metavar="FILE", help="Write a batch file for Slurm's sbatch instead of running anything.")
+@click.option("--kubernetes", metavar="FILE", help="Write a manifest for Kubernetes instead of running anything.")
+@click.option(
+    "--kubernetes_kind",
+    type=click.Choice(["JobSet", "TrainJob"]),
+    default="JobSet",
+    help="What --kubernetes writes; a TrainJob is for Kubeflow Trainer 2.",
+)
+@click.option("--image", metavar="IMAGE", help="Container image with Drivetrain and the script, for --kubernetes.")
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -51,9 +84,13 @@ def launch(
     settings: tuple[str, ...],
     module: bool,
     no_python: bool,
+    trainer: bool,
     quiet: bool,
     printed: bool,
     slurm: str | None,
+    kubernetes: str | None,
+    kubernetes_kind: str,
+    image: str | None,
     script: str,
     script_args: tuple[str, ...],
     **flags: Any,
@@ -65,13 +102,22 @@ def launch(
     """
     # What is imported here and below stays; searching it for garbage took a sixth of the start, and a third at the end.
     gc.set_threshold(100_000)
-    if not (printed or slurm or flags.get("cpu")):  # on the CPU torch is wanted after the workers were started
-        from drivetrain.launch.devices import preload_torch
-
-        preload_torch()
+    if slurm and kubernetes:
+        raise click.UsageError("--slurm and --kubernetes exclude each other: write one file at a time.")
+    if bool(kubernetes) != bool(image):
+        missing, given = ("--image IMAGE", "--kubernetes") if kubernetes else ("--kubernetes FILE", "--image")
+        raise click.UsageError(f"{given} needs {missing}.")
+    file = slurm or kubernetes
+    if file:
+        check_installed("clusters", "--slurm" if slurm else "--kubernetes")
+    config_file, found = chosen_file(config_file)
     resolved = resolve(config_file, settings, flags)
+    if resolved.config.distributed_type == AUTO:
+        resolved = resolve(config_file, settings, flags, choose_plan(resolved))
     command = [script, *script_args]
-    if printed or slurm:
+    if trainer:
+        command, module = _with_trainer(command, module=module, no_python=no_python), True
+    if printed or file:
         from drivetrain.launch.dry_run import CommandLine
 
         pairs = [] if config_file is None else [("config", str(Path(config_file).absolute()))]
@@ -79,7 +125,11 @@ def launch(
         pairs += [("set", setting) for setting in settings]
         switches = [f"--{name}" for name in SWITCHES if flags.get(name)]
         switches += ["-m"] * module + ["--no_python"] * no_python + ["--quiet"] * quiet
-        _show(resolved, CommandLine(tuple(pairs), tuple(switches), tuple(command)), slurm=slurm, module=module)
+        typed = CommandLine(tuple(pairs), tuple(switches), tuple(command))
+        if file:
+            _write(resolved, typed, file, kind="Slurm" if slurm else kubernetes_kind, image=image or "")
+        else:
+            _show(resolved, typed, module=module)
         return
     from drivetrain.launch import output
     from drivetrain.launch import script as scripts
@@ -88,27 +138,61 @@ def launch(
     plan = make_plan(resolved)
     if not quiet:
         remark = output.describe(resolved.config.output, plan.processes_here, plan.machine_rank)
-        click.echo("\n".join(filter(None, (describe(plan, resolved), remark))), err=True)
+        click.echo("\n".join(filter(None, (describe(plan, resolved), found, remark))), err=True)
     code = scripts.launch(resolved, command, module=module, no_python=no_python, plan=plan)
     gc.freeze()
     sys.exit(code)
 
 
-def _show(resolved: ResolvedConfig, typed: CommandLine, *, slurm: str | None, module: bool) -> None:
+def _with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[str]:
+    """The module of drivetrain-transformers that runs a script with its Trainer, and the script as its arguments."""
+    if no_python:
+        raise UsageError("--trainer changes what a Python script imports, and --no_python starts a program")
+    check_installed("transformers", "--trainer")
+    return ["drivetrain_transformers.script", *["-m"] * module, *command]
+
+
+def choose_plan(resolved: ResolvedConfig) -> Mapping[str, Any]:
+    """What ``distributed_type: auto`` stands for, by the planner that is installed.
+
+    Raises:
+        BackendNotFoundError: none is.
+        UsageError: as the planner does.
+    """
+    from drivetrain.registry import get_registry, pip_line
+
+    chosen = get_registry().choose(resolved)
+    if chosen is None:
+        raise BackendNotFoundError(
+            "distributed_type: auto is chosen by a planner, and none is installed", cure=f"Run: {pip_line('planner')}"
+        )
+    return chosen
+
+
+def _show(resolved: ResolvedConfig, typed: CommandLine, *, module: bool) -> None:
     """Print what would be run. The job may run on other machines, so this one's devices are not checked."""
     from drivetrain.launch import dry_run, script
     from drivetrain.launch.plan import make_plan
 
-    if slurm is not None and resolved.config.main_process_ip is None:
-        # The batch file fills it in.
+    plan = make_plan(resolved, elsewhere=True)
+    worker = script.worker_command(typed.command, module=module, no_python="--no_python" in typed.switches)
+    for line in dry_run.machines(plan, typed, script.worker_variables(resolved, plan), worker):
+        click.echo(line)
+
+
+def _write(resolved: ResolvedConfig, typed: CommandLine, file: str, *, kind: str, image: str) -> None:
+    """Write the file that a cluster is given: a batch file, or a manifest of this kind."""
+    from drivetrain.launch.plan import make_plan
+
+    if resolved.config.main_process_ip is None:
+        # The file fills it in.
         resolved = replace(resolved, config=resolved.config.model_copy(update={"main_process_ip": "first"}))
     plan = make_plan(resolved, elsewhere=True)
-    if slurm is None:
-        worker = script.worker_command(typed.command, module=module, no_python="--no_python" in typed.switches)
-        for line in dry_run.machines(plan, typed, script.worker_variables(resolved, plan), worker):
-            click.echo(line)
-        return
-    devices = 0 if resolved.config.use_cpu or plan.on_cpu else plan.processes_here
-    text = dry_run.batch_file(plan, typed, accelerators=devices, resumable=resolved.config.save_on_interrupt)
-    Path(slurm).write_text(text, encoding="utf-8")
-    click.echo(f"Wrote {slurm}. Submit it: sbatch {slurm}")
+    submit = import_module("drivetrain_clusters").write(
+        *(plan, typed, file),
+        kind=kind,
+        image=image,
+        on_cpu=resolved.config.use_cpu or plan.on_cpu,
+        resumable=resolved.config.save_on_interrupt,
+    )
+    click.echo(f"Wrote {file}. Submit it: {submit}")

@@ -29,7 +29,10 @@ COMMANDS = {
 }
 """The core's subcommands: where each is, and its line in the help."""
 
-ELSEWHERE = {"new-plugin": ("drivetrain-testing", "Write a package that brings a backend of your own.")}
+ELSEWHERE = {
+    "check": ("drivetrain-convert", "Read a script without running it; say what to change."),
+    "new-plugin": ("drivetrain-testing", "Write a package that brings a backend of your own."),
+}
 """Subcommands that come with another distribution of ours: which one, and their line in the help without it."""
 
 

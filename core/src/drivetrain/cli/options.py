@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from operator import methodcaller
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from drivetrain.errors import UsageError
 
 if TYPE_CHECKING:
     from drivetrain.config import ResolvedConfig
@@ -64,8 +69,63 @@ def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, Any]) -> ResolvedConfig:
+def check_installed(name: str, what: str) -> None:
+    """Refuse what another distribution does, ``drivetrain-NAME``, where it is not installed.
+
+    Raises:
+        UsageError: with the command that installs it.
+    """
+    if find_spec(f"drivetrain_{name}") is None:
+        raise UsageError(
+            f"{what} needs drivetrain-{name}, which is not installed", cure=f"Run: pip install drivetrain-{name}"
+        )
+
+
+def chosen_file(config_file: str | None) -> tuple[str | None, str]:
+    """The configuration file that a command reads, and a line that says so where nobody named it.
+
+    In this order: the one that was named, by ``--config`` or ``DRIVETRAIN_CONFIG_FILE``; ``drivetrain.yaml`` in this
+    folder; the user's own, which ``drivetrain config --user`` writes; Accelerate's default file. The first that exists
+    is read, and the others are not.
+    """
+    if config_file is not None or os.environ.get("DRIVETRAIN_CONFIG_FILE"):
+        return config_file, ""
+    for path in (Path(DEFAULT_FILE), users_file(), *_of_accelerate()):
+        if path.is_file():
+            return str(path), f"drivetrain: configuration {path} (none was named; `--config FILE` names one)"
+    return None, ""
+
+
+DEFAULT_FILE = "drivetrain.yaml"
+"""In the current folder: what ``drivetrain config`` writes, and what is read where no file is named."""
+
+
+def users_file() -> Path:
+    """The configuration of all of a user's runs that name none."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(home).expanduser() / "drivetrain" / DEFAULT_FILE
+
+
+def _of_accelerate() -> list[Path]:
+    """Accelerate's own default files, in its order."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return [Path(home).expanduser() / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json")]
+
+
+def resolve(
+    config_file: str | None,
+    settings: Sequence[str],
+    flags: dict[str, Any],
+    chosen: Mapping[str, Any] | None = None,
+) -> ResolvedConfig:
     """Load the configuration from file, environment and these flags.
+
+    Args:
+        config_file: as ``--config`` names it.
+        settings: ``KEY=VALUE``, of ``--set``.
+        flags: by name.
+        chosen: what a planner has chosen, which overrides all of it.
 
     Raises:
         ConfigError, BackendError: see :func:`drivetrain.config.load_config`.
@@ -83,4 +143,4 @@ def resolve(config_file: str | None, settings: Sequence[str], flags: dict[str, A
     if overrides.get("accelerator_ids") == "":
         overrides["accelerator_ids"] = []  # elsewhere an empty flag means "not given"; here it is a choice
     overrides |= {key: True for name, (key, _) in SWITCHES.items() if flags.get(name)}
-    return load_config(config_file, overrides=overrides)
+    return load_config(config_file, overrides=overrides | dict(chosen or {}))

@@ -73,11 +73,10 @@ class Terminal:
                 questionary.Choice(each.value, checked=each.value in chosen, description=_below_menu(each))
                 for each in question.choices
             ]
-            keys = "(space marks, enter goes on)"
             prompt = questionary.checkbox(
                 question.text,
                 menu,
-                instruction=keys,
+                instruction="(space marks, enter goes on)",
                 validate=lambda marked: question.complaint(",".join(marked)) or True,
             )
         elif question.choices:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, DataLoaderConfiguration
 from drivetrain.utils import broadcast_object_list, gather_object, set_seed
 
-SAMPLES_PER_PROCESS = 8
 BATCH = 4
 STEPS = 2
 SCALE = 0.01
+"""Makes the loss small, so that configured clipping does not change its gradients."""
 
 # One float32 step apart in the order of a sum over ranks. Half precision rounds the products themselves: 8 bits of
 # mantissa over two steps of size 0.1 leave about 1e-2.
@@ -57,9 +55,15 @@ def check(accelerator: Accelerator) -> None:
         f"mesh {mesh or 'of one'}, device {accelerator.device}"
     )
     check_gather(accelerator)
-    trained = check_gradients(accelerator)
-    with shared_folder(accelerator) as folder:
-        check_checkpoint(accelerator, *trained, folder)
+    # The main process makes and removes the folder for the checkpoint.
+    made = tempfile.mkdtemp(prefix="drivetrain-test-") if accelerator.is_main_process else ""
+    [folder] = broadcast_object_list([made])
+    try:
+        check_training(accelerator, Path(folder) / "checkpoint")
+        accelerator.wait_for_everyone()
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder)
 
 
 def check_gather(accelerator: Accelerator) -> None:
@@ -79,78 +83,44 @@ def check_gather(accelerator: Accelerator) -> None:
     accelerator.print(f"gather, reduce, gather_object: every rank has the part of {len(ranks)} data-parallel rank(s)")
 
 
-def check_gradients(
-    accelerator: Accelerator,
-) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[Tensor, ...]]]:
-    """Check that steps on parts of a batch give the parameters of the same steps on whole batches. Collective.
+def check_training(accelerator: Accelerator, folder: Path) -> None:
+    """Check that steps on parts of a batch are those on whole batches, and repeat themselves from a checkpoint.
 
-    Returns:
-        The prepared model, optimizer and loader.
+    Collective over all ranks.
     """
     dp_size = accelerator.backend.topology.dp_size
-    data = make_data(dp_size)
-    plain, plain_optimizer = make_model()
-    for x, y in DataLoader(data, batch_size=BATCH * dp_size):
-        loss_of(plain(x), y).backward()  # type: ignore[no-untyped-call]
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-
-    model, optimizer = make_model()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=BATCH))
-    train_epoch(accelerator, model, optimizer, loader)
-    largest = difference(parameters_of(accelerator, model), plain.state_dict())
-    limit = TOLERANCE[accelerator.mixed_precision]
-    expect(largest <= limit, f"parameters differ from one plain process by {largest:.2e}, more than {limit:.0e}")
-    accelerator.print(f"gradients: parameters equal those of one plain process to {largest:.1e} (limit {limit:.0e})")
-    return model, optimizer, loader
-
-
-def check_checkpoint(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[tuple[Tensor, ...]],
-    folder: Path,
-) -> None:
-    """Check that steps after loading a checkpoint repeat those taken after saving it. Collective."""
-    accelerator.save_state(str(folder))
-    saved = parameters_of(accelerator, model)
-    train_epoch(accelerator, model, optimizer, loader)
-    first = parameters_of(accelerator, model)
-    expect(difference(first, saved) > 0, "training after the save changed nothing")
-    accelerator.load_state(str(folder))
-    expect(difference(parameters_of(accelerator, model), saved) == 0, "load_state did not bring the parameters back")
-    train_epoch(accelerator, model, optimizer, loader)
-    again = difference(parameters_of(accelerator, model), first)
-    # The momentum is part of the state: without it the second pass differs by about 1e-2.
-    expect(again <= 1e-6, f"training after load_state differs by {again:.2e} from training after save_state")
-    accelerator.print("save_state, load_state: parameters and optimizer come back, training repeats itself")
-
-
-def train_epoch(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[tuple[Tensor, ...]],
-) -> None:
-    """Take one step a batch. Collective."""
-    for x, y in loader:
-        accelerator.backward(loss_of(model(x), y))
+    x = torch.randn(STEPS * BATCH * dp_size, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    reference, optimizer = make_model()
+    for inputs, targets in DataLoader(data, batch_size=BATCH * dp_size):
+        (mse_loss(reference(inputs), targets) * SCALE).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
+    model, optimizer, loader = accelerator.prepare(*make_model(), DataLoader(data, batch_size=BATCH))
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """A small loss, so that configured clipping does not change its gradients."""
-    return mse_loss(output, target) * SCALE
+    def train() -> dict[str, Tensor]:
+        for inputs, targets in loader:
+            accelerator.backward(mse_loss(model(inputs), targets) * SCALE)
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(accelerator, model)
 
+    trained = train()
+    largest, limit = difference(trained, reference.state_dict()), TOLERANCE[accelerator.mixed_precision]
+    expect(largest <= limit, f"parameters differ from one plain process by {largest:.2e}, more than {limit:.0e}")
+    accelerator.print(f"gradients: parameters equal those of one plain process to {largest:.1e} (limit {limit:.0e})")
 
-def make_data(dp_size: int) -> TensorDataset:
-    """Return the same samples on every rank; as many as make :data:`STEPS` steps on each."""
-    assert SAMPLES_PER_PROCESS == STEPS * BATCH
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES_PER_PROCESS * dp_size, 3, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+    accelerator.save_state(str(folder))
+    further = train()
+    expect(difference(further, trained) > 0, "training after the save changed nothing")
+    accelerator.load_state(str(folder))
+    loaded = parameters_of(accelerator, model)
+    expect(difference(loaded, trained) == 0, "load_state did not bring the parameters back")
+    again = difference(train(), further)
+    # The momentum is part of the state: without it the second pass differs by about 1e-2.
+    expect(again <= 1e-6, f"training after load_state differs by {again:.2e} from training after save_state")
+    accelerator.print("save_state, load_state: parameters and optimizer come back, training repeats itself")
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -172,18 +142,6 @@ def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
     """Return the largest difference between two sets of parameters of the same names."""
     expect(set(these) == set(those), f"parameters {sorted(these)} are not {sorted(those)}")
     return max(float((these[name].float() - those[name].float()).abs().max()) for name in those)
-
-
-@contextmanager
-def shared_folder(accelerator: Accelerator) -> Iterator[Path]:
-    """Context with a temporary folder, which the main process makes and removes. Collective."""
-    [name] = broadcast_object_list([tempfile.mkdtemp(prefix="drivetrain-test-") if accelerator.is_main_process else ""])
-    try:
-        yield Path(name) / "checkpoint"
-        accelerator.wait_for_everyone()
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(name)
 
 
 def expect(condition: bool, otherwise: str) -> None:

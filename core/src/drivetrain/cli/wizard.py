@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from drivetrain.config.locate import write
 from drivetrain.config.schema import MeshConfig
 from drivetrain.errors import BackendError, DrivetrainError, sentences
 from drivetrain.launch.devices import Inventory, take_inventory
-from drivetrain.launch.environment import DEFAULT_PORT, available_cores, first_host
+from drivetrain.launch.environment import DEFAULT_PORT, available_cores
+from drivetrain.launch.machines import first_host
 from drivetrain.registry import Registry, known_extras, pip_line
 
 _ALL, _SOME, _CPU = "all accelerators", "some accelerators", "the CPU"
@@ -129,23 +132,22 @@ class Wizard:
             self._settings(backend)
         except NoAnswerError:
             click.echo("no more answers: the rest are defaults")
-        return self._typed()
+        loaded = load_config(overrides=dict(self.values), environ={})
+        values = loaded.config.model_dump() | loaded.sections
+        return {key: functools.reduce(operator.getitem, key.split("."), values) for key in self.values}
 
     def confirm(self, text: str) -> bool:
         """Ask for confirmation; no answer counts as yes."""
-        answers = (Choice("yes"), Choice("no"))
-        try:
-            return self._asker.ask(Question(text, "yes", answers)) == "yes"
-        except NoAnswerError:
-            return True
+        with contextlib.suppress(NoAnswerError):
+            return self._asker.ask(Question(text, "yes", (Choice("yes"), Choice("no")))) == "yes"
+        return True
 
     # ---- the questions ------------------------------------------------------------------------------------------
 
     def _machines(self) -> int:
         found = self._machine.machines
         # A range, for elastic jobs, is written by hand.
-        question = Question("How many machines?", str(found), complaint=_not_a_count)
-        machines = int(self._asker.ask(question))
+        machines = int(self._asker.ask(Question("How many machines?", str(found), complaint=_not_a_count)))
         if machines > 1:
             self.values["num_machines"] = str(machines)
             text = "Address of machine 0, where the others meet it?"
@@ -167,15 +169,9 @@ class Wizard:
         if chosen == _ALL:
             return len(devices)
         marks = tuple(Choice(str(each.index), str(each)) for each in devices)
-        marked = self._asker.ask(
-            Question(
-                "Which of them?",
-                ",".join(each.value for each in marks),
-                marks,
-                several=True,
-                complaint=lambda answer: "" if answer else "mark one at least",
-            )
-        )
+        all_of_them = ",".join(each.value for each in marks)
+        question = Question("Which of them?", all_of_them, marks, several=True, complaint=_nothing_marked)
+        marked = self._asker.ask(question)
         self.values["accelerator_ids"] = f"[{marked}]"
         return len(marked.split(","))
 
@@ -189,10 +185,11 @@ class Wizard:
     def _backend(self, world: int) -> str | None:
         """Ask for the backend; returns its name, or ``None`` to let the core choose."""
         choices = backend_choices(self._registry, world)
+        processes = "one process" if world == 1 else f"{world} processes"
         if all(choice.blocked for choice in choices):
             explain_blocked(choices)
-            raise click.ClickException(f"no backend can train {_processes(world)} here; the lines above say what to do")
-        answer = self._asker.ask(Question(f"Which backend trains the {_processes(world)}?", BEST, choices))
+            raise click.ClickException(f"no backend can train {processes} here; the lines above say what to do")
+        answer = self._asker.ask(Question(f"Which backend trains the {processes}?", BEST, choices))
         if answer == BEST:
             return None
         self.values["distributed_type"] = answer
@@ -205,11 +202,8 @@ class Wizard:
         for axis, info in MeshConfig.model_fields.items():
             if axis in axes and not axis.startswith("dp_") and left > 1:
                 sizes = [str(size) for size in range(1, left + 1) if left % size == 0]
-                question = Question(f"How many along mesh.{axis}?", "1", tuple(map(Choice, sizes)), about=_about(info))
-                answer = self._asker.ask(question)
-                left //= int(answer)
-                if answer != "1":
-                    self.values[f"mesh.{axis}"] = answer
+                text, choices = f"How many along mesh.{axis}?", tuple(map(Choice, sizes))
+                left //= int(self._ask(f"mesh.{axis}", text, "1", choices, unwritten="1", about=info.description))
 
     def _training(self, backend: str | None) -> None:
         known = set(_PRECISIONS)
@@ -218,9 +212,7 @@ class Wizard:
         choices = tuple(
             Choice(name, about, "" if name in known else f"not under {backend}") for name, about in _PRECISIONS.items()
         )
-        answer = self._asker.ask(Question("Mixed precision?", "no", choices))
-        if answer != "no":
-            self.values["mixed_precision"] = answer
+        self._ask("mixed_precision", "Mixed precision?", "no", choices, unwritten="no")
         text = "Micro-batches between two optimizer steps?"
         self._ask("gradient_accumulation_steps", text, "1", unwritten="1")
 
@@ -232,20 +224,13 @@ class Wizard:
         # Nested sections are written by hand.
         named = {info.alias or key: info for key, info in model.model_fields.items()}
         fields = {key: info for key, info in named.items() if not isinstance(_default(info), BaseModel)}
-        choices = tuple(Choice(key, _about(info)) for key, info in fields.items())
-        marked = self._asker.ask(
-            Question(f"Which settings of {backend} do you want to change?", "", choices, several=True)
-        )
-        for key in filter(None, marked.split(",")):
-            self._setting(backend, key.strip(), fields[key.strip()])
-
-    def _setting(self, backend: str, key: str, info: FieldInfo) -> None:
-        options = _options(info.annotation)
-        default = write(_default(info))
-        name, choices = f"{backend}.{key}", tuple(map(Choice, options))
-        self._ask(name, f"{name}?", default, choices, unwritten=default, about=_about(info))
-
-    # ---- single questions ---------------------------------------------------------------------------------------
+        choices = tuple(Choice(key, info.description or "") for key, info in fields.items())
+        text = f"Which settings of {backend} do you want to change?"
+        marked = self._asker.ask(Question(text, "", choices, several=True))
+        for key in map(str.strip, filter(None, marked.split(","))):
+            info, name = fields[key], f"{backend}.{key}"
+            default, options = write(_default(info)), tuple(map(Choice, _options(info.annotation)))
+            self._ask(name, f"{name}?", default, options, unwritten=default, about=info.description)
 
     def _ask(
         self,
@@ -255,11 +240,11 @@ class Wizard:
         choices: tuple[Choice, ...] = (),
         *,
         unwritten: str | None,
-        about: str = "",
+        about: str | None = None,
     ) -> str:
         """Ask for the value of a key, which the answer ``unwritten`` leaves out of the file."""
         complaint = functools.partial(self._complaint, key)
-        answer = self._asker.ask(Question(text, default, choices, complaint=complaint, about=about))
+        answer = self._asker.ask(Question(text, default, choices, complaint=complaint, about=about or ""))
         if answer != unwritten:
             self.values[key] = answer
         return answer
@@ -274,13 +259,13 @@ class Wizard:
             return str(error).splitlines()[0].removeprefix(f"flag {key}: ")
         return ""
 
-    def _typed(self) -> dict[str, Any]:
-        loaded = load_config(overrides=dict(self.values), environ={})
-        return {key: _look_up(loaded.config.model_dump() | loaded.sections, key) for key in self.values}
-
 
 def _not_a_count(answer: str) -> str:
     return "" if answer.isdecimal() and int(answer) > 0 else f"expected a number from 1, not {answer!r}"
+
+
+def _nothing_marked(answer: str) -> str:
+    return "" if answer else "mark one at least"
 
 
 def _options(annotation: Any) -> list[str]:
@@ -295,21 +280,6 @@ def _options(annotation: Any) -> list[str]:
     return []
 
 
-def _about(info: FieldInfo) -> str:
-    return info.description or ""
-
-
 def _default(info: FieldInfo) -> Any:
     value = info.get_default(call_default_factory=True, validated_data={})
     return None if value is PydanticUndefined else value
-
-
-def _look_up(values: Mapping[str, Any], key: str) -> Any:
-    here: Any = values
-    for part in key.split("."):
-        here = here[part]
-    return here
-
-
-def _processes(world: int) -> str:
-    return "one process" if world == 1 else f"{world} processes"

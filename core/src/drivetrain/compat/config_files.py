@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.compat.config_rules import (
     EMPTY,
     RULES,
     SECTIONS,
-    UNSUPPORTED_VALUES,
-    Rule,
     Verdict,
     judge,
     judge_section,
@@ -23,16 +21,11 @@ from drivetrain.config.keys import CORE_KEYS, may_be_foreign
 from drivetrain.config.problems import unknown_key
 from drivetrain.errors import BackendError
 
-
-class Importers(Protocol):
-    """The part of the registry that is used here."""
-
-    def resolve(self, name: str) -> str: ...
-    def names(self) -> tuple[str, ...]: ...
-    def import_rules(self) -> Mapping[str, Mapping[str, Rule]]: ...
+if TYPE_CHECKING:
+    from drivetrain.registry import Registry
 
 
-def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
+def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Registry) -> list[Verdict]:
     """Convert a key for which :func:`may_be_foreign` holds; one result for each key inside it.
 
     Args:
@@ -52,22 +45,27 @@ def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Importe
         stranger = _stranger(key, value, values, registry)
         # Accelerate writes an empty section for each engine that it knows, installed here or not.
         return [replace(stranger, stops=stranger.stops and value not in (None, {}))]
-    verdicts = list(judge_section(key, value, rules))
     # Another engine's settings do not affect this run.
-    return [replace(each, stops=False) for each in verdicts] if _is_idle(key, values, registry) else verdicts
+    idle = is_idle(key.removesuffix("_config"), values, registry)
+    return [replace(each, stops=each.stops and not idle) for each in judge_section(key, value, rules)]
 
 
-def _is_idle(section: str, values: Mapping[str, Any], registry: Importers) -> bool:
-    """Whether the file chooses another backend than the one that reads this section."""
+def chosen_backend(values: Mapping[str, Any]) -> str | None:
+    """What ``distributed_type`` says, if it is a name; YAML reads a bare ``no`` as False."""
     chosen = values.get("distributed_type")
+    return "no" if chosen is False else chosen if isinstance(chosen, str) else None
+
+
+def is_idle(engine: str, values: Mapping[str, Any], registry: Registry) -> bool:
+    """Whether the file chooses another backend than this one."""
+    chosen = chosen_backend(values)
     try:
-        engine = registry.resolve(section.removesuffix("_config"))
-        return chosen is not None and registry.resolve("no" if chosen is False else str(chosen)) != engine
+        return chosen is not None and registry.resolve(chosen) != registry.resolve(engine)
     except BackendError:
-        return False  # an unknown name is reported at its place in the file
+        return False  # `auto`, or an unknown name, which is reported at its place in the file
 
 
-def judge_file(values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
+def judge_file(values: Mapping[str, Any], registry: Registry) -> list[Verdict]:
     """Convert every key of a file, ours included, in the order of the file."""
     verdicts: list[Verdict] = []
     for key, value in values.items():
@@ -80,11 +78,10 @@ def judge_file(values: Mapping[str, Any], registry: Importers) -> list[Verdict]:
     return verdicts
 
 
-def _own(key: str, value: Any, registry: Importers) -> Verdict:
+def _own(key: str, value: Any, registry: Registry) -> Verdict:
     """A key that means the same here."""
-    known = UNSUPPORTED_VALUES.get(key, {})
-    if isinstance(value, str) and value.lower() in known:
-        return Verdict(key, value, "not supported", known[value.lower()], stops=True)
+    if key == "mixed_precision" and str(value).lower() == "fp8":
+        return Verdict(key, value, "not supported", "fp8 is not supported; write bf16 (or fp16, or 'no')", stops=True)
     if key == "distributed_type":
         name = "no" if value is False else str(value)
         try:
@@ -96,7 +93,7 @@ def _own(key: str, value: Any, registry: Importers) -> Verdict:
     return Verdict(key, value, "carried over", "", {key: value})
 
 
-def _stranger(key: str, value: Any, values: Mapping[str, Any], registry: Importers) -> Verdict:
+def _stranger(key: str, value: Any, values: Mapping[str, Any], registry: Registry) -> Verdict:
     """A backend's own section, the section of an engine that is not installed, or an unknown key."""
     engine = key.removesuffix("_config")
     try:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drivetrain.errors import UsageError, closest, cut
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="BaseModel")
 Pile = Literal["carried over", "no meaning here", "not supported"]
 
-PILES: tuple[Pile, ...] = ("carried over", "no meaning here", "not supported")
+PILES: tuple[Pile, ...] = get_args(Pile)
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values by which ``accelerate config`` writes that a question was not asked."""
@@ -85,7 +85,8 @@ def judge(key: str, value: Any, rule: Rule) -> Verdict:
         else:
             carried = {rule.to: value if rule.convert is None else rule.convert(value)}
     except Exception as error:  # noqa: BLE001 - said at the key; a rule that expects a number may meet a list
-        says = str(error) if isinstance(error, ValueError) else f"no such value is known here ({_raised(error)})"
+        raised = cut(f"{type(error).__name__}: {error}", 200)
+        says = str(error) if isinstance(error, ValueError) else f"no such value is known here ({raised})"
         return Verdict(key, value, "not supported", says, stops=rule.changes_results)
     if not carried:
         return Verdict(key, value, "no meaning here", "it is what happens anyway")
@@ -171,10 +172,6 @@ def number(value: Any) -> float:
             if math.isfinite(read := float(value)):
                 return read
     raise ValueError("write a number")
-
-
-def _raised(error: Exception) -> str:
-    return cut(f"{type(error).__name__}: {error}", 200)
 
 
 def flag(value: Any) -> bool:
@@ -285,9 +282,3 @@ SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     },
 }
 """Sections that belong to no engine."""
-
-UNSUPPORTED_VALUES: Mapping[str, Mapping[Any, str]] = {
-    "mixed_precision": {"fp8": "fp8 is not supported; write bf16 (or fp16, or 'no')"},
-}
-"""Values of keys that are ours too, which Accelerate knows and we do not."""
-

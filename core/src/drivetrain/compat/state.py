@@ -12,9 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import nn
 
 from drivetrain.backend import ProcessGroupSettings, RunSettings
 from drivetrain.backends.torch_engine import original_module
+from drivetrain.compat.names import DistributedType
 from drivetrain.config import worker_config
 from drivetrain.distributed.current import (
     World,
@@ -24,8 +26,8 @@ from drivetrain.distributed.current import (
     set_current_backend,
     started_backend,
 )
-from drivetrain.distributed.device import available_device_type
 from drivetrain.distributed.process_control import ProcessControl
+from drivetrain.distributed.process_group import available_device_type
 from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
@@ -99,9 +101,9 @@ class PartialState(ProcessControl):
         self.backend = self._topology.communication_backend
 
     @property
-    def distributed_type(self) -> str:
+    def distributed_type(self) -> DistributedType:
         """Name of the backend that trains here, or of the default one."""
-        return self._name or get_registry().default(self.num_processes).name
+        return DistributedType(self._name or get_registry().default(self.num_processes).name, self.device.type)
 
     @property
     def initialized(self) -> bool:
@@ -167,7 +169,8 @@ def remember(run: Accelerator) -> None:
     _made.append(weakref.ref(run))
 
 
-def _newest() -> Accelerator | None:
+def newest_accelerator() -> Accelerator | None:
+    """The accelerator that was made last and is still alive."""
     for each in reversed(_made):
         run = each()
         if run is not None:
@@ -177,7 +180,7 @@ def _newest() -> Accelerator | None:
 
 def is_initialized() -> bool:
     """Whether there is an accelerator whose state ``AcceleratorState()`` would give."""
-    return _newest() is not None
+    return newest_accelerator() is not None
 
 
 @final
@@ -190,15 +193,17 @@ class AcceleratorState:
 
     def __new__(cls) -> Any:
         """Return the newest accelerator's state."""
-        run = _newest()
+        run = newest_accelerator()
         if run is None:
             raise UsageError("there is no accelerator yet, so it has no state", cure="Create Accelerator() first.")
         return run.state
 
     @staticmethod
-    def _reset_state() -> None:
-        """Forget all accelerators, which keep working."""
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget all accelerators, which keep working; with ``reset_partial_state`` those of ``PartialState`` too."""
         _made.clear()
+        if reset_partial_state:
+            PartialState._reset_state()  # noqa: SLF001 (Accelerate's name for it)
 
 
 @final
@@ -223,6 +228,10 @@ class GradientState:
         self = super().__new__(cls)
         self._loop, self._active = loop, active
         return self
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing to reset: it is computed from the accelerator's loop."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -266,12 +275,14 @@ def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep
     """The model itself: what ``prepare`` returns is the user's own object.
 
     Args:
-        model: a prepared model, or its ``model.module``.
+        model: a prepared model, its ``model.module``, or one in a wrapper of torch that the script made.
         keep_fp32_wrapper: accepted either way: there is no such wrapper.
         keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
     """
     del keep_fp32_wrapper
     prepared = prepared_model(model)
     model = model if prepared is None else prepared.source
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = model.module
     return model if keep_torch_compile else original_module(model)
 

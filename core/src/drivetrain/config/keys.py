@@ -26,6 +26,7 @@ CORE_KEYS = frozenset(
         "num_processes",
         "output",
         "output_dtype",
+        "plan",
         "process_group",
         "project_dir",
         "rdzv_backend",
@@ -37,6 +38,10 @@ CORE_KEYS = frozenset(
     }
 )
 """Every top-level key that is not the section of a backend; the fields of :class:`drivetrain.config.schema.Config`."""
+
+
+AUTO = "auto"
+"""The value of ``distributed_type`` that a planner replaces before anything starts; no backend's name."""
 
 
 def may_be_foreign(key: str) -> bool:

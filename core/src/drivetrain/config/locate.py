@@ -20,24 +20,18 @@ from drivetrain.errors import ConfigError, cut
 
 # ---- Origins of values
 
-Kind = Literal["default", "file", "environment", "flag"]
-
-PRECEDENCE: tuple[Kind, ...] = ("default", "file", "environment", "flag")
-"""Who speaks louder, quietest first."""
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
     """Source of one value.
 
     Args:
-        kind: which layer of :data:`PRECEDENCE`.
+        kind: the layer.
         source: the file's name, the environment variable or the flag; empty for a default.
         line: line in the file, from 1; 0 when the source has no lines.
         column: column in that line, from 1; 0 when the source has no lines.
     """
 
-    kind: Kind
+    kind: Literal["default", "file", "environment", "flag"]
     source: str = ""
     line: int = 0
     column: int = 0
@@ -50,15 +44,8 @@ class Origin:
             return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
         return f"environment variable {self.source}" if self.kind == "environment" else f"flag {self.source}"
 
-    def at_least(self, kind: Kind) -> bool:
-        """Whether this origin has at least the precedence of ``kind``."""
-        return PRECEDENCE.index(self.kind) >= PRECEDENCE.index(kind)
-
 
 DEFAULT = Origin("default")
-
-
-# ---- Parsing YAML
 
 Path = tuple[str | int, ...]
 """Position of a value in the tree: mapping keys and list indices, outermost first."""
@@ -83,21 +70,46 @@ class Problem:
 
 
 @dataclass
-class Document:
-    """A parsed file.
+class Tree:
+    """Values with the places where they were written.
 
     Args:
-        values: the tree of plain values.
-        keys: where each key stands.
-        places: where each value stands (not its key).
+        values: nested plain values.
+        origins: where each value, and each mapping on the way to it, came from.
+        keys: where each key of a file stands.
         problems: mistakes that do not stop the reading, such as a key written twice.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path, Origin] = field(default_factory=dict)
     keys: dict[Path, Origin] = field(default_factory=dict)
-    places: dict[Path, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
+    def put(self, path: Path, value: Any, origin: Origin) -> None:
+        """Set one value; a value on the path of a nested key is replaced by a mapping."""
+        here = self.values
+        for depth, key in enumerate(path[:-1], start=1):
+            below = here.get(str(key))
+            if not isinstance(below, dict):
+                below = here[str(key)] = {}
+            self.origins.setdefault(path[:depth], origin)
+            here = below
+        for old in [each for each in self.origins if each[: len(path)] == path]:
+            del self.origins[old]
+        here[str(path[-1])] = value
+        self.origins[path] = origin
+
+    def origin(self, path: Path) -> Origin:
+        """Where the value at this place, or the value that holds it, came from."""
+        held = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.origins[each] for each in held if each in self.origins), DEFAULT)
+
+    def key(self, path: Path) -> Origin:
+        """Where the key at this place stands in a file; else as :meth:`origin`."""
+        return self.keys.get(path) or self.origin(path)
+
+
+# ---- Parsing YAML
 
 MAX_VALUES = 10_000
 """Keys and values of one file, counted where an alias repeats them too. DeepSpeed's longest files hold about 200; a
@@ -179,11 +191,11 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 def parse_scalar(text: str) -> Any:
     """Value of a YAML snippet, as it would be read after ``key:`` in a file. Raises ``yaml.YAMLError``."""
-    loader, document = _Loader(text), Document()
+    loader, tree = _Loader(text), Tree()
     node = loader.get_single_node()
-    value = None if node is None else _Walk(loader, "", document).value(node, ())
-    if document.problems:
-        raise yaml.YAMLError(document.problems[0].sentence)
+    value = None if node is None else _Walk(loader, "", tree).value(node, ())
+    if tree.problems:
+        raise yaml.YAMLError(tree.problems[0].sentence)
     return value
 
 
@@ -219,7 +231,7 @@ def read_file(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def locate(text: str, source: str) -> Document:
+def locate(text: str, source: str) -> Tree:
     """Parse a whole file.
 
     Args:
@@ -229,32 +241,25 @@ def locate(text: str, source: str) -> Document:
     Returns:
         Values and positions. When the text is not YAML at all there are no values, and one problem says why.
     """
-    document = Document()
+    tree = Tree()
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is not None and not _is_null(node):
-            _Walk(loader, source, document).root(node)
+        if node is not None and node.tag != "tag:yaml.org,2002:null":
+            _Walk(loader, source, tree).root(node)
     except yaml.MarkedYAMLError as error:
-        return Document(problems=[Problem(_marked(source, error), f"this is not valid YAML: {_reason(error)}")])
+        mark = error.problem_mark or error.context_mark
+        origin = Origin("file", source) if mark is None else _origin(source, mark)
+        return Tree(problems=[Problem(origin, f"this is not valid YAML: {_reason(error)}")])
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         origin = Origin("file", source, before.count("\n") + 1, len(before) - before.rfind("\n"))
-        return Document(problems=[Problem(origin, "this is not valid YAML: it holds a character that YAML forbids")])
-    return document
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+        return Tree(problems=[Problem(origin, "this is not valid YAML: it holds a character that YAML forbids")])
+    return tree
 
 
 def _origin(source: str, mark: Any) -> Origin:
     return Origin("file", source, mark.line + 1, mark.column + 1)
-
-
-def _marked(source: str, error: yaml.MarkedYAMLError) -> Origin:
-    mark = error.problem_mark or error.context_mark
-    return _origin(source, mark) if mark is not None else Origin("file", source)
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
@@ -272,8 +277,8 @@ class _Walk:
     can stand for billions of values.
     """
 
-    def __init__(self, loader: _Loader, source: str, document: Document) -> None:
-        self.loader, self.source, self.document = loader, source, document
+    def __init__(self, loader: _Loader, source: str, tree: Tree) -> None:
+        self.loader, self.source, self.tree = loader, source, tree
         self.open: set[int] = set()
         self.values = 0
 
@@ -281,12 +286,12 @@ class _Walk:
         if not isinstance(node, yaml.MappingNode):
             self._problem(node.start_mark, "a configuration is made of keys and values (key: value), this is not")
             return
-        self.document.values = self.value(node, ())
+        self.tree.values = self.value(node, ())
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         """The value of a node that stands at ``path``."""
         self._count(node, len(path))
-        self.document.places[path] = _origin(self.source, node.start_mark)
+        self.tree.origins[path] = _origin(self.source, node.start_mark)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
@@ -297,7 +302,7 @@ class _Walk:
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
 
     def _problem(self, mark: Any, sentence: str) -> None:
-        self.document.problems.append(Problem(_origin(self.source, mark), sentence))
+        self.tree.problems.append(Problem(_origin(self.source, mark), sentence))
 
     def _count(self, node: yaml.Node, depth: int) -> None:
         self.values += 1
@@ -334,10 +339,9 @@ class _Walk:
         return value
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        self._report_duplicates(node)
         result: dict[str, Any] = {}
         for key, (key_node, value_node) in self._pairs(node, len(path)).items():
-            self.document.keys[(*path, key)] = _origin(self.source, key_node.start_mark)
+            self.tree.keys[(*path, key)] = _origin(self.source, key_node.start_mark)
             result[key] = self.value(value_node, (*path, key))
         return result
 
@@ -354,7 +358,11 @@ class _Walk:
                 self._problem(key_node.start_mark, "a key must be a word, without characters that cannot be shown")
             else:
                 # The text as written: a key such as `no` is text, not YAML 1.1's boolean.
-                own[str(key_node.value)] = (key_node, value_node)
+                key = str(key_node.value)
+                if key in own:
+                    line = own[key][0].start_mark.line + 1
+                    self._problem(key_node.start_mark, f"key '{cut(key, 60)}' was already given in line {line}")
+                own[key] = (key_node, value_node)
         return merged | own
 
     def _merged(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
@@ -373,17 +381,6 @@ class _Walk:
         raise yaml.MarkedYAMLError(
             problem="<< merges keys and values, or a list of such; this is neither", problem_mark=node.start_mark
         )
-
-    def _report_duplicates(self, node: yaml.MappingNode) -> None:
-        first: dict[str, Any] = {}
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE_TAG:
-                continue
-            if key_node.value in first:
-                line = first[key_node.value].line + 1
-                self._problem(key_node.start_mark, f"key '{cut(key_node.value, 60)}' was already given in line {line}")
-            else:
-                first[key_node.value] = key_node.start_mark
 
 
 def _unknown_tag(node: yaml.Node) -> yaml.MarkedYAMLError:

@@ -8,9 +8,10 @@ from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from drivetrain.config.locate import DEFAULT, Origin, Path, Problem
+from drivetrain.config.locate import Path, Problem, Tree
 from drivetrain.errors import closest, cut
 
 _EXPECTED = {
@@ -73,44 +74,28 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def model_problems(
-    error: ValidationError,
-    model: type[BaseModel],
-    prefix: Path,
-    origins: Mapping[Path, Origin],
-    keys: Mapping[Path, Origin],
-) -> list[Problem]:
+def model_problems(error: ValidationError, model: type[BaseModel], prefix: Path, tree: Tree) -> list[Problem]:
     """One problem per location of pydantic's errors.
 
     Args:
         error: what validation raised.
         model: the model that was validated.
         prefix: where its values sit in the whole tree.
-        origins: where each value came from.
-        keys: where each key stands; used for unknown keys.
+        tree: where each key and value was written.
     """
-    grouped: dict[Path, list[str]] = {}
-    at_key: set[Path] = set()
-    judged: dict[Path, bool] = {}
+    found: dict[Path, list[ErrorDetails]] = {}
     for details in islice(error.errors(include_url=False), MOST_PROBLEMS + 1):
-        path = (*prefix, *_known_part(details["loc"], prefix, origins))
-        if details["type"] == "extra_forbidden":
-            at_key.add(path)
-        judged[path] = judged.get(path, True) and details["type"] in _JUDGED
-        sentence = _sentence(details, model)
-        so_far = grouped.setdefault(path, [])
-        if sentence not in so_far:
-            so_far.append(sentence)
+        found.setdefault((*prefix, *_known_part(details["loc"], prefix, tree)), []).append(details)
     problems = []
-    for path, sentences in grouped.items():
-        said = _joined(sentences)
-        if path in at_key:
-            problems.append(Problem(keys.get(path) or _nearest(path, origins), said))
+    for path, errors in found.items():
+        said = _joined(list(dict.fromkeys(_sentence(each, model) for each in errors)))
+        if any(each["type"] == "extra_forbidden" for each in errors):
+            problems.append(Problem(tree.key(path), said))
             continue
-        origin = _nearest(path, origins)
+        origin = tree.origin(path)
         # The origin of a variable or a flag names the key already; that of a file does not.
         said = f"{'.'.join(map(str, path))}: {said}" if origin.kind == "file" else said
-        problems.append(Problem(origin, said, judged[path]))
+        problems.append(Problem(origin, said, judged=all(each["type"] in _JUDGED for each in errors)))
     return problems
 
 
@@ -123,19 +108,10 @@ def _joined(sentences: list[str]) -> str:
     return "; ".join(sentences)
 
 
-def _known_part(loc: tuple[int | str, ...], prefix: Path, origins: Mapping[Path, Origin]) -> Path:
+def _known_part(loc: tuple[int | str, ...], prefix: Path, tree: Tree) -> Path:
     """The longest beginning of ``loc`` that is a place in the tree; pydantic appends the names of union members."""
-    for length in range(len(loc), 0, -1):
-        if (*prefix, *loc[:length]) in origins:
-            return loc[:length]
-    return loc[:1]
-
-
-def _nearest(path: Path, origins: Mapping[Path, Origin]) -> Origin:
-    for length in range(len(path), 0, -1):
-        if path[:length] in origins:
-            return origins[path[:length]]
-    return DEFAULT
+    lengths = (length for length in range(len(loc), 0, -1) if (*prefix, *loc[:length]) in tree.origins)
+    return loc[: next(lengths, 1)]
 
 
 def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
@@ -147,11 +123,10 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
         return f"the key '{name}' is missing"
     if kind == "finite_number":
         return f"expected a finite number, not {show(value)}"
-    if kind == "literal_error":
+    if kind in ("literal_error", "enum"):
         wanted = context.get("expected", "another value")
-        return f"expected {wanted}, not {show(value)}" + _literal_guess(value, wanted)
-    if kind == "enum":
-        return f"expected {context.get('expected', 'another value')}, not {show(value)}"
+        words = wanted.replace("'", "").replace(" or ", ", ").split(", ")
+        return f"expected {wanted}, not {show(value)}" + (suggest(value, words) if isinstance(value, str) else "")
     if kind in _LIMITS:
         word, key = _LIMITS[kind]
         return f"expected {word} {context.get(key)}, not {show(value)}"
@@ -162,10 +137,6 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
         quotes = "; put it in quotes" if family == "string" and isinstance(value, (int, float)) else ""
         return f"expected {_EXPECTED[family]}, not {show(value)}{quotes}"
     return details["msg"][:1].lower() + details["msg"][1:].rstrip(".")
-
-
-def _literal_guess(value: Any, wanted: str) -> str:
-    return suggest(value, wanted.replace("'", "").replace(" or ", ", ").split(", ")) if isinstance(value, str) else ""
 
 
 # ---- pydantic models ------------------------------------------------------------------------------------------------
@@ -180,26 +151,32 @@ def _members(annotation: Any) -> list[Any]:
     return [] if annotation is type(None) else [annotation]
 
 
-def _field(model: type[BaseModel], key: str) -> Any:
-    for name, info in model.model_fields.items():
-        if key in (name, info.alias):
-            return info
-    return None
+def _field(model: type[BaseModel], key: str) -> FieldInfo | None:
+    return next((info for name, info in model.model_fields.items() if key in (name, info.alias)), None)
 
 
-def submodels(model: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
+def _models(infos: Iterable[FieldInfo | None]) -> list[type[BaseModel]]:
+    """The models among the types of fields."""
+    members = (plain for info in infos if info is not None for plain in _members(info.annotation))
+    return [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def _submodels(model: type[BaseModel], path: Iterable[int | str]) -> list[type[BaseModel]]:
     """The models that describe the mapping at ``path`` below ``model``; none when it is free-form."""
     found = [model]
     for key in path:
-        info = [each for each in (_field(one, str(key)) for one in found) if each is not None]
-        members = [plain for each in info for plain in _members(each.annotation)]
-        found = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+        found = _models(_field(one, str(key)) for one in found)
     return found
 
 
 def known_keys(model: type[BaseModel], path: Iterable[int | str] = ()) -> list[str]:
     """The keys that may stand at ``path`` below ``model``."""
-    return sorted({info.alias or name for one in submodels(model, path) for name, info in one.model_fields.items()})
+    return sorted({info.alias or name for one in _submodels(model, path) for name, info in one.model_fields.items()})
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of a ``Literal``."""
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 _WORDS = {False: ("no", "off", "false", "n"), True: ("yes", "on", "true", "y")}
@@ -211,11 +188,11 @@ def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, An
     for key, value in values.items():
         info = _field(model, key)
         members = _members(info.annotation) if info is not None else []
-        inner = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+        inner = _models([info])
         if isinstance(value, Mapping) and inner:
             result[key] = spell_out(inner[0], value)
         elif isinstance(value, bool) and bool not in members:
-            choices = [choice for each in members if get_origin(each) is Literal for choice in get_args(each)]
+            choices = [choice for each in members for choice in _choices(each)]
             result[key] = next((word for word in _WORDS[value] if word in choices), value)
         else:
             result[key] = value
@@ -224,11 +201,9 @@ def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, An
 
 def wants_text(model: type[BaseModel], path: Path, text: str) -> bool:
     """Whether a value in an environment variable or a flag is taken as text instead of YAML."""
-    for one in submodels(model, path[:-1]):
+    for one in _submodels(model, path[:-1]):
         info = _field(one, str(path[-1]))
         for plain in _members(info.annotation) if info is not None else ():
-            if (isinstance(plain, type) and issubclass(plain, str)) or plain is str:
-                return True
-            if get_origin(plain) is Literal and text in get_args(plain):
+            if (isinstance(plain, type) and issubclass(plain, str)) or text in _choices(plain):
                 return True
     return False

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from drivetrain.config.locate import DEFAULT, Origin, Path, Problem
+from drivetrain.config.keys import AUTO
+from drivetrain.config.locate import DEFAULT, Origin, Path, Problem, Tree
 from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
 from drivetrain.config.schema import Config, Section
 from drivetrain.errors import ConfigError, cut
 
 if TYPE_CHECKING:
-    from drivetrain.config.load import Backends
+    from drivetrain.registry import Registry
 
 _FORMAT = 1
 
@@ -60,8 +61,7 @@ class ResolvedConfig:
             ConfigError: keys or values that the model refuses, all of them, each at its place.
         """
         name = name or self.config.distributed_type or ""
-        places = self.places()
-        model, problems = check_section(model_type, name, self.section_for(name), places, places)
+        model, problems = check_section(model_type, name, self.section_for(name), self.tree())
         if model is None:
             raise mistakes(problems)
         return model
@@ -70,9 +70,11 @@ class ResolvedConfig:
         """Where the value of a dotted key came from."""
         return self.origins.get(key, DEFAULT)
 
-    def places(self) -> dict[Path, Origin]:
-        """:attr:`origins` by path instead of by dotted key."""
-        return {tuple(key.split(".")): origin for key, origin in self.origins.items()}
+    def tree(self) -> Tree:
+        """The values that were given, with their origins."""
+        places: dict[Path, Origin] = {tuple(key.split(".")): origin for key, origin in self.origins.items()}
+        values = {**self.config.model_dump(exclude_unset=True), **self.sections}
+        return Tree(values, places, dict(places))
 
     def to_json(self) -> str:
         """One line of text that :meth:`from_json` turns back into an equal object."""
@@ -114,13 +116,9 @@ def leaves(
 
 
 def check_section(
-    model_type: type[Model],
-    name: str,
-    values: Mapping[str, Any],
-    origins: Mapping[Path, Origin],
-    keys: Mapping[Path, Origin],
+    model_type: type[Model], name: str, values: Mapping[str, Any], tree: Tree
 ) -> tuple[Model | None, list[Problem]]:
-    """Validate the section of a backend.
+    """Validate the section of a backend, whose values were written where ``tree`` says.
 
     A model that does not forbid unknown keys would drop them silently; unless it says ``extra="allow"``, they are
     mistakes all the same.
@@ -133,18 +131,15 @@ def check_section(
     if extra not in ("forbid", "allow"):
         known = known_keys(model_type)
         names = {*known, *model_type.model_fields}
-        for key in [each for each in values if each not in names]:
-            at = keys.get((name, key)) or origins.get((name, key), DEFAULT)
-            problems.append(Problem(at, unknown_key(key, known)))
+        problems += [Problem(tree.key((name, key)), unknown_key(key, known)) for key in values if key not in names]
     try:
         model = model_type.model_validate(spell_out(model_type, values))
     except ValidationError as error:
-        problems += model_problems(error, model_type, (name,), origins, keys)
+        problems += model_problems(error, model_type, (name,), tree)
         return None, problems
     except Exception as error:  # noqa: BLE001 - said at the section; pydantic passes on what it does not know
-        at = keys.get((name,)) or origins.get((name,), DEFAULT)
-        said = cut(f"{type(error).__name__}: {error}", 200)
-        problems.append(Problem(at, f"{name}: a check of this section's own, {model_type.__module__}, failed ({said})"))
+        said = f"{model_type.__module__}, failed ({cut(f'{type(error).__name__}: {error}', 200)})"
+        problems.append(Problem(tree.key((name,)), f"{name}: a check of this section's own, {said}"))
         return None, problems
     return (None, problems) if problems else (model, [])
 
@@ -175,7 +170,7 @@ class Row:
         return {"key": self.key, "value": self.value if plain else str(self.value), "origin": str(self.origin)}
 
 
-def rows(resolved: ResolvedConfig, registry: Backends | None = None) -> list[Row]:
+def rows(resolved: ResolvedConfig, registry: Registry | None = None) -> list[Row]:
     """Every key of the core, every key of the chosen backend's section, and what other sections were given.
 
     Args:
@@ -185,27 +180,17 @@ def rows(resolved: ResolvedConfig, registry: Backends | None = None) -> list[Row
     Raises:
         BackendError: the chosen backend is missing or broken.
     """
-    found = [_row(resolved, path, value) for path, value in leaves(resolved.config)]
+    found = list(leaves(resolved.config))
     chosen = resolved.config.distributed_type
-    if chosen is not None:
-        found += [_row(resolved, (chosen, *path), value) for path, value in _section(resolved, chosen, registry)]
-    others = {name: values for name, values in resolved.sections.items() if name != chosen}
-    return found + [_row(resolved, path, value) for path, value in leaves(others)]
+    if chosen not in (None, AUTO):
+        if registry is None:
+            from drivetrain.registry import get_registry
 
-
-def _row(resolved: ResolvedConfig, path: tuple[str, ...], value: Any) -> Row:
-    key = ".".join(path)
-    return Row(key, value, resolved.origins.get(key, DEFAULT))
-
-
-def _section(resolved: ResolvedConfig, name: str, registry: Backends | None) -> list[tuple[tuple[str, ...], Any]]:
-    """The section of a backend with its defaults filled in."""
-    if registry is None:
-        from drivetrain.registry import get_registry
-
-        registry = get_registry()
-    model_type = registry.load_section(registry.info(name))
-    if model_type is None:
-        return list(leaves(resolved.section_for(name)))
-    values = resolved.validated_section(model_type, name).model_dump(mode="json", by_alias=True)
-    return list(leaves(values))
+            registry = get_registry()
+        section = resolved.section
+        model_type = registry.load_section(registry.info(chosen))
+        if model_type is not None:
+            section = resolved.validated_section(model_type).model_dump(mode="json", by_alias=True)
+        found += leaves(section, (chosen,))
+    found += leaves({name: values for name, values in resolved.sections.items() if name != chosen})
+    return [Row(".".join(path), value, resolved.origin(".".join(path))) for path, value in found]

@@ -154,6 +154,11 @@ class RendezvousConfig(Section):
         30.0, description="With num_machines: 2:4, how long to wait for a further machine once there are two."
     )
     lost_after_seconds: Seconds = Field(15.0, description="After which a machine that gives no sign of life is lost.")
+    run_id: str | None = Field(
+        None,
+        description="Name of the run: launchers with another one are refused; null takes the scheduler's job number,"
+        " and compares configuration and command.",
+    )
 
 
 class DataLoaderConfig(Section):
@@ -227,6 +232,30 @@ class OutputConfig(Section):
         return sorted({*chosen, *_by_rank(self.tee), *_by_rank(self.redirects)})
 
 
+class PlanConfig(Section):
+    """What ``distributed_type: auto`` and ``drivetrain-planner`` are to choose for."""
+
+    model: str | None = Field(
+        None, description="package.module:function or file.py:function that returns the model, or a config.json."
+    )
+    batch: str | None = Field(None, description="A function, named likewise, that returns a micro-batch of a process.")
+    loss: str | None = Field(
+        None, description="A function of the model's output and the batch; null takes the output's own loss."
+    )
+    machine: str | None = Field(
+        None, description="What it runs on: h100x8, a YAML file of numbers, ...; null: cpu where use_cpu is set."
+    )
+    memory: str | None = Field(None, description="Of one device, such as 24GiB; null takes the machine's.")
+    global_batch: Count | None = Field(
+        None, description="Samples of an optimizer step; null: one micro-batch of each process."
+    )
+    optimizer: str = Field("AdamW", description="The class of torch.optim that the script uses.")
+    optimizer_args: dict[str, Any] = Field(
+        default_factory=dict, description="Its arguments, as far as they add state: {momentum: 0.9}."
+    )
+    file: str = Field("train.auto.yaml", description="Where the choice is written, and read the next time.")
+
+
 class SchedulerConfig(Section):
     """How prepared learning-rate schedulers move."""
 
@@ -240,7 +269,9 @@ class Config(Section):
     """The core's keys. Sections of backends stand beside them in the file but are kept apart, as they are theirs."""
 
     distributed_type: Annotated[str | None, BeforeValidator(_backend_name)] = Field(
-        None, description="The backend that trains; null takes the best installed one for the number of processes."
+        None,
+        description="The backend that trains; null takes the best installed one for the number of processes, auto lets"
+        " drivetrain-planner choose one for `plan:`.",
     )
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_precision)] = Field(
         "no", description="'no', bf16 or fp16."
@@ -301,13 +332,15 @@ class Config(Section):
     rendezvous: RendezvousConfig = Field(default_factory=RendezvousConfig)
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
 
     @field_validator("machine_rank")
     @classmethod
     def _machine_exists(cls, value: int, info: ValidationInfo) -> int:
         machines = info.data.get("num_machines")
-        if machines is not None and value >= machine_range(machines)[1]:
+        # 1 is the default, for which the launcher asks the cluster: drivetrain.launch.plan compares that.
+        if machines not in (None, 1) and value >= machine_range(machines)[1]:
             raise ValueError(f"machine {value} does not exist among num_machines: {machines}; count from 0")
         return value
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from drivetrain.config.load import Backends, flag_paths
 from drivetrain.config.locate import write
-from drivetrain.config.schema import Config, Section
+from drivetrain.config.schema import Config
 from drivetrain.errors import BackendError
 
-Given = Mapping[tuple[str | int, ...], Any]
+if TYPE_CHECKING:
+    from drivetrain.registry import Registry
+
 _WIDTH = 110
 _HEAD = """\
 # Configuration of drivetrain. Each key stands here with its default; delete what you do not change.
@@ -33,26 +34,39 @@ _SECTIONS = """\
 """
 
 
-def default_file(values: Mapping[str, Any] | None = None, registry: Backends | None = None) -> str:
-    """The text of a commented YAML file; loading it gives the defaults, changed by ``values``.
+def default_file(registry: Registry | None = None) -> str:
+    """The text of a commented YAML file; loading it gives the defaults.
 
     Args:
-        values: by dotted key or nested, written instead of the defaults, sections of backends included.
         registry: of the backends; ``None`` = the process's registry.
     """
     if registry is None:
         from drivetrain.registry import get_registry
 
         registry = get_registry()
-    given = dict(flag_paths(values or {}))
-    parts = [_HEAD, *_model(Config, (), given)]
-    sections = [_section(name, registry, given) for name in registry.names()]
-    if any(sections):
-        parts += ["\n", _SECTIONS, *sections]
-    return "".join(parts)
+    parts = [_HEAD]
+    for key, info in Config.model_fields.items():
+        if key in sections():
+            assert info.annotation is not None
+            about = (info.annotation.__doc__ or "").strip().splitlines()[0]
+            parts.append(f"\n# {about}\n{section_text(key, registry)}")
+        else:
+            parts += _entry(key, _default(info), info, "")
+    backends = [_waiting(name, registry) for name in registry.names()]
+    return "".join([*parts, "\n", _SECTIONS, *backends] if any(backends) else parts)
 
 
-def chosen_file(values: Mapping[str, Any], registry: Backends, remarks: Iterable[str] = ()) -> str:
+def _waiting(name: str, registry: Registry) -> str:
+    """The section of a backend as comments; nothing where it has no keys."""
+    try:
+        if not _fields(name, registry):
+            return ""
+        return "\n" + textwrap.indent(section_text(name, registry), "# ")
+    except BackendError as error:
+        return f"\n# {name}: its keys cannot be shown, {error.what.splitlines()[0]}\n"
+
+
+def chosen_file(values: Mapping[str, Any], registry: Registry, remarks: Iterable[str] = ()) -> str:
     """The text of a YAML file that holds only ``values``, each with the sentence about its key above it.
 
     Args:
@@ -61,76 +75,49 @@ def chosen_file(values: Mapping[str, Any], registry: Backends, remarks: Iterable
         remarks: comment lines for the top of the file.
     """
     lines = [f"# {line}\n" for line in (*_CHOSEN, *remarks)]
-    sections: dict[str, dict[str, Any]] = {}
+    inside: dict[str, list[str]] = {}
     for key, value in values.items():
         section, dot, inner = key.partition(".")
         if dot:
-            sections.setdefault(section, {})[inner] = value
+            inside.setdefault(section, []).extend(_entry(inner, value, _fields(section, registry)[inner], "  "))
         else:
             lines += ["\n", *_entry(key, value, Config.model_fields[key], "")]
-    for section, inside in sections.items():
-        fields = _fields(section, registry)
-        lines += [f"\n{section}:\n", *(line for key in inside for line in _entry(key, inside[key], fields[key], "  "))]
+    for section, entries in inside.items():
+        lines += [f"\n{section}:\n", *entries]
     return "".join(lines)
 
 
-def _fields(section: str, registry: Backends) -> dict[str, FieldInfo]:
+def section_text(section: str, registry: Registry) -> str:
+    """A section of the core or of a backend with every key, its default and its description, as in a file.
+
+    Raises:
+        BackendError: neither the core nor an installed backend has a section of this name.
+    """
+    name = section if section in sections() else registry.resolve(section)
+    entries = [_entry(key, _default(info), info, "  ") for key, info in _fields(name, registry).items()]
+    if not entries:
+        return f"# {name} has no keys.\n"
+    return "".join([f"{name}:\n", *(line for entry in entries for line in entry)])
+
+
+def sections() -> tuple[str, ...]:
+    """Names of the core's sections."""
+    kinds = ((key, info.annotation) for key, info in Config.model_fields.items())
+    return tuple(key for key, kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def _fields(section: str, registry: Registry) -> dict[str, FieldInfo]:
     """The fields of a section of the core or of a backend, by the name that stands in a file."""
     ours = Config.model_fields.get(section)
-    model = registry.load_section(registry.info(section)) if ours is None else ours.annotation
-    assert isinstance(model, type)
-    assert issubclass(model, BaseModel)
-    return {info.alias or key: info for key, info in model.model_fields.items()}
+    model: Any = registry.load_section(registry.info(section)) if ours is None else ours.annotation
+    return {} if model is None else {info.alias or key: info for key, info in model.model_fields.items()}
 
 
-def _section(name: str, registry: Backends, given: Given) -> str:
-    """The section of one backend, commented out but for the keys that were given."""
-    try:
-        model = registry.load_section(registry.info(name))
-    except BackendError as error:
-        return f"\n# {name}: its keys cannot be shown, {error.what.splitlines()[0]}\n"
-    if model is None or not model.model_fields:
-        return ""
-    active = any(path[0] == name for path in given)
-    lines = [f"{name}:\n"]
-    for key, info in model.model_fields.items():
-        path = (name, info.alias or key)
-        set_here = any(each[:2] == path for each in given)
-        value = _given(path, given) if set_here else _default(info)
-        lines += _entry(path[1], value, info, "  ", commented=active and not set_here)
-    return "".join(["\n", *(lines if active else (f"# {line}" for line in lines))])
-
-
-def _given(path: tuple[str, str], given: Given) -> Any:
-    """The value given for a key of a section; dotted keys below it are nested again."""
-    if path in given:
-        return given[path]
-    nested: dict[str, Any] = {}
-    for each, value in given.items():
-        if each[:2] == path:
-            here = nested
-            for key in each[2:-1]:
-                here = here.setdefault(str(key), {})
-            here[str(each[-1])] = value
-    return nested
-
-
-def _model(model: type[BaseModel], prefix: tuple[str, ...], given: Given) -> Iterable[str]:
-    indent = "  " * len(prefix)
-    for key, info in model.model_fields.items():
-        path = (*prefix, key)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield f"\n{indent}# {(info.annotation.__doc__ or '').strip().splitlines()[0]}\n{indent}{key}:\n"
-            yield from _model(info.annotation, path, given)
-        else:
-            yield from _entry(key, given.get(path, _default(info)), info, indent)
-
-
-def _entry(key: str, value: Any, info: FieldInfo, indent: str, *, commented: bool = False) -> list[str]:
-    """The sentence about a key as comment lines, then the key with its value, which may be commented out too."""
+def _entry(key: str, value: Any, info: FieldInfo, indent: str) -> list[str]:
+    """The sentence about a key as comment lines, then the key with its value."""
     lead = f"{indent}# "
     comment = textwrap.wrap(info.description or "", _WIDTH, initial_indent=lead, subsequent_indent=lead)
-    return [f"{line}\n" for line in (*comment, f"{lead if commented else indent}{key}: {write(value)}")]
+    return [f"{line}\n" for line in (*comment, f"{indent}{key}: {write(value)}")]
 
 
 def _default(info: FieldInfo) -> Any:

@@ -7,56 +7,46 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple, final
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
+from drivetrain.backend import Backend
 from drivetrain.data.plan import Rows
-
-
-@dataclass(slots=True)
-class BatchInfo:
-    """The batch that a loader yielded last.
-
-    Args:
-        loader: the prepared loader.
-        rows: what the global batch holds; ``None`` where only the loader's owner knows (already sharded data).
-        index: number of the batch within its epoch as this pass sees it, from 0.
-        is_last: no batch follows for this rank.
-        serial: changes with every batch that any loader yields.
-        nominal_rows: the batch size of one rank, 0 where there is none.
-        beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
-    """
-
-    loader: Any
-    rows: Rows | None
-    index: int
-    is_last: bool
-    serial: int
-    nominal_rows: int = 0
-    beyond: Rows | None = None
-
-    @property
-    def identity(self) -> tuple[int, int, int]:
-        """Identifier of the batch, the same on every rank: number of the loader, epoch, index within the epoch."""
-        return self.loader.number, self.loader.epoch, self.index
 
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One iteration of a prepared loader.
+    """One iteration of a prepared loader, and the batch that it yielded last.
 
     Args:
+        loader: the prepared loader.
         created: serial number at which the iteration was created.
         begun: serial of its first batch; 0 before it.
-        batch: the batch that it yielded last.
+        serial: of its current batch; changes with every batch that any loader yields.
+        index: number of that batch within its epoch as this pass sees it, from 0.
+        rows: what the global batch holds; ``None`` where only the loader's owner knows (already sharded data).
+        is_last: no batch follows for this rank.
+        beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
+        nominal_rows: the batch size of one rank, 0 where there is none.
         iterator: what the script iterates.
         partners: loaders (by ``id``) that were seen to advance in the same loop.
     """
 
+    loader: Any
     created: int
     begun: int = 0
-    batch: BatchInfo | None = None
+    serial: int = 0
+    index: int = 0
+    rows: Rows | None = None
+    is_last: bool = False
+    beyond: Rows | None = None
+    nominal_rows: int = 0
     iterator: ref[Generator[Any, None, None]] | None = None
     partners: set[int] = field(default_factory=set)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Identifier of the batch, the same on every rank: number of the loader, epoch, index within the epoch."""
+        return self.loader.number, self.loader.epoch, self.index
 
 
 class LoopState(NamedTuple):
@@ -106,19 +96,17 @@ class ActiveLoaders:
         """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
 
     @property
-    def current(self) -> BatchInfo | None:
-        """The current batch, ``None`` outside of every loop."""
-        return self._passes[-1].batch if self._passes else None
+    def current(self) -> Pass | None:
+        """The iteration that yielded last, ``None`` outside of every loop."""
+        return self._passes[-1] if self._passes else None
 
     def batch_index(self) -> int | None:
         """Number of the current batch within its epoch, from 0; ``None`` outside of every loop."""
-        current = self.current
-        return None if current is None else current.index
+        return self._passes[-1].index if self._passes else None
 
     def is_last_batch(self) -> bool:
         """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""
-        current = self.current
-        return current is not None and current.is_last
+        return bool(self._passes) and self._passes[-1].is_last
 
     def state(self) -> LoopState:
         """The state of the loop; called once for each micro-batch."""
@@ -126,27 +114,29 @@ class ActiveLoaders:
             return _OUTSIDE
         if len(self._passes) > 1:
             return self._state_of_several()
-        info = _batch(self._passes[0])
-        self._seen = info.serial
-        return LoopState(info.serial, info.is_last, info.rows, beyond=info.beyond)
+        (only,) = self._passes
+        self._seen = only.serial
+        return LoopState(only.serial, only.is_last, only.rows, beyond=only.beyond)
 
-    def in_one_loop(self) -> list[BatchInfo]:
-        """The current batches of the loaders that are read in one loop, the current one last. Changes nothing."""
-        return [_batch(each) for each in _of_innermost_loop(self._passes)]
-
-    def next_serial(self) -> int:
-        """A new number for a batch about to be yielded."""
-        self._serial += 1
-        return self._serial
+    def in_one_loop(self) -> list[Pass]:
+        """The iterations that advance in one loop, the current one last. Changes nothing."""
+        return _of_innermost_loop(self._passes)
 
     def register(self) -> int:
         """Number of a newly prepared loader, so that loaders of one run shuffle independently."""
         self._registered += 1
         return self._registered - 1
 
-    def show(self, one: Pass, info: BatchInfo) -> None:
-        """Make this batch, which this iteration has yielded, the current one."""
-        one.batch, one.begun = info, one.begun or info.serial
+    def begin(self, loader: Any) -> Pass:
+        """A new iteration of this loader, which is active from its first batch on."""
+        self._serial += 1
+        return Pass(loader, self._serial)
+
+    def show(self, one: Pass) -> None:
+        """Make the batch that this iteration is about to yield the current one."""
+        self._serial += 1
+        one.serial = self._serial
+        one.begun = one.begun or one.serial
         if not self._passes or self._passes[-1] is not one:
             self.leave(one)
             self._passes.append(one)
@@ -156,34 +146,44 @@ class ActiveLoaders:
         self._passes = [each for each in self._passes if each is not one]
 
     def _state_of_several(self) -> LoopState:
-        moved = _of_innermost_loop([each for each in self._passes if _batch(each).serial > self._seen])
+        moved = _of_innermost_loop([each for each in self._passes if each.serial > self._seen])
         if moved:
-            moved[0].partners.update(id(_batch(each).loader) for each in moved[1:])
+            moved[0].partners.update(id(each.loader) for each in moved[1:])
             self._together, self._seen = moved, self._serial
         else:
             moved = [each for each in self._together if each in self._passes] or self._passes[-1:]
-        infos = [_batch(each) for each in moved]
-        rows, conflict = _rows_of(infos)
+        rows, conflict = _rows_of(moved)
+        first = moved[0]
         if len(moved) == 1:
-            return LoopState(infos[0].serial, infos[0].is_last, rows, beyond=infos[0].beyond)
+            return LoopState(first.serial, first.is_last, rows, beyond=first.beyond)
         is_last, unknown = _ends(moved)
-        return LoopState(infos[-1].serial, is_last, rows, unknown, conflict, infos[0].beyond)
+        return LoopState(moved[-1].serial, is_last, rows, unknown, conflict, first.beyond)
 
 
-def _batch(one: Pass) -> BatchInfo:
-    assert one.batch is not None, "a pass without a batch is not active"
-    return one.batch
+_loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
+
+
+def remember_loaders(backend: Backend, active: ActiveLoaders) -> None:
+    """Make these the loaders of the script that runs on this backend."""
+    _loaders[backend] = active
+
+
+def loaders_on(backend: Backend) -> ActiveLoaders | None:
+    """The loaders of the script that runs on this backend, for functions that are called without an accelerator."""
+    return _loaders.get(backend)
 
 
 def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
     """Those of these passes, ordered by when they yielded, that are read in one loop with the last one."""
     if len(passes) < 2:
         return list(passes)
-    inner, loader = passes[-1], _batch(passes[-1]).loader
+    inner = passes[-1]
     # An iteration that began within another loader's current batch is an inner loop's, unless it goes on where an
     # iteration of the same loader has ended.
     return [
-        each for each in passes if each is inner or inner.created < _batch(each).serial or id(loader) in each.partners
+        each
+        for each in passes
+        if each is inner or inner.created < each.serial or id(inner.loader) in each.partners
     ]
 
 
@@ -191,22 +191,21 @@ def _ends(moved: Sequence[Pass]) -> tuple[bool, str]:
     """Whether a loop over several loaders ends here, or why that is unknown."""
     first = moved[0]
     ending = [
-        (each, info)
+        each
         for each in moved
-        if (info := _batch(each)).loader.ends_loop
-        or (info.loader.ends_loop is None and (each is first or first.created <= each.created < first.begun))
+        if each.loader.ends_loop
+        or (each.loader.ends_loop is None and (each is first or first.created <= each.created < first.begun))
     ]
-    if any(info.is_last and info.loader.ends_loop for _, info in ending):
+    if any(each.is_last and each.loader.ends_loop for each in ending):
         return True, ""
-    if len({info.is_last for _, info in ending}) > 1:
+    if len({each.is_last for each in ending}) > 1:
         # `zip` ends with the first of its iterators, and `cycle` repeats what it has read.
-        if any(info.is_last and _held_by(each, zip) for each, info in ending):
+        if any(each.is_last and _held_by(each, zip) for each in ending):
             return True, ""
-        ending = [(each, info) for each, info in ending if not (info.is_last and _held_by(each, cycle))]
-    if len({info.is_last for _, info in ending}) < 2:
-        return bool(ending) and ending[0][1].is_last, ""
-    infos = [_batch(each) for each in moved]
-    read = ", ".join(f"{info.loader.what}{' (at its end)' if info.is_last else ''}" for info in infos)
+        ending = [each for each in ending if not (each.is_last and _held_by(each, cycle))]
+    if len({each.is_last for each in ending}) < 2:
+        return bool(ending) and ending[0].is_last, ""
+    read = ", ".join(f"{each.loader.what}{' (at its end)' if each.is_last else ''}" for each in moved)
     return False, f"one loop reads several loaders ({read}), and one ends while another goes on"
 
 
@@ -220,9 +219,9 @@ def _held_by(one: Pass, kind: type) -> bool:
     return any(type(holder) is kind for holder in holders)
 
 
-def _rows_of(infos: Sequence[BatchInfo]) -> tuple[Rows | None, str]:
+def _rows_of(moved: Sequence[Pass]) -> tuple[Rows | None, str]:
     """The rows that a loss over the batches of one loop is a mean over, or why it has no weight."""
-    held = [info.rows for info in infos]
+    held = [each.rows for each in moved]
     known = [rows for rows in held if rows is not None]
     if len(known) == len(held) and len({rows.real for rows in known}) == 1:
         return known[-1], ""

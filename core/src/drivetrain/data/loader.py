@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 from weakref import ref
@@ -14,10 +15,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend
-from drivetrain.data.active import ActiveLoaders, BatchInfo, Pass
-from drivetrain.data.plan import Position, Rows, from_state, to_state
-from drivetrain.data.source import DispatchSource, Item, Source, Start, StatefulSource, clone
+from drivetrain.data.active import ActiveLoaders, Pass, remember_loaders
+from drivetrain.data.plan import Position, Rows, derive_seed
+from drivetrain.data.source import (
+    DispatchSource,
+    Item,
+    SliceFunction,
+    Source,
+    StatefulSource,
+    clone,
+    generator_state,
+    make_source,
+)
 from drivetrain.distributed import trees
+from drivetrain.distributed.rng import synchronize_rng_states
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.logging import get_logger
@@ -25,6 +36,7 @@ from drivetrain.logging import get_logger
 if TYPE_CHECKING:
     from drivetrain.loop.interruption import Interruption
 
+logger = get_logger(__name__)
 
 Data = TypeVar("Data")
 
@@ -55,10 +67,6 @@ class LoadingContext:
     @property
     def dp_rank(self) -> int:
         return self.backend.topology.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.backend.topology.dp_size
 
 
 def already_sharded(data: Data) -> Data:
@@ -93,31 +101,26 @@ def is_sharded(data: Any) -> bool:
     return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
 
 
-logger = get_logger(__name__)
-
-
 @dataclass
 class Cursor:
-    """The position of a loader and its views.
+    """Where the next pass over a loader, or over one of its views, begins.
 
     Args:
-        seed: of the order.
         position: what was yielded.
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
-        mark: a stateful loader's own state at ``position``.
         owner: the pass that may move the position; a newer pass takes it over.
-        even_batches: as in ``DataLoaderConfiguration``.
     """
 
-    seed: int
-    position: Position = field(default_factory=Position)
+    position: Position
     fresh: bool = True
     restored: bool = False
-    mark: Any = None
     owner: object = None
-    even_batches: bool = True
+
+
+FORMAT = 2
+"""Of a loader's state. In format 1 every order was drawn from the seed; it goes on as it began."""
 
 
 @final
@@ -141,7 +144,6 @@ class PreparedDataLoader(DataLoader[Any]):
         cursor: where it stands; views of one loader share it.
         put_on_device: move batches to the device.
         number: of the loader in the order of ``prepare``, the same on every rank.
-        skip: the first pass begins at this batch of the epoch.
     """
 
     def __init__(
@@ -152,15 +154,16 @@ class PreparedDataLoader(DataLoader[Any]):
         cursor: Cursor,
         *,
         put_on_device: bool,
-        number: int = 0,
-        skip: int | None = None,
+        number: int,
     ) -> None:
         # DataLoader.__init__ is not called: it would build unused samplers.
         self.base_dataloader = loader
         self._source, self._context, self._cursor = source, context, cursor
-        self._shares_out = not source.identity().shares
+        self._shares_out = not source.shares
         self._share_rank = context.dp_rank if self._shares_out else 0
-        self._put_on_device, self._skip, self.number = put_on_device, skip, number
+        self._put_on_device, self.number = put_on_device, number
+        self._skip: int | None = None
+        """The next pass begins at this batch of the epoch."""
         self.ends_loop: bool | None = getattr(loader, "ends_loop", None)
         """Whether a loop that reads several loaders ends where this one ends; ``None`` where that can be told."""
         self.end_of_dataloader = False
@@ -171,37 +174,65 @@ class PreparedDataLoader(DataLoader[Any]):
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
+    def __copy__(self) -> PreparedDataLoader:
+        """Another one that reads the same loader and shares its position."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedDataLoader:
+        """Another loader of the same run, whose next pass is what this one's would be. Not in checkpoints."""
+        made = object.__new__(type(self))
+        context = self._context
+        memo |= {id(made_once): made_once for made_once in (context, context.backend, context.active)}
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, _protocol: Any) -> Never:
+        """Refuse to be pickled.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "a prepared loader belongs to its run and cannot be pickled",
+            cure="Pickle the loader that you gave to prepare, which is its base_dataloader; its position is "
+            "loader.state_dict().",
+        )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        this_pass = Pass(self._context.active.next_serial())
+        this_pass = self._context.active.begin(self)
         batches = self._batches(this_pass)
         this_pass.iterator = ref(batches)
         return batches
 
     def _batches(self, this_pass: Pass) -> Generator[Any, None, None]:
-        active, cursor = self._context.active, self._cursor
+        active, cursor, source = self._context.active, self._cursor, self._source
         resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
-        start, skipped = self._begin(this_pass)
+        skip, discard = self._begin(this_pass)
         self.end_of_dataloader = False
-        if start.position.finished:
+        start = replace(cursor.position)
+        if start.finished:
             # Exact resume needs this, but it may surprise a script that counts epochs by steps.
             logger.warning(
                 "This pass over a %s is empty: what was restored is the end of epoch %d. The next pass begins the next "
                 "epoch; skip_first_batches(loader, 0) begins it at once.",
                 type(self.base_dataloader).__name__,
-                start.position.epoch,
+                start.epoch,
             )
             self._finish(this_pass)
             return
         self._synchronise_randomness()
         move, full = self._move(), self._nominal_rows()
-        nominal = full
-        index = start.position.consumed // self._source.round_units if skipped is None else skipped
-        items = self._source.open(start)
+        this_pass.nominal_rows = full
+        next_index = start.consumed // source.round_units if skip is None else skip
+        items = source.open(start, discard)
         interruption = self._context.interruption
         try:
             # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
             with torch.random.fork_rng(devices=[]) if resumed else nullcontext():
-                following, following_shown, beyond = self._read(items, move, full)
+                following, following_shown, _ = self._read(items, move, full)
             while following is not None:
                 if interruption is not None and interruption.stepped_in is self:
                     interruption.step_ends()
@@ -215,11 +246,13 @@ class PreparedDataLoader(DataLoader[Any]):
                 if self.end_of_dataloader is not is_last:
                     # Only on a change: DataLoader checks every attribute that is set.
                     self.end_of_dataloader = is_last
-                rows = item.rows if self._shares_out else None
-                nominal = _larger(nominal, rows)
-                info = BatchInfo(self, rows, index, is_last, active.next_serial(), nominal, beyond)
-                active.show(this_pass, info)
-                index += 1
+                rows = this_pass.rows = item.rows if self._shares_out else None
+                if rows is not None and rows.whole and rows.counted:
+                    # The loader does not make the batches.
+                    this_pass.nominal_rows = max(this_pass.nominal_rows, *rows.loaded)
+                this_pass.index, this_pass.is_last, this_pass.beyond = next_index, is_last, beyond
+                active.show(this_pass)
+                next_index += 1
                 if shown is not None:
                     yield shown()
                 else:
@@ -237,13 +270,13 @@ class PreparedDataLoader(DataLoader[Any]):
         """The next batch, a function that moves it to its device, and the rows of other ranks after the last batch."""
         beyond = None
         for item in items:
-            if item.absent:
-                beyond = item.rows
+            rows = item.rows
+            mine = rows.loaded[self._share_rank]
+            if not mine:
+                beyond = rows
             elif item.hidden:
                 return item, None, None
             else:
-                rows = item.rows
-                mine = rows.loaded[self._share_rank]
                 shown, larger = self._context.backend.place_batch(item.batch, mine, 0 if rows.whole else full, move)
                 return item if larger == mine else item._replace(rows=rows.grown(larger)), shown, None
         return None, None, beyond
@@ -255,27 +288,31 @@ class PreparedDataLoader(DataLoader[Any]):
         for says in (self.base_dataloader, getattr(self.base_dataloader, "batch_sampler", None)):
             size = getattr(says, "batch_size", None)
             if isinstance(size, int) and not isinstance(size, bool):
-                return size // self._context.dp_size if self._source.round_units == 1 else size
+                return size // self._source.cut.dp_size if self._source.round_units == 1 else size
         return 0
 
-    def _begin(self, this_pass: object) -> tuple[Start, int | None]:
-        """Decide where a new pass begins; ``(start, skip)``."""
-        cursor, source, skip = self._cursor, self._source, self._skip
+    def _begin(self, this_pass: Pass) -> tuple[int | None, int]:
+        """Move the position to where a new pass begins.
+
+        Returns:
+            How many batches of the epoch it skips, ``None`` where it goes on; and how many of them by reading.
+        """
+        cursor, source, skip, discard = self._cursor, self._source, self._skip, 0
         self._skip = None
-        if not cursor.fresh and skip is None:
-            cursor.position, cursor.mark = cursor.position.next_epoch(), None
-        discard = 0
-        mark = None if cursor.mark is None else (cursor.position.consumed, cursor.mark)
-        if skip is not None:
-            identity, consumed = source.identity(), skip * source.round_units
-            if identity.length is not None:
-                consumed = min(consumed, identity.length)
-            if cursor.position.finished and consumed < cursor.position.consumed:
+        if skip is None:
+            if not cursor.fresh:
+                cursor.position = cursor.position.at(cursor.position.epoch + 1)
+        else:
+            position, length, consumed = cursor.position, source.length(), skip * source.round_units
+            if length is not None:
+                consumed = min(consumed, length)
+            epoch, mark = position.epoch, position.mark
+            if position.finished and consumed < position.consumed:
                 # A script that counts batches is in the next epoch already.
-                cursor.position, cursor.mark, mark = cursor.position.next_epoch(), None, None
-            elif cursor.restored and cursor.fresh and cursor.position.consumed not in (0, consumed):
+                epoch, mark = epoch + 1, None
+            elif cursor.restored and cursor.fresh and position.consumed not in (0, consumed):
                 warnings.warn(
-                    f"the restored position is {identity.unit[:-1]} {cursor.position.consumed} of the epoch, but "
+                    f"the restored position is {source.unit[:-1]} {position.consumed} of the epoch, but "
                     f"skip_first_batches({skip}) begins at {consumed}; leave it out to go on where the checkpoint was "
                     "saved",
                     UserWarning,
@@ -283,33 +320,30 @@ class PreparedDataLoader(DataLoader[Any]):
                 )
             if source.num_streams > 1:
                 consumed, discard = 0, skip
-            cursor.position = Position(cursor.position.epoch, consumed)
+            cursor.position = replace(position.at(epoch, consumed), mark=mark)
         cursor.fresh, cursor.restored, cursor.owner = False, False, this_pass
-        return Start(cursor.seed, replace(cursor.position), self.even_batches, discard, mark), skip
+        return skip, discard
 
     def _advance(self, item: Item, is_last: bool) -> None:
-        cursor, source = self._cursor, self._source
-        position = cursor.position
+        source, position = self._source, self._cursor.position
         position.consumed += item.rows.units
         # Where ranks may end at different batches, the position alone says that the epoch is at its end.
-        position.finished = is_last and (cursor.even_batches or source.cut.drop_last)
+        position.finished = is_last and (source.cut.even_batches or source.cut.drop_last)
         if source.num_streams > 1:
             counts = list(position.streams) or [0] * source.num_streams
             counts[item.stream] += item.rows.units
             position.streams, position.turn = tuple(counts), (item.stream + 1) % source.num_streams
-        cursor.mark = item.mark
+        position.mark = None if item.mark is None else (position.consumed, item.mark)
 
-    def _finish(self, this_pass: object) -> None:
-        if self._cursor.owner is this_pass:
-            self._cursor.position = self._cursor.position.next_epoch()
-            self._cursor.fresh, self._cursor.mark = True, None
+    def _finish(self, this_pass: Pass) -> None:
+        cursor = self._cursor
+        if cursor.owner is this_pass:
+            cursor.position, cursor.fresh = cursor.position.at(cursor.position.epoch + 1), True
 
     def _synchronise_randomness(self) -> None:
         # The order of samples needs no synchronisation, so "generator" is always true already.
         wanted = [each for each in self._context.rng_types if each != "generator"]
-        if wanted and self._context.dp_size > 1:
-            from drivetrain.distributed.rng import synchronize_rng_states
-
+        if wanted and self._context.backend.topology.dp_size > 1:
             synchronize_rng_states(wanted, backend=self._context.backend)
 
     def _move(self) -> Callable[[Any], Any] | None:
@@ -334,22 +368,19 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """As in ``DataLoaderConfiguration``; a change takes effect with the next pass."""
-        return self._cursor.even_batches
+        return self._source.cut.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._cursor.even_batches = value
+        self._source.cut = replace(self._source.cut, even_batches=value)
 
     def __len__(self) -> int:
         """Batches that this rank yields in a full epoch; for a view from ``skip_first_batches``, in its next pass."""
         length = self._source.length()
         if length is None:
             raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
-        cut = self._source.cut
-        if self._source.round_units == 1:
-            batches = length
-        else:
-            batches = replace(cut, even_batches=self.even_batches).rounds(length, self._share_rank)
+        whole_batches = self._source.round_units == 1
+        batches = length if whole_batches else self._source.cut.rounds(length, self._share_rank)
         return max(batches - (self._skip or 0), 0)
 
     @property
@@ -366,7 +397,7 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def remainder(self) -> int:
         """Samples in an incomplete last global batch, 0 if there is none, -1 where it is not known."""
-        length, total = self._source.identity().length, self.total_batch_size
+        length, total = self._source.length(), self.total_batch_size
         return -1 if length is None or total is None or self._source.cut.drop_last else length % total
 
     @property
@@ -388,7 +419,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Choose the epoch of the next pass. The one that a restored position is in keeps the position."""
         cursor = self._cursor
         if epoch != cursor.position.epoch or not cursor.fresh:
-            cursor.position, cursor.fresh, cursor.mark, cursor.owner = Position(epoch), True, None, None
+            cursor.position, cursor.fresh, cursor.owner = cursor.position.at(epoch), True, None
 
     def state_dict(self) -> dict[str, Any]:
         """The global position, JSON-able, the same on every rank and independent of their number.
@@ -396,10 +427,23 @@ class PreparedDataLoader(DataLoader[Any]):
         Batches that workers have prefetched do not count. Not collective, except for a loader that is marked as
         already sharded and keeps a state of its own: then over the data-parallel ranks.
         """
-        cursor = self._cursor
-        state = to_state(cursor.position, cursor.seed, self._source.identity())
-        if isinstance(self._source, StatefulSource):
-            state["loader"] = cursor.mark if self._shares_out else self._context.backend.gather_object(cursor.mark)
+        source, position = self._source, self._cursor.position
+        state = {
+            "format": FORMAT,
+            "unit": source.unit,
+            "seed": position.seed,
+            "generator": position.generator,
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            "finished": position.finished,
+            "streams": list(position.streams),
+            "turn": position.turn,
+            "length": source.length(),
+            "shares": source.shares,
+        }
+        if isinstance(source, StatefulSource):
+            mark = None if position.mark is None else position.mark[1]
+            state["loader"] = mark if self._shares_out else self._context.backend.gather_object(mark)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -408,11 +452,41 @@ class PreparedDataLoader(DataLoader[Any]):
         Raises:
             UsageError: the state is not a loader's, or is of data that is read in another way.
         """
-        cursor = self._cursor
-        cursor.position, cursor.seed = from_state(state_dict, self._source.identity())
-        cursor.fresh, cursor.restored, cursor.owner = True, True, None
+        cursor, source = self._cursor, self._source
+        try:
+            if state_dict["format"] not in (1, FORMAT):
+                raise UsageError(
+                    f"the loader's state has format {state_dict['format']}, this version reads 1 to {FORMAT}",
+                    cure="Upgrade drivetrain, or resume with the version that saved it.",
+                )
+            position = Position(
+                int(state_dict["seed"]),
+                state_dict.get("generator"),
+                int(state_dict["epoch"]),
+                int(state_dict["consumed"]),
+                bool(state_dict["finished"]),
+                tuple(int(each) for each in state_dict["streams"]),
+                int(state_dict["turn"]),
+            )
+            unit, shares, length = state_dict["unit"], int(state_dict["shares"]), state_dict["length"]
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"this is not the state of a prepared loader ({type(error).__name__}: {error})",
+                cure="Pass what PreparedDataLoader.state_dict() returned.",
+            ) from error
+        _check_fits(source, position, unit, shares)
+        here = source.length()
+        if length is not None and here is not None and length != here:
+            warnings.warn(
+                f"the loader's epoch had {length} {unit} when its position was saved and has {here} now; "
+                "the order of a changed dataset is another one, so samples may repeat or be left out",
+                UserWarning,
+                stacklevel=2,
+            )
         mark = state_dict.get("loader")
-        cursor.mark = mark if mark is None or self._shares_out else mark[self._context.dp_rank]
+        if mark is not None:
+            position.mark = position.consumed, mark if self._shares_out else mark[self._context.dp_rank]
+        cursor.position, cursor.fresh, cursor.restored, cursor.owner = position, True, True, None
 
     def remember(self) -> Callable[[], None]:
         """A function that restores this loader's current position. Not collective."""
@@ -421,20 +495,120 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """A view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
-        return PreparedDataLoader(
-            self.base_dataloader,
-            self._source,
-            self._context,
-            self._cursor,
-            put_on_device=self._put_on_device,
-            number=self.number,
-            skip=num_batches,
+        view = copy.copy(self)
+        view._skip, view.end_of_dataloader = num_batches, False  # noqa: SLF001 (of the same class)
+        return view
+
+
+def _check_fits(source: Source, position: Position, unit: str, shares: int) -> None:
+    """Raise :class:`UsageError` where a saved position means something else in this source; drops streams of nobody."""
+    if unit != source.unit:
+        raise UsageError(
+            f"the saved position counts {unit}, this loader counts {source.unit}",
+            cure="Resume with the same kind of loader (a batch_sampler of your own, or a batch_size).",
         )
+    if shares != source.shares:
+        raise UsageError(
+            f"the saved position is of data shared out by its owner among {shares or 'any number of'} ranks, "
+            f"this loader's is shared out among {source.shares or 'any number of'}",
+            cure="Resume on the same number of data-parallel ranks, with the same mark already_sharded().",
+        )
+    streams = len(position.streams) or 1
+    if streams != source.num_streams and position.consumed and not position.finished:
+        raise UsageError(
+            f"the saved position is of {streams} worker stream(s), this loader reads {source.num_streams}",
+            cure=f"Resume this iterable dataset with num_workers={streams if streams > 1 else '0 or 1'}.",
+        )
+    if len(position.streams) != source.num_streams:
+        position.streams, position.turn = (), 0
 
 
-def _larger(nominal: int, rows: Rows | None) -> int:
-    """Rows of a full batch: the larger of the two, where the loader does not make the batches."""
-    return max(nominal, *rows.loaded) if rows is not None and rows.whole and rows.counted else nominal
+def is_loader(value: Any) -> bool:
+    """Whether :func:`prepare_data_loader` takes this: a torch ``DataLoader``, or an iterable that has its own state."""
+    if isinstance(value, DataLoader):
+        return True
+    if isinstance(value, (type, torch.nn.Module)):
+        return False
+    return all(callable(trees.attribute(value, name)) for name in ("__iter__", "state_dict", "load_state_dict"))
+
+
+def prepare_data_loader(
+    loader: Any,
+    context: LoadingContext,
+    *,
+    put_on_device: bool | None = None,
+    slice_fn_for_dispatch: SliceFunction | None = None,
+) -> PreparedDataLoader:
+    """Distribute a loader's samples over the data-parallel ranks. A prepared loader is returned unchanged.
+
+    Collective over all ranks if the loader has a random generator of the user's (its seed is taken from rank 0), else
+    local. Every rank prepares its loaders in the same order.
+
+    Args:
+        loader: a ``DataLoader`` with any dataset, sampler, collate function and workers; or any object with
+            ``__iter__``, ``state_dict`` and ``load_state_dict``, whose batches the ranks take in turn.
+        context: the run.
+        put_on_device: move batches to the device; ``None`` = as the context says.
+        slice_fn_for_dispatch: ``fn(batch, slice, process_index=, num_processes=)``, one rank's part of a batch that the
+            main process has read.
+
+    Raises:
+        UsageError: this is no loader, or the settings do not fit it.
+    """
+    if isinstance(loader, PreparedDataLoader):
+        return loader
+    if not is_loader(loader):
+        raise UsageError(
+            f"{type(loader).__name__} is no data loader",
+            cure="Pass a torch DataLoader, or an object with __iter__, state_dict and load_state_dict.",
+        )
+    config, backend, topology = context.config, context.backend, context.backend.topology
+    number = context.active.register()
+    remember_loaders(backend, context.active)
+    sharded = is_sharded(loader) or (isinstance(loader, DataLoader) and is_sharded(loader.dataset))
+    shares = topology.dp_size if sharded else 0
+    # Also for ranks that compute one batch together: each would read it separately.
+    dispatched = bool(config.dispatch_batches) and not shares and topology.world_size > 1
+    if slice_fn_for_dispatch is not None and not config.dispatch_batches:
+        raise UsageError(
+            "slice_fn_for_dispatch is used with dispatch only",
+            cure="Set DataLoaderConfiguration(dispatch_batches=True), or leave it out.",
+        )
+    source = make_source(
+        loader,
+        config,
+        1 if shares else topology.dp_size,
+        None if dispatched else 0 if shares else topology.dp_rank,
+        shares=shares,
+        ignores_signals=context.interruption is not None,
+    )
+    if dispatched:
+        if slice_fn_for_dispatch is not None and not source.cut.batch_size and source.round_units > 1:
+            raise UsageError(
+                "slice_fn_for_dispatch has nothing to cut: this loader's batches go to the ranks as they are",
+                cure="Leave it out, or set split_batches=True with your batch sampler.",
+            )
+        source = DispatchSource(source, backend, slice_fn_for_dispatch)
+    return PreparedDataLoader(
+        loader,
+        source,
+        context,
+        Cursor(_first_position(source, context, number)),
+        put_on_device=context.put_on_device if put_on_device is None else put_on_device,
+        number=number,
+    )
+
+
+def _first_position(source: Source, context: LoadingContext, number: int) -> Position:
+    """By the user's generator, else by ``data_seed``, else by the run's seed and the loader's number."""
+    generator = source.generator
+    if generator is not None:
+        mine = generator.initial_seed(), generator_state(generator) if source.replays else None
+        seed, state = context.backend.broadcast_object(mine)
+        return Position(derive_seed("generator", seed), state)
+    if context.config.data_seed is not None:
+        return Position(derive_seed("data", context.config.data_seed))
+    return Position(derive_seed("loader", context.base_seed, number))
 
 
 def _keep_on_cpu(batch: Any) -> Any:

@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend
-from drivetrain.data.active import ActiveLoaders, BatchInfo
+from drivetrain.data.active import ActiveLoaders, Pass, loaders_on
 from drivetrain.data.loader import LoadingContext
 from drivetrain.distributed import nested, trees
 from drivetrain.distributed.current import current_backend
@@ -21,7 +20,7 @@ from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import CollectiveMismatchError, UsageError
 
 
-def rows_to_keep(sizes: Sequence[int], info: BatchInfo | None, what: str, *, scalar: bool = False) -> list[int]:
+def rows_to_keep(sizes: Sequence[int], info: Pass | None, what: str, *, scalar: bool = False) -> list[int]:
     """Number of leading rows of each rank's part that are not padding or repeats.
 
     A part is aligned with the batch when it has a row for each row loaded. Where every rank gives as many rows as a
@@ -99,7 +98,7 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
         if found:
             results[True] = _gather_tensors(found, info, context.backend)
     if objects:
-        sent = context.backend.gather_object((None if info is None else info.identity, objects))
+        sent = context.backend.gather_object((None if info is None else info.place, objects))
         _check_batches([place for place, _ in sent])
         columns = zip(*(values for _, values in sent), strict=True)
         results[False] = [_join_objects(list(column), info) for column in columns]
@@ -110,15 +109,6 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
         use_gather_object,
         top=True,
     )
-
-
-_loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()
-"""The loaders of each backend's script, for :func:`gather`, which may be called without an accelerator."""
-
-
-def set_loaders(backend: Backend, active: ActiveLoaders) -> None:
-    """Register the loaders of the script that runs on this backend."""
-    _loaders[backend] = active
 
 
 def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) -> Any:
@@ -149,9 +139,9 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
         return _gather_unequal(tensor, backend, info)
 
 
-def _unequal_batch(backend: Backend) -> BatchInfo | None:
+def _unequal_batch(backend: Backend) -> Pass | None:
     """The current batch of the script's loop if the ranks hold unequal or incomplete parts of it."""
-    active = _loaders.get(backend)
+    active = loaders_on(backend)
     info = None if active is None else active.current
     if active is None or info is None or info.rows is None:
         return None
@@ -160,7 +150,7 @@ def _unequal_batch(backend: Backend) -> BatchInfo | None:
     return None if equal and not rows.missing else current_batch(active, "gather")
 
 
-def _gather_unequal(data: Any, backend: Backend, info: BatchInfo) -> Any:
+def _gather_unequal(data: Any, backend: Backend, info: Pass) -> Any:
     leaves = trees.tensors(data)
     flat = nested.at_least_1d(leaves)
     sizes = _exchange_sizes(flat, backend, info)
@@ -174,7 +164,7 @@ def _gather_unequal(data: Any, backend: Backend, info: BatchInfo) -> Any:
     return trees.with_tensors(data, gathered)
 
 
-def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], info: BatchInfo) -> Tensor:
+def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], info: Pass) -> Tensor:
     rows = info.rows
     assert rows is not None
     whole = [each[:count] for each, count in zip(part, size, strict=True)]
@@ -199,7 +189,7 @@ def _rows_before_padding(leaf: Tensor) -> int:
     return int(getattr(leaf, "_drivetrain_rows", 0))
 
 
-def current_batch(active: ActiveLoaders, call: str) -> BatchInfo | None:
+def current_batch(active: ActiveLoaders, call: str) -> Pass | None:
     """The batch that a collective of the data-parallel ranks concerns; ``None`` outside of every loop.
 
     Raises:
@@ -261,7 +251,7 @@ def _is_structure(node: Any, as_objects: bool) -> bool:
     return False
 
 
-def _join_objects(column: Sequence[Any], info: BatchInfo | None) -> list[Any]:
+def _join_objects(column: Sequence[Any], info: Pass | None) -> list[Any]:
     """One value from each rank: lists are joined and cut, other things listed."""
     rows = [_as_rows(value) for value in column]
     if any(value is not None for value in rows):
@@ -282,7 +272,7 @@ def _as_rows(value: Any) -> list[Any] | None:
     return list(value) if getattr(value, "ndim", 0) else None
 
 
-def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backend) -> list[Tensor]:
+def _gather_tensors(leaves: list[Tensor], info: Pass | None, backend: Backend) -> list[Tensor]:
     # Run the operations that a lazy device has recorded: they are the same for every batch, the cuts below are not.
     backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
@@ -308,7 +298,7 @@ def _gather_tensors(leaves: list[Tensor], info: BatchInfo | None, backend: Backe
     return [_cut(part, keep) for part, keep in zip(parts, keeps, strict=True)]
 
 
-def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: BatchInfo | None) -> list[list[int]]:
+def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: Pass | None) -> list[list[int]]:
     """Size of dim 0 of each tensor on each rank, after making sure that everything else and the batch agree."""
     if backend.topology.dp_size == 1:
         return [[leaf.shape[0]] for leaf in leaves]
@@ -316,7 +306,7 @@ def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: BatchInfo | No
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     mine = [leaf.shape[0] for leaf in leaves]
     # Of fixed size, so that ranks with different numbers of tensors can exchange it.
-    place = _NOWHERE if info is None else info.identity
+    place = _NOWHERE if info is None else info.place
     header = [*place, digest, len(leaves), *mine[:_HEADER]]
     table = _exchange(header + [0] * (_HEADER + 5 - len(header)), backend)
     _check_batches([None if (read := tuple(row[:3])) == _NOWHERE else read for row in table])

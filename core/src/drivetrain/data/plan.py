@@ -19,13 +19,12 @@ Repeated samples are known without communication and excluded from metrics (:mod
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from drivetrain.errors import UsageError
 
@@ -64,43 +63,29 @@ def random_order(
     return np.concatenate(turns)[:wanted] if turns else np.empty(0, dtype=np.int64)
 
 
-class Order(Protocol):
-    """One epoch's units (sample indices or whole batches) by position."""
+@final
+class IndexedOrder:
+    """One epoch's units (sample indices or whole batches) by position, from a ``range``, a list or a numpy array."""
 
-    @property
-    def length(self) -> int | None:
+    def __init__(self, units: Sequence[Any] | np.ndarray) -> None:
+        self._units = units
+        self.length: int | None = len(units)
         """Number of units, ``None`` when it is not known beforehand."""
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Units ``start`` to ``stop - 1``; fewer at the end. ``start`` never goes back."""
-
-    def head(self, count: int) -> list[Any]:
-        """The first units of the epoch, at most ``count``; never reads further than :meth:`take` has."""
-
-
-@final
-class IndexedOrder:
-    """An order that is a ``range``, a list or a numpy array."""
-
-    def __init__(self, units: Sequence[Any] | np.ndarray) -> None:
-        self._units = units
-
-    @property
-    def length(self) -> int:
-        return len(self._units)
-
-    def take(self, start: int, stop: int) -> list[Any]:
         part = self._units[start:stop]
         # tolist() gives Python integers, which every dataset accepts.
         return part.tolist() if hasattr(part, "tolist") else list(part)
 
     def head(self, count: int) -> list[Any]:
+        """The first units of the epoch, at most ``count``; never reads further than :meth:`take` has."""
         return self.take(0, count)
 
 
 @final
 class StreamedOrder:
-    """An order that is read forward from an iterator.
+    """As :class:`IndexedOrder`, read forward from an iterator.
 
     Args:
         units: the epoch from its beginning.
@@ -113,10 +98,7 @@ class StreamedOrder:
         self._guard = guard or nullcontext()
         self._position = 0
         self._first: list[Any] = []
-
-    @property
-    def length(self) -> None:
-        return None
+        self.length: int | None = None
 
     def take(self, start: int, stop: int) -> list[Any]:
         assert start >= self._position, "a stream was asked to go back"
@@ -134,6 +116,9 @@ class StreamedOrder:
             self._first += part[: self._keep - len(self._first)]
         self._position += len(part)
         return part
+
+
+Order = IndexedOrder | StreamedOrder
 
 
 @dataclass(frozen=True)
@@ -167,6 +152,10 @@ class Rows:
     def total(self) -> int:
         """Rows that count, over all ranks."""
         return sum(self.real)
+
+    def weight(self, dp_rank: int) -> float:
+        """By which a rank multiplies the mean over its rows, so that the mean over ranks is that over all rows."""
+        return self.real[dp_rank] * len(self.real) / self.total
 
     @cached_property
     def even(self) -> bool:
@@ -340,118 +329,30 @@ def round_rows(sizes: Sequence[int | None], real: int, dp_size: int) -> Rows:
     return Rows(kept, loaded, real, whole=True, counted=known)
 
 
-FORMAT = 1
-
-
-@dataclass(slots=True)
+@dataclass
 class Position:
     """Position in the data. Mutable: a loader advances it with every batch, and a new object each time costs more.
 
     Args:
+        seed: of the order.
+        generator: the state of the user's generator before the first epoch, where torch would draw the order from it.
         epoch: counts from 0.
         consumed: units (samples or batches) of the epoch that were yielded, over all ranks, without repetitions.
         finished: the epoch's last batch was yielded.
         streams: for a dataset read by several workers, units taken from each worker's stream; else empty.
         turn: the worker whose stream is next.
+        mark: of a loader that has a state of its own: how many units were consumed when it was taken, and the state.
     """
 
+    seed: int
+    generator: int | str | None = None
     epoch: int = 0
     consumed: int = 0
     finished: bool = False
     streams: tuple[int, ...] = ()
     turn: int = 0
+    mark: tuple[int, Any] | None = None
 
-    def next_epoch(self) -> Position:
-        """The beginning of the epoch after this one."""
-        return Position(self.epoch + 1)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Properties that must agree between the loader that saved a position and the one that loads it.
-
-    Args:
-        unit: ``"samples"`` or ``"batches"``.
-        num_streams: worker streams of an iterable dataset, else 1.
-        length: units in an epoch where known.
-        shares: 0 where the loader distributes samples over the ranks; else, for already sharded data, the number of
-        ranks, which cannot change.
-    """
-
-    unit: str
-    num_streams: int = 1
-    length: int | None = None
-    shares: int = 0
-
-
-def to_state(position: Position, seed: int, identity: Identity) -> dict[str, Any]:
-    """JSON-able state."""
-    return {
-        "format": FORMAT,
-        "unit": identity.unit,
-        "seed": seed,
-        "epoch": position.epoch,
-        "consumed": position.consumed,
-        "finished": position.finished,
-        "streams": list(position.streams),
-        "turn": position.turn,
-        "length": identity.length,
-        "shares": identity.shares,
-    }
-
-
-def from_state(state: Mapping[str, Any], identity: Identity) -> tuple[Position, int]:
-    """Position and seed from :func:`to_state`'s answer.
-
-    Raises:
-        UsageError: the state is not a loader's, or of one whose position means something else here.
-    """
-    try:
-        if state["format"] != FORMAT:
-            raise UsageError(
-                f"the loader's state has format {state['format']}, this version reads {FORMAT}",
-                cure="Upgrade drivetrain, or resume with the version that saved it.",
-            )
-        position = Position(
-            int(state["epoch"]),
-            int(state["consumed"]),
-            bool(state["finished"]),
-        )
-        streams = tuple(int(each) for each in state["streams"])
-        turn = int(state["turn"])
-        seed, unit, shares, length = int(state["seed"]), state["unit"], int(state["shares"]), state["length"]
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"this is not the state of a prepared loader ({type(error).__name__}: {error})",
-            cure="Pass what PreparedDataLoader.state_dict() returned.",
-        ) from error
-    _check(identity, unit, shares, position, len(streams) or 1)
-    if len(streams) == identity.num_streams:
-        position.streams, position.turn = streams, turn
-    if length is not None and identity.length is not None and length != identity.length:
-        warnings.warn(
-            f"the loader's epoch had {length} {unit} when its position was saved and has {identity.length} now; "
-            "the order of a changed dataset is another one, so samples may repeat or be left out",
-            UserWarning,
-            stacklevel=3,
-        )
-    return position, seed
-
-
-def _check(identity: Identity, unit: str, shares: int, position: Position, streams: int) -> None:
-    if unit != identity.unit:
-        raise UsageError(
-            f"the saved position counts {unit}, this loader counts {identity.unit}",
-            cure="Resume with the same kind of loader (a batch_sampler of your own, or a batch_size).",
-        )
-    if shares != identity.shares:
-        raise UsageError(
-            f"the saved position is of data shared out by its owner among {shares or 'any number of'} ranks, "
-            f"this loader's is shared out among {identity.shares or 'any number of'}",
-            cure="Resume on the same number of data-parallel ranks, with the same mark already_sharded().",
-        )
-    if streams != identity.num_streams and position.consumed and not position.finished:
-        raise UsageError(
-            f"the saved position is of {streams} worker stream(s), this loader reads {identity.num_streams}",
-            cure=f"Resume this iterable dataset with num_workers={streams if streams > 1 else '0 or 1'}.",
-        )
+    def at(self, epoch: int, consumed: int = 0) -> Position:
+        """Another position in the same order."""
+        return Position(self.seed, self.generator, epoch, consumed)

@@ -6,10 +6,10 @@ its own state, and :class:`DispatchSource` distributes what the main process rea
 
 from __future__ import annotations
 
+import base64
 import copy
 import random
 import signal
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -29,13 +30,14 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
 from drivetrain.backend import Backend
 from drivetrain.data.plan import (
     Cut,
-    Identity,
     IndexedOrder,
     Order,
     Position,
@@ -47,10 +49,14 @@ from drivetrain.data.plan import (
     plan_split,
     random_order,
     round_rows,
+    split_total,
 )
 from drivetrain.distributed import trees
 from drivetrain.errors import DrivetrainError, UsageError
+from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.launch.worker import SIGNALS
+
+# ---- random state ---------------------------------------------------------------------------------------------------
 
 
 @final
@@ -64,58 +70,22 @@ class PrivateRandom:
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        outside = _capture()
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        self._inside = _capture()
-        _restore(outside)
-        self._outside: tuple[Any, ...] = ()
-        self._bits: Any = None
-        self._outside_bits: Any = None
+        bits = np.random.RandomState(seed % 2**32)._bit_generator  # noqa: SLF001 (what get_bit_generator returns)
+        self._other = random.Random(seed).getstate(), torch.Generator().manual_seed(seed).get_state(), bits
 
     def __enter__(self) -> None:
-        self._outside = _capture()
-        _restore(self._inside)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            if self._bits is None:
-                self._bits = _legacy_generator(numpy, self._seed)
-            self._outside_bits = numpy.random.get_bit_generator()
-            numpy.random.set_bit_generator(self._bits)
+        self._swap()
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _capture()
-        _restore(self._outside)
-        if self._outside_bits is not None:
-            sys.modules["numpy"].random.set_bit_generator(self._outside_bits)
-            self._outside_bits = None
+        self._swap()
 
-
-def _legacy_generator(numpy: Any, seed: int) -> Any:
-    """A bit generator that gives the numbers that ``numpy.random.seed(seed)`` would."""
-    _, key, position, *_ = numpy.random.RandomState(seed % 2**32).get_state()
-    bits = numpy.random.MT19937()
-    bits.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
-    return bits
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's (CPU) global random state; numpy only where it is loaded."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _capture() -> tuple[Any, ...]:
-    return random.getstate(), torch.default_generator.get_state()
-
-
-def _restore(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    torch.default_generator.set_state(state[1])
+    def _swap(self) -> None:
+        numpy: Any = np.random
+        before = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
+        random.setstate(self._other[0])
+        torch.default_generator.set_state(self._other[1])
+        numpy.set_bit_generator(self._other[2])
+        self._other = before
 
 
 def generators(sampler: Any) -> Iterator[Any]:
@@ -143,14 +113,13 @@ def reseed(sampler: Any, seed: int) -> None:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
-OpenOrder = Callable[[int, int, int], Order]
-"""``open(seed, epoch, keep)``: an epoch's order; ``keep`` is how many of its first units may be asked for again."""
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+OpenOrder = Callable[[Position, int], Order]
+"""``open(position, keep)``: its epoch's order; ``keep`` is how many of its first units may be asked for again."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +132,7 @@ class Reading:
         open: the order of an epoch.
         length: units in an epoch, ``None`` when they are not known beforehand.
         generator: the user's generator that decided the order, if there is one.
+        replays: the order is what torch draws from that generator, wherever a position has its state.
     """
 
     batch_size: int
@@ -170,28 +140,30 @@ class Reading:
     open: OpenOrder
     length: Callable[[], int | None]
     generator: torch.Generator | None
+    replays: bool
 
 
 def read_map_loader(loader: DataLoader[Any]) -> Reading:
     """Translate a loader's samplers.
 
-    Torch's own random and sequential samplers are replaced by orders that cost nothing to resume. Any other sampler is
-    iterated, the same way on every rank: under random state that depends on the seed and the epoch, its own generators
-    seeded likewise, after a call of its ``set_epoch`` if it has one.
+    Torch's own random and sequential samplers are replaced by orders that cost little to resume; with a generator of
+    the user's, the random order is the one that torch draws from it. Any other sampler is iterated, the same way on
+    every rank: under random state that depends on the seed and the epoch, its own generators seeded likewise, after a
+    call of its ``set_epoch`` if it has one.
     """
-    batch_sampler: Any = loader.batch_sampler
-    if _is_plain(batch_sampler, BatchSampler):
-        opener, length = _read_sampler(batch_sampler.sampler)
-        sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
-    else:
-        sampler, size, drop_last = batch_sampler if batch_sampler is not None else loader.sampler, 0, False
-        opener, length = _read_sampler(sampler)
-    return Reading(size, drop_last, opener, length, _generator_of(loader, sampler))
-
-
-def _generator_of(loader: DataLoader[Any], sampler: Any) -> torch.Generator | None:
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    size, drop_last = 0, False
+    if loader.batch_sampler is not None and _is_plain(sampler, BatchSampler):
+        size, drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
+    opened, length = _read_sampler(sampler)
+    replays = type(sampler) in _DRAWING and sampler.generator is not None
+    if replays:
+        draws, seeded = _Draws(sampler, loader), opened
+        opened = lambda position, keep: (  # noqa: E731
+            seeded(position, keep) if position.generator is None else draws.epoch(position.generator, position.epoch)
+        )
     mine = [each for each in generators(sampler) if isinstance(each, torch.Generator)]
-    return mine[0] if mine else loader.generator
+    return Reading(size, drop_last, opened, length, mine[0] if mine else loader.generator, replays)
 
 
 def _num_indices(unit: Any) -> int | None:
@@ -212,16 +184,16 @@ def _is_plain(sampler: Any, kind: type) -> bool:
 def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
     if _is_plain(sampler, SequentialSampler):
         source = sampler.data_source
-        return lambda _seed, _epoch, _keep: IndexedOrder(range(len(source))), lambda: len(source)
+        return lambda _position, _keep: IndexedOrder(range(len(source))), lambda: len(source)
     if _is_plain(sampler, RandomSampler):
-        return _random(sampler), lambda: sampler.num_samples
+        return lambda position, _keep: _shuffled(position, sampler), lambda: sampler.num_samples
     if _is_plain(sampler, DistributedSampler):
         return _distributed(sampler)
 
-    def open_order(seed: int, epoch: int, keep: int) -> Order:
+    def open_order(position: Position, keep: int) -> Order:
         if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
-        own = derive_seed("sampler", seed, epoch)
+            sampler.set_epoch(position.epoch)
+        own = derive_seed("sampler", position.seed, position.epoch)
         reseed(sampler, own)
         guard = PrivateRandom(own)
         with guard:
@@ -233,16 +205,82 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
     return open_order, lambda: _length(sampler)
 
 
-def _random(sampler: RandomSampler) -> OpenOrder:
-    return lambda seed, epoch, _keep: IndexedOrder(
-        random_order(
-            seed,
-            epoch,
-            len(sampler.data_source),
-            num_samples=sampler.num_samples,
-            replacement=sampler.replacement,
-        )
+def _shuffled(position: Position, sampler: RandomSampler) -> Order:
+    size, wanted = len(sampler.data_source), sampler.num_samples
+    return IndexedOrder(
+        random_order(position.seed, position.epoch, size, num_samples=wanted, replacement=sampler.replacement)
     )
+
+
+def generator_state(generator: torch.Generator) -> int | str:
+    """Its state, JSON-able: the seed while nothing was drawn since it was seeded, else all of it in base64."""
+    seed, state = generator.initial_seed(), generator.get_state()
+    if torch.equal(state, torch.Generator().manual_seed(seed).get_state()):
+        return seed
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+@final
+class _Draws:
+    """What torch draws from a generator in each epoch of a loader that nobody leaves early.
+
+    ``DataLoader`` draws a seed for its workers when an iteration begins, and the sampler the order. The epoch
+    after the one that was asked for last costs one draw; any other is reached by drawing all before it.
+
+    Args:
+        sampler: one of :data:`_DRAWING`, with a generator.
+        loader: that reads it.
+    """
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
+        self._sampler = sampler
+        self._seeds_workers = loader.generator is sampler.generator
+        self._keeps_workers = loader.persistent_workers
+        self._start: int | str | None = None
+        self._generator = torch.Generator()
+        self._drawn = 0
+        self._seed: int | None = sampler.generator.initial_seed()
+
+    def epoch(self, start: int | str, epoch: int) -> Order:
+        """The order of an epoch, for a generator that had this state before the first one."""
+        if self._seed not in (None, self._sampler.generator.initial_seed()):
+            self._seed = None
+            warnings.warn(
+                "the generator of this loader was seeded again after prepare, which does not change the order of "
+                "samples: each epoch's follows from the state that the generator had then. Leave it out, or call "
+                "loader.set_epoch(epoch) to choose an epoch.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if start != self._start or epoch < self._drawn:
+            self._start, self._drawn = start, 0
+            if isinstance(start, int):
+                self._generator.manual_seed(start)
+            else:
+                self._generator.set_state(torch.frombuffer(bytearray(base64.b64decode(start)), dtype=torch.uint8))
+        order = self._draw()
+        while self._drawn <= epoch:
+            order = self._draw()
+        return IndexedOrder(order)
+
+    def _draw(self) -> Any:
+        sampler, generator = self._sampler, self._generator
+        if self._seeds_workers and not (self._keeps_workers and self._drawn):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        self._drawn += 1
+        if type(sampler) is RandomSampler and not sampler.replacement and (size := len(sampler.data_source)):
+            # The commonest, without a Python number for each sample. One more permutation than is needed where it comes
+            # out even: torch draws it too.
+            wanted = sampler.num_samples
+            drawn = [torch.randperm(size, generator=generator) for _ in range(wanted // size + 1)]
+            return torch.cat(drawn)[:wanted].numpy()
+        own = copy.copy(sampler)
+        own.generator = generator
+        return list(own)
+
+
+_DRAWING: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers of torch that draw an epoch's order from their generator when the epoch begins."""
 
 
 def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[[], int | None]]:
@@ -255,25 +293,28 @@ def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[
     )
     dataset: Any = sampler.dataset
 
-    def open_order(seed: int, epoch: int, _keep: int) -> Order:
+    def open_order(position: Position, _keep: int) -> Order:
         size = len(dataset)
         if not sampler.shuffle:
             return IndexedOrder(range(size))
-        return IndexedOrder(random_order(derive_seed(seed, sampler.seed), epoch, size))
+        return IndexedOrder(random_order(derive_seed(position.seed, sampler.seed), position.epoch, size))
 
     return open_order, lambda: len(dataset)
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
 
 
 class Item(NamedTuple):
     """One batch of a source.
 
     Args:
-        batch: this rank's rows; in a source read for all ranks the global batch, or the list of every rank's batch.
+        batch: this rank's rows, ``None`` where it has none; in a source read for all ranks the global batch, or the
+            list of every rank's batch.
         rows: what the global batch holds.
         stream: the worker it came from, where each worker reads its own stream.
         mark: the loader's own state after this batch, for loaders that keep one.
         hidden: it counts as consumed but is not yielded.
-        absent: the ranks that come first have a batch here, and this rank has none.
     """
 
     batch: Any
@@ -281,26 +322,6 @@ class Item(NamedTuple):
     stream: int = 0
     mark: Any = None
     hidden: bool = False
-    absent: bool = False
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a pass begins.
-
-    Args:
-        seed: of the order.
-        position: what has been yielded, or is to be skipped.
-        even_batches: as in :class:`~drivetrain.data.plan.Cut`.
-        discard: skip this many further global batches (where their streams are known only by reading).
-        mark: units consumed when the loader's own state was taken, and that state, for loaders that keep one.
-    """
-
-    seed: int
-    position: Position
-    even_batches: bool
-    discard: int = 0
-    mark: tuple[int, Any] | None = None
 
 
 class Source(ABC):
@@ -309,30 +330,41 @@ class Source(ABC):
     Args:
         cut: how units are split; ``batch_size`` 0 where the unit is a whole batch.
         dp_rank: whose batches; ``None`` reads for all ranks.
-        shares: see :class:`~drivetrain.data.plan.Identity`.
+        shares: 0 where the loader distributes samples over the ranks; else, for already sharded data, the number of
+            ranks, which cannot change.
 
     Attributes:
         round_units: units of a full global batch.
         num_streams: number of streams, one per worker; 1 without workers.
+        generator: the user's generator that decides the order, if there is one.
+        replays: whether torch would draw the order from it.
     """
 
     num_streams = 1
+    generator: torch.Generator | None = None
+    replays = False
 
     def __init__(self, cut: Cut, dp_rank: int | None, shares: int) -> None:
-        self.cut, self._dp_rank, self._shares = cut, dp_rank, shares
+        self.cut, self._dp_rank, self.shares = cut, dp_rank, shares
         self.round_units = cut.units
 
-    def identity(self) -> Identity:
-        """The identity that its positions belong to."""
-        return Identity("samples" if self.cut.batch_size else "batches", self.num_streams, self.length(), self._shares)
+    @property
+    def unit(self) -> str:
+        """What positions count: ``"samples"`` or ``"batches"``."""
+        return "samples" if self.cut.batch_size else "batches"
 
     @abstractmethod
     def length(self) -> int | None:
         """Units in an epoch, ``None`` when they are not known beforehand."""
 
     @abstractmethod
-    def open(self, start: Start) -> Generator[Item, None, None]:
-        """The rest of an epoch."""
+    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+        """The rest of an epoch.
+
+        Args:
+            position: what has been yielded, or is to be skipped.
+            discard: skip this many further global batches (where their streams are known only by reading).
+        """
 
 
 def _length(data: Any) -> int | None:
@@ -371,6 +403,10 @@ class PlannedSampler:
         self._plan: Iterator[tuple[Any, Rows]] = iter(())
         self._planned: deque[Rows] = deque()
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> PlannedSampler:
+        """A new one: the plan belongs to an iteration under way."""
+        return PlannedSampler()
+
     def set_plan(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
         """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read."""
         self._plan, self._planned = plan, deque()
@@ -400,6 +436,7 @@ class MapSource(Source):
     ) -> None:
         super().__init__(cut, dp_rank, shares)
         self._reading, self._split = reading, split
+        self.generator, self.replays = reading.generator, reading.replays
         if split:
             self.round_units = 1
         self._in_rounds = not cut.batch_size and not split
@@ -410,13 +447,12 @@ class MapSource(Source):
     def length(self) -> int | None:
         return self._reading.length()
 
-    def open(self, start: Start) -> Generator[Item, None, None]:
+    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
         dataset: Any = self._loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(start.position.epoch)
-        cut = replace(self.cut, even_batches=start.even_batches)
-        order = self._reading.open(start.seed, start.position.epoch, cut.dp_size)
-        planned = self._sampler.set_plan(self._plan(order, cut, start.position.consumed))
+            dataset.set_epoch(position.epoch)
+        order = self._reading.open(position, self.cut.dp_size)
+        planned = self._sampler.set_plan(self._plan(order, self.cut, position.consumed))
         batches = iter(self._loader)
         for first in batches:
             batch, rows = first, planned.popleft()
@@ -428,24 +464,24 @@ class MapSource(Source):
                     planned.popleft()
             yield Item(batch, rows)
         for rows in planned:
-            yield Item(None, rows, absent=True)
+            yield Item(None, rows)
 
     def _plan(self, order: Order, cut: Cut, begin: int) -> Iterator[tuple[Any, Rows]]:
-        if cut.batch_size:
-            yield from _or_none(plan_samples(order, cut, begin, self._dp_rank))
-        elif self._split:
-            yield from _or_none(plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches))
-        else:
-            for batches, real in plan_rounds(order, cut, begin):
-                rows = round_rows([_num_indices(batch) for batch in batches], real, cut.dp_size)
-                if self._dp_rank is None:
-                    yield from ((batch, rows) for batch in batches)
-                else:
-                    yield (batches[self._dp_rank] if self._dp_rank < len(batches) else None), rows
-
-
-def _or_none(plan: Iterator[tuple[list[Any], Rows]]) -> Iterator[tuple[list[Any] | None, Rows]]:
-    return ((units or None, rows) for units, rows in plan)
+        """What the ``DataLoader`` fetches, ``None`` for nothing, and the rows of its global batch."""
+        if cut.batch_size or self._split:
+            for units, rows in (
+                plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches)
+                if self._split
+                else plan_samples(order, cut, begin, self._dp_rank)
+            ):
+                yield units or None, rows
+            return
+        for batches, real in plan_rounds(order, cut, begin):
+            rows = round_rows([_num_indices(batch) for batch in batches], real, cut.dp_size)
+            if self._dp_rank is None:
+                yield from ((batch, rows) for batch in batches)
+            else:
+                yield _part_of(batches, self._dp_rank), rows
 
 
 @final
@@ -467,58 +503,56 @@ class StatefulSource(Source):
     def length(self) -> int | None:
         return _length(self._loader)
 
-    def open(self, start: Start) -> Generator[Item, None, None]:
-        loader, wanted, read = self._loader, start.position.consumed, 0
+    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+        loader, wanted, read = self._loader, position.consumed, 0
         if callable(getattr(loader, "set_epoch", None)):
-            loader.set_epoch(start.position.epoch)
-        if start.mark is not None:
-            read, state = start.mark
+            loader.set_epoch(position.epoch)
+        if position.mark is not None:
+            read, state = position.mark
             if read > wanted:
                 raise UsageError(
                     f"{type(loader).__name__} was restored after batch {read} and cannot go back to batch {wanted}",
                     cure="Leave skip_first_batches out: load_state restored the position.",
                 )
             loader.load_state_dict(state)
-        cut = replace(self.cut, even_batches=start.even_batches)
         # Skipped batches are not kept, except the first, which may be needed to fill the last round.
-        order = StreamedOrder(iter(loader), cut.dp_size)
-        for batch_list, real in plan_rounds(order, cut, wanted - read):
-            rows = round_rows([num_rows(batch) for batch in batch_list], real, cut.dp_size)
-            mark = loader.state_dict()
-            if self._dp_rank is None:
-                yield Item(batch_list, rows, mark=mark)
-            elif self._dp_rank < len(batch_list):
-                yield Item(batch_list[self._dp_rank], rows, mark=mark)
-            else:
-                yield Item(None, rows, absent=True)
+        order = StreamedOrder(iter(loader), self.cut.dp_size)
+        for batches, real in plan_rounds(order, self.cut, wanted - read):
+            rows = round_rows([num_rows(batch) for batch in batches], real, self.cut.dp_size)
+            yield Item(_part_of(batches, self._dp_rank), rows, mark=loader.state_dict())
+
+
+def _part_of(batches: list[Any], dp_rank: int | None) -> Any:
+    """One coordinate's batch of a round, ``None`` if it has none; all of them for ``None``."""
+    if dp_rank is None:
+        return batches
+    return batches[dp_rank] if dp_rank < len(batches) else None
 
 
 @final
-class _IgnoreFirstSignal:
-    """A ``worker_init_fn`` that makes the process ignore the first SIGTERM or SIGINT.
-
-    Schedulers send SIGTERM to all processes of a job, and a terminal sends SIGINT, loader workers included. Those that
-    must really end get a second signal: from torch when it gives up on one, then from Python when it exits.
+class WorkerInit:
+    """What a loader's workers run first: the user's ``worker_init_fn``, in surroundings as without us.
 
     Args:
         function: the user's own.
+        ignores_signal: the worker ignores the first SIGTERM or SIGINT. Schedulers send SIGTERM to all processes of a
+            job, and a terminal sends SIGINT, loader workers included. Those that must really end get a second signal:
+            from torch when it gives up on one, then from Python when it exits.
     """
 
-    def __init__(self, function: Callable[[int], None] | None) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[int], None] | None, *, ignores_signal: bool) -> None:
+        self._function, self._ignores_signal = function, ignores_signal
 
     def __call__(self, worker: int) -> None:
-        for number in SIGNALS:  # here, since torch sets handlers when the process has started
-            signal.signal(number, _heed_next_signal)
+        if self._ignores_signal:
+            for number in SIGNALS:  # here, since torch sets handlers when the process has started
+                signal.signal(number, _heed_next_signal)
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, StreamShard):
+            # WorkerInfo refuses assignment to protect users; this restores what they expect in it.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker)
-
-
-def ignore_first_signal(loader: DataLoader[object]) -> DataLoader[object]:
-    """The same loader, whose workers ignore the first signal; unchanged without workers."""
-    if not loader.num_workers:
-        return loader
-    return clone(loader, {"worker_init_fn": _IgnoreFirstSignal(loader.worker_init_fn)})
 
 
 def _heed_next_signal(number: int, frame: FrameType | None) -> None:
@@ -569,9 +603,9 @@ class StreamShard(IterableDataset[Any]):
         """Make :meth:`begin_at` reach the workers."""
         self._control.share_memory_()  # type: ignore[no-untyped-call]
 
-    def begin_at(self, seed: int, epoch: int, turn: int, skip: tuple[int, ...], *, even_batches: bool) -> None:
-        """Set where the next iteration begins: units to skip in each stream, and the stream that is next."""
-        self._control.copy_(torch.tensor([seed, epoch, turn, even_batches, *skip]))
+    def begin_at(self, position: Position, skips: tuple[int, ...], *, even_batches: bool) -> None:
+        """Set where the next iteration begins; ``skips`` are units to skip in each stream."""
+        self._control.copy_(torch.tensor([position.seed, position.epoch, position.turn, even_batches, *skips]))
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
         info = get_worker_info()
@@ -586,7 +620,9 @@ class StreamShard(IterableDataset[Any]):
         if info is None:
             guard = PrivateRandom(own)
         elif self._seed_workers:
-            seed_everything(own)
+            random.seed(own)
+            torch.default_generator.manual_seed(own)
+            np.random.seed(own % 2**32)
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
         reseed(self.dataset, own)
@@ -598,10 +634,12 @@ class StreamShard(IterableDataset[Any]):
             return
         for batches, real in plan_rounds(order, cut, skip):
             sizes = [num_rows(batch) for batch in batches]
+            mine = _part_of(batches, self.dp_rank)
             if self.dp_rank is None:
-                yield stream, real, sizes, [self._collate(batch) for batch in batches]
-            else:
-                yield stream, real, sizes, self._collate(batches[self.dp_rank]) if self.dp_rank < len(batches) else None
+                mine = [self._collate(batch) for batch in batches]
+            elif self.dp_rank < len(batches):
+                mine = self._collate(mine)
+            yield stream, real, sizes, mine
 
 
 def _deferred(dataset: Any) -> Iterator[Any]:
@@ -611,21 +649,6 @@ def _deferred(dataset: Any) -> Iterator[Any]:
 
 def _as_is(item: Any) -> Any:
     return item
-
-
-@final
-class _WorkerInit:
-    """Gives the user's ``worker_init_fn`` and dataset the same ``get_worker_info().dataset`` as torch."""
-
-    def __init__(self, function: Callable[[int], None] | None) -> None:
-        self._function = function
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        # WorkerInfo refuses assignment to protect users; this restores what they expect in it.
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._function is not None:
-            self._function(worker)
 
 
 @final
@@ -644,6 +667,8 @@ class IterableSource(Source):
         super().__init__(cut, dp_rank, shares)
         self.num_streams = max(loader.num_workers, 1)
         self._dataset = loader.dataset
+        held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
+        self.generator = held[0] if held else loader.generator
         init: Any = loader.worker_init_fn
         collate: Any = loader.collate_fn
         self._shard = StreamShard(loader.dataset, cut, dp_rank, collate, self.num_streams, seed_workers=init is None)
@@ -651,23 +676,21 @@ class IterableSource(Source):
         replaced |= {"drop_last": False, "collate_fn": _as_is, "_IterableDataset_len_called": None}
         if loader.num_workers:
             self._shard.share()
-            replaced["worker_init_fn"] = _WorkerInit(_IgnoreFirstSignal(init) if ignores_signals else init)
+            replaced["worker_init_fn"] = WorkerInit(init, ignores_signal=ignores_signals)
         self._loader = clone(loader, replaced)
 
     def length(self) -> int | None:
         return _length(self._dataset)
 
-    def open(self, start: Start) -> Generator[Item, None, None]:
-        position, discard = start.position, start.discard
-        cut = replace(self.cut, even_batches=start.even_batches)
+    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+        cut = self.cut
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
-        self._shard.begin_at(start.seed, position.epoch, position.turn, skips, even_batches=start.even_batches)
+        self._shard.begin_at(position, skips, even_batches=cut.even_batches)
         for stream, real, sizes, batch in self._loader:
             if real == _NO_BATCH:
                 continue
             rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
-            absent = self._dp_rank is not None and not rows.loaded[self._dp_rank]
-            yield Item(batch, rows, stream, hidden=discard > 0, absent=absent)
+            yield Item(batch, rows, stream, hidden=discard > 0)
             discard -= 1
 
 
@@ -688,16 +711,26 @@ class DispatchSource(Source):
     """
 
     def __init__(self, inner: Source, backend: Backend, slice_fn: SliceFunction | None) -> None:
-        super().__init__(inner.cut, None, shares=0)
         self._inner, self._backend, self._slice = inner, backend, slice_fn
+        super().__init__(inner.cut, None, shares=0)
         self.round_units, self.num_streams = inner.round_units, inner.num_streams
+        self.generator, self.replays = inner.generator, inner.replays
+
+    @property
+    def cut(self) -> Cut:
+        """The inner source's."""
+        return self._inner.cut
+
+    @cut.setter
+    def cut(self, value: Cut) -> None:
+        self._inner.cut = value
 
     def length(self) -> int | None:
         return self._inner.length()
 
-    def open(self, start: Start) -> Generator[Item, None, None]:
+    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
         topology, backend = self._backend.topology, self._backend
-        reader = self._read(start) if topology.rank == 0 else None
+        reader = self._read(position, discard) if topology.rank == 0 else None
         last = False
         # Every rank receives the same messages between the same batches, a rank without rows in the last one too.
         while not last:
@@ -708,14 +741,12 @@ class DispatchSource(Source):
                     whose="rank 0",
                     cure="Its own traceback says where.",
                 )
-            if item is not None and item.rows.loaded[topology.dp_rank]:
+            if item is not None:
                 yield item._replace(batch=self._part(item, topology.dp_rank, topology.dp_size))
-            elif item is not None:
-                yield item._replace(batch=None, absent=True)
 
-    def _read(self, start: Start) -> Iterator[tuple[Item | None, bool]]:
+    def _read(self, position: Position, discard: int) -> Iterator[tuple[Item | None, bool]]:
         """``(item, nothing follows)`` until the end."""
-        items = self._inner.open(start)
+        items = self._inner.open(position, discard)
         try:
             following = next(items, None)
             if following is None:
@@ -729,8 +760,10 @@ class DispatchSource(Source):
             raise
 
     def _part(self, item: Item, dp_rank: int, dp_size: int) -> Any:
+        if not item.rows.loaded[dp_rank]:
+            return None
         if item.rows.whole:
-            return item.batch[dp_rank] if item.rows.loaded[dp_rank] else None
+            return item.batch[dp_rank]
         begin = sum(item.rows.loaded[:dp_rank])
         part = slice(begin, begin + item.rows.loaded[dp_rank])
         if self._slice is None:
@@ -749,3 +782,55 @@ def slice_rows(batch: Any, part: slice, rows: Rows) -> Any:
     if len(inner) == total and isinstance(batch, list) and not any(isinstance(each, Tensor) for each in batch):
         return batch[part]
     return trees.honor_type(batch, [slice_rows(child, part, rows) for _, child in inner])
+
+
+def make_source(
+    loader: Any,
+    config: DataLoaderConfiguration,
+    dp_size: int,
+    dp_rank: int | None,
+    *,
+    shares: int,
+    ignores_signals: bool,
+) -> Source:
+    """The source of a loader.
+
+    Args:
+        loader: the user's.
+        config: how samples are shared out.
+        dp_size: among how many ranks.
+        dp_rank, shares: see :class:`Source`.
+        ignores_signals: the loader's workers ignore the first signal.
+
+    Raises:
+        UsageError: the settings do not fit the loader.
+    """
+    splits = config.split_batches and dp_size > 1
+    if not isinstance(loader, DataLoader):
+        _refuse_split(splits, type(loader).__name__)
+        return StatefulSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares)
+    if not loader.in_order and loader.num_workers:
+        raise UsageError(
+            "in_order=False lets workers return batches in any order, so nobody knows which samples were shown",
+            cure="Leave in_order at True.",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        size = loader.batch_size or 0
+        _refuse_split(splits and not size, "a dataset that yields whole batches")
+        cut = Cut(split_total(size, dp_size) if splits else size, dp_size, config.even_batches, loader.drop_last)
+        return IterableSource(loader, cut, dp_rank, shares=shares, ignores_signals=ignores_signals)
+    reading = read_map_loader(loader)
+    if ignores_signals and loader.num_workers:
+        loader = clone(loader, {"worker_init_fn": WorkerInit(loader.worker_init_fn, ignores_signal=True)})
+    size = reading.batch_size
+    _refuse_split(splits and not size and loader.batch_sampler is None, "a loader with batch_size=None")
+    cut = Cut(split_total(size, dp_size) if splits else size, dp_size, config.even_batches, reading.drop_last)
+    return MapSource(loader, reading, cut, dp_rank, split=splits and not size, shares=shares)
+
+
+def _refuse_split(refuse: bool, whose: str) -> None:
+    if refuse:
+        raise UsageError(
+            f"split_batches cannot cut the batches of {whose}: only it knows what a row is",
+            cure="Use split_batches=False; the ranks then take its batches in turn.",
+        )

@@ -51,7 +51,7 @@ def dp_group(topology: Topology) -> dist.ProcessGroup | None:
     made = _groups.setdefault(dist.group.WORLD, {})
     mesh = topology.mesh
     if mesh not in made:
-        for ranks in sorted({mesh.peers(rank, DATA_AXES) for rank in range(topology.world_size)}):
+        for ranks in mesh.groups(DATA_AXES):
             group = dist.new_group(list(ranks))
             if topology.rank in ranks:
                 made[mesh] = group
@@ -223,31 +223,6 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """The main process's picklable value, on every rank. Collective over all ranks."""
-        return value if self.world_size == 1 else cast("T", self._backend.broadcast_object(value, 0))
-
-    def ask_whether_same(self, fits: bool, mark: int) -> Callable[[], bool]:
-        """Start to check whether ``fits`` is true on every rank and ``mark`` the same. Collective over all ranks.
-
-        Far cheaper than :meth:`gather`. Only with a ``group``, which must support CPU tensors.
-
-        Returns:
-            A function that waits for the answer, to be called before the next collective of these ranks.
-        """
-        if self.world_size == 1:
-            return lambda: fits
-        assert self._group is not None, "the default group may carry no CPU tensors"
-        told = torch.tensor([not fits, mark, -mark])
-        arriving = dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-        def answer() -> bool:
-            arriving.wait()
-            unfit, highest, lowest = told.tolist()
-            return not unfit and highest == -lowest
-
-        return answer
-
     def agree(self, action: str, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank, and raise on all of them when one failed. Collective over all ranks.
 
@@ -276,6 +251,10 @@ class Ranks:
         if failed:
             raise self._joined(failed) from cause
         return [cast("T", outcome) for outcome, _ in outcomes]
+
+    def on_main(self, action: str, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the main process, which alone runs it. Collective as :meth:`agree`."""
+        return cast("T", self.agree(action, lambda: work() if self.is_main else None)[0])
 
     def _joined(self, failed: list[tuple[int, CheckpointError]]) -> CheckpointError:
         rank, error = failed[0]

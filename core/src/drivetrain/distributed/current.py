@@ -10,8 +10,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from drivetrain.backend import Backend, Capabilities, RunSettings
-from drivetrain.distributed.device import pick_device
-from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group
+from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group, pick_device
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.launch.environment import read_process_info
 from drivetrain.topology import Mesh, ProcessInfo, Topology

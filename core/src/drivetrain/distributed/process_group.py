@@ -1,4 +1,4 @@
-"""Forms the default process group once, shares it within the process, and destroys it after its last use."""
+"""Joins this process to the job: selects its device, and forms, shares and destroys the default process group."""
 
 from __future__ import annotations
 
@@ -10,18 +10,64 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from drivetrain.backend import ProcessGroupSettings, ProcessInfo
+from drivetrain.backend import ProcessGroupSettings
 from drivetrain.errors import BackendBlockedError, EnvironmentVariableError
 from drivetrain.launch.devices import hiding, known_kinds
 from drivetrain.launch.environment import meeting_point
 from drivetrain.registry import get_registry
+from drivetrain.topology import ProcessInfo
 
-# Gloo's worker threads may still hold the last collective's tensor when the interpreter begins to shut down, and then
-# abort the process. Draining for this long after destroy made 80 of 80 exits clean; without it 12 of 80 aborted.
+
+def available_device_type() -> str:
+    """The accelerator that torch finds on this machine, else ``"cpu"``."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if current is None else current.type
+
+
+def pick_device(device_type: str | None, process: ProcessInfo) -> str:
+    """Device of this process, e.g. ``"cuda:1"``, made the current one; ``"cpu"`` needs no index.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...; ``None`` = what this machine has.
+        process: its ``local_rank`` numbers the devices of this machine.
+
+    Raises:
+        BackendBlockedError: the machine has no such device, or fewer than processes.
+    """
+    kind = device_type or available_device_type()
+    if kind == "cpu":
+        return "cpu"
+    found = available_device_type()
+    if found != kind:
+        hidden = hiding(os.environ, kind, known_kinds(get_registry().devices()))
+        raise BackendBlockedError(
+            f"this machine has no {kind} device that torch {torch.__version__} can use (it finds: {found})",
+            whose="" if hidden is None else f"{hidden} hides devices",
+            cure="Run with --cpu, or install a torch built for this accelerator."
+            if hidden is None
+            else f"`unset {hidden.partition('=')[0]}`, or run with --cpu.",
+        )
+    count = torch.accelerator.device_count()
+    if kind == "mps":
+        return "mps"
+    if process.local_rank >= count:
+        raise BackendBlockedError(
+            f"{process.local_world_size} processes on this machine need as many {kind} devices, it has {count}",
+            whose=f"local rank {process.local_rank}",
+            cure=f"Start at most {count} here (--num_processes {count}), or run with --cpu.",
+        )
+    torch.accelerator.set_device_index(process.local_rank)
+    return f"{kind}:{process.local_rank}"
+
+
+# Gloo's worker threads hold the last collective's objects for a moment. Where they outlive the interpreter, the process
+# aborts; where they take the interpreter's lock while the group's destructor waits for them with that lock, it hangs.
+# So they are given this long before the group is destroyed.
 DRAIN_SECONDS = 0.1
 
 
@@ -143,9 +189,9 @@ def _store(process: ProcessInfo, init_method: str, timeout: timedelta) -> Any:
 
 
 def _destroy() -> None:
-    """Destroy the group and let its threads drain; wrappers that hold it must be released before."""
+    """Let the group's threads drain, and destroy it."""
     _Groups.holders = 0
     if dist.is_initialized():
         gc.collect()
-        dist.destroy_process_group()
         time.sleep(DRAIN_SECONDS)
+        dist.destroy_process_group()

@@ -127,7 +127,7 @@ def synchronize_rng_states(
 
 
 def capture_rng(device: str = "cpu") -> dict[str, Any]:
-    """State of all of this process's generators as numbers, strings, lists and CPU tensors. Not collective.
+    """State of all of this process's generators as numbers, strings, arrays and CPU tensors. Not collective.
 
     Args:
         device: this process's device; its generator is captured too unless it is the CPU.
@@ -135,7 +135,7 @@ def capture_rng(device: str = "cpu") -> dict[str, Any]:
     version, words, gauss = random.getstate()
     captured: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": _plain(_numpy.get_state(legacy=False)),
+        "numpy": _numpy.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
     place = torch.device(device)
@@ -191,16 +191,8 @@ def _set_device_state(device: torch.device, state: Tensor) -> None:
         module.set_rng_state(state)
 
 
-def _plain(value: Any) -> Any:
-    """Numpy's state dictionary with its arrays as lists of integers, exact whatever their width."""
-    if isinstance(value, Mapping):
-        return {key: _plain(child) for key, child in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.name, "values": torch.from_numpy(value.astype(np.int64))}
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _arrays(value: Any) -> Any:
+    """Numpy's state with arrays as they are, or, from older versions, as integers beside their dtype."""
     if isinstance(value, Mapping):
         if set(value) == {"dtype", "values"}:
             return torch.as_tensor(value["values"]).numpy().astype(value["dtype"])

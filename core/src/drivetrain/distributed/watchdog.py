@@ -34,7 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from drivetrain.backend import Backend
 from drivetrain.distributed import trees
-from drivetrain.errors import CollectiveMismatchError, UnsupportedError
+from drivetrain.errors import CollectiveMismatchError, UnsupportedError, likely_cause
 from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
 from drivetrain.topology import Topology
 
@@ -65,6 +65,11 @@ class CallSite:
     number: int
     text: str
     code: CodeType
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
 
 
 class _CallLog:
@@ -301,8 +306,7 @@ def watch(backend: Backend, batch_index: Callable[[], int | None]) -> Watchdog |
             cure="Leave desync_watchdog out.",
         )
     timeout = backend.settings.process_group.timeout_seconds or default_pg_timeout.total_seconds()
-    store = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
-    _Current.watchdog = Watchdog(store, topology.rank, topology.world_size, timeout, batch_index)
+    _Current.watchdog = Watchdog(default_store(), topology.rank, topology.world_size, timeout, batch_index)
     return _Current.watchdog
 
 
@@ -394,7 +398,7 @@ class MainProcessOnlyCall:
         """
         if not self._others:
             return True
-        store = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
+        store = default_store()
         occasion = f"{self._prefix}/{step}/{self._times[step]}"
         self._times[step] += 1
         arrived, decision = f"{occasion}/arrived", f"{occasion}/decision"
@@ -426,3 +430,10 @@ class MainProcessOnlyCall:
                 self._lost,
             )
         return everyone
+
+
+def note_likely_cause(error: BaseException) -> None:
+    """Add to an error of a communication library what a script can do about it, for ranks that part later."""
+    cause = likely_cause(str(error))
+    if cause and cause not in getattr(error, "__notes__", ()):
+        error.add_note(cause)

@@ -1,10 +1,11 @@
 """Rendezvous of nodes: decides when workers start, with which ranks, and at which address.
 
 Workers run in *rounds*. On one node a round begins whenever the launcher starts its workers. On several nodes the
-launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. Every launcher sends it the status of
-its node once a second and gets the state of the job in return. A round begins when all nodes are ready or, where fewer
-suffice, when no other has joined for a while. It ends when a node is lost, when workers of a node fail, or when a node
-joins; all workers are then started again, and the script resumes from its last checkpoint.
+launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. A launcher says who it is, and one of
+another run is refused (:class:`RunIdentity`). Then it sends the status of its node once a second and gets the state of
+the job in return. A round begins when all nodes are ready or, where fewer suffice, when no other has joined for a
+while. It ends when a node is lost, when workers of a node fail, or when a node joins; all workers are then started
+again, and the script resumes from its last checkpoint.
 
 Only the coordinator decides, so that nodes cannot disagree. It measures all times on its own clock. torch is imported
 in a thread, when workers need a store.
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -25,9 +29,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from drivetrain.errors import LaunchError
+from drivetrain.launch.environment import patch_environment
 
 if TYPE_CHECKING:
     from drivetrain.launch.plan import LaunchPlan
@@ -49,8 +55,12 @@ _STOP_SECONDS = 40.0
 
 _GREETING = "drivetrain launch\n"
 _LONGEST_MESSAGE = 1 << 20
+_LONGEST_HELLO = 1 << 16
 _BACKLOG = 4096
 """Connections that wait until torch's store is there; the system lowers it to its own limit."""
+
+TOKEN = "DRIVETRAIN_RENDEZVOUS_TOKEN"  # noqa: S105 - the name of a variable
+"""A secret that every launcher of a run has to know, where it is set."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """Without it gloo takes the address of the machine's host name, which on many systems is a loopback address."""
@@ -99,13 +109,9 @@ class WorkerStore:
 
     def _serve(self) -> None:
         try:
-            quiet = _CPP_LOG not in os.environ
-            if quiet:  # torch's stores warn about host names without a reverse entry; it reads the variable once
-                os.environ[_CPP_LOG] = "ERROR"
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-            if quiet:
-                os.environ.pop(_CPP_LOG, None)
+            # Torch's stores warn about host names without a reverse entry; it reads the variable once.
+            with patch_environment(**{_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")}):
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]
             with self._lock:
                 if not self._closed:
                     listening = self._socket.detach()  # the store's from here on
@@ -116,7 +122,9 @@ class WorkerStore:
             self._error = error
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(
+    address: str, port: int, *, so_that: str = "", cure: str = "Write another main_process_port, or 0 for a free one."
+) -> socket.socket:
     """A socket that accepts connections at this port; with an empty address at all addresses, IPv6 ones included.
 
     Raises:
@@ -129,9 +137,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise LaunchError(
-            f"port {port} of this machine is taken", cure="Write another main_process_port, or 0 for a free one."
-        ) from None
+        raise LaunchError(f"port {port} of this machine is taken{so_that}", cure=cure) from None
 
 
 @dataclass(frozen=True)
@@ -215,9 +221,40 @@ class SingleNode(Rendezvous):
         return []
 
 
-def make_rendezvous(plan: LaunchPlan) -> Rendezvous:
+@dataclass(frozen=True)
+class RunIdentity:
+    """What the launchers of one run have in common, by which strangers and those of another run are recognised.
+
+    Args:
+        run_id: name of the run; empty when nothing names it.
+        given: the user has named it, so that equal names suffice.
+        facts: digests of the configuration's keys and of the command, by what they are of.
+        token: a secret that all launchers of the run know; empty when none is set. It is never sent.
+    """
+
+    run_id: str = ""
+    given: bool = False
+    facts: Mapping[str, str] = field(default_factory=dict)
+    token: str = ""
+
+    def difference(self, other: RunIdentity) -> str:
+        """Why another launcher is of another run; empty when it is of this one."""
+        if self.run_id != other.run_id and (self.given or other.given or (self.run_id and other.run_id)):
+            return f"its run is {other.run_id or 'without a name'}, this one {self.run_id or 'without a name'}"
+        if self.given and other.given:
+            return ""
+        names = [name for name in sorted({*self.facts, *other.facts}) if self.facts.get(name) != other.facts.get(name)]
+        return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not the same" if names else ""
+
+    def proof(self, role: str, *nonces: str) -> str:
+        """A digest that only who knows the token can make, for these two random numbers and this identity."""
+        said = json.dumps([role, *nonces, self.run_id, self.given, sorted(self.facts.items())])
+        return hmac.new(self.token.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def make_rendezvous(plan: LaunchPlan, identity: RunIdentity) -> Rendezvous:
     """The rendezvous of a plan. Nothing is opened yet."""
-    return SingleNode(plan) if plan.num_machines == 1 else Node(plan)
+    return SingleNode(plan) if plan.num_machines == 1 else Node(plan, identity)
 
 
 Departure = Literal["finished", "failed", "interrupted", "stopped"]
@@ -346,7 +383,7 @@ class Coordinator:
     def begin(self, port: int) -> None:
         """Begin the next round with the nodes that are ready; this is the port of the workers' store."""
         ready = (heard.status for heard in self._heard.values() if heard.status.id in self._ready)
-        members = tuple(sorted(ready, key=_rank))
+        members = tuple(sorted(ready, key=attrgetter("node")))
         self.state = replace(self.state, round=self.state.next_round, members=members, port=port)
 
     def _check_round(self, now: float) -> None:
@@ -377,7 +414,7 @@ class Coordinator:
     def _is_complete(self, now: float) -> bool:
         """Whether all nodes of the next round are ready, or as many as will come."""
         living = self._living(now)
-        ready = sorted((status for status in living if status.ready >= self.state.next_round), key=_rank)
+        ready = [status for status in living if status.ready >= self.state.next_round]
         if (ids := tuple(status.id for status in ready)) != self._ready:
             self._ready, self._ready_since = ids, now
         late = [status for status in living if status not in ready and self.state.index_of(status.id) is not None]
@@ -410,7 +447,8 @@ class Coordinator:
         self.state = replace(self.state, over=why)
 
     def _living(self, now: float) -> list[NodeStatus]:
-        return [heard.status for heard in self._heard.values() if self._absence(heard, now) is None]
+        """Nodes that are present, by ``machine_rank``."""
+        return [heard.status for _, heard in sorted(self._heard.items()) if self._absence(heard, now) is None]
 
     def _absence(self, heard: _Heard, now: float) -> str | None:
         """Why a node is absent; empty when it finished or was stopped, ``None`` when it is present."""
@@ -425,10 +463,6 @@ class Coordinator:
         return now - heard.at > self._timeouts.lost_after_seconds
 
 
-def _rank(status: NodeStatus) -> int:
-    return status.node
-
-
 @final
 class _Server:
     """The coordinator's server on node 0, with a thread for each connection and one for timeouts.
@@ -437,15 +471,15 @@ class _Server:
         LaunchError: the port is taken.
     """
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, identity: RunIdentity) -> None:
+        self._identity = identity
+        self._refused: set[str] = set()
         port = int(plan.rdzv_endpoint.rpartition(":")[2])
-        try:
-            self._socket = listen("", port)
-        except LaunchError:
-            raise LaunchError(
-                f"port {port} of this machine is taken, so that the machines cannot meet there",
-                cure="Write another --main_process_port, the same on every machine.",
-            ) from None
+        self._socket = listen(
+            *("", port),
+            so_that=", so that the machines cannot meet there",
+            cure="Write another --main_process_port, the same on every machine.",
+        )
         self._lost_after = plan.rendezvous.lost_after_seconds
         self._coordinator = Coordinator(plan, time.monotonic())
         self._lock = threading.Lock()
@@ -488,10 +522,10 @@ class _Server:
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the messages of one connection. Anything else than a launcher's message closes it."""
-        ends = contextlib.suppress(OSError, ValueError, TypeError)
+        ends = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
         with ends, connection, connection.makefile("rw", encoding="utf-8") as stream:
-            stream.write(_GREETING)
-            stream.flush()
+            if not self._admit(connection, stream):
+                return
             while line := stream.readline(_LONGEST_MESSAGE):
                 status = NodeStatus(**json.loads(line))
                 rival = self._rival(status)
@@ -500,6 +534,35 @@ class _Server:
                 stream.flush()
                 if rival is not None:
                     return
+
+    def _admit(self, connection: socket.socket, stream: Any) -> bool:
+        """Ask a launcher who it is, and tell it whether it may join. Raises ``ValueError`` for another program."""
+        nonce = secrets.token_hex(16)
+        stream.write(f"{_GREETING}{nonce}\n")
+        stream.flush()
+        connection.settimeout(_GREETING_SECONDS)
+        hello = json.loads(stream.readline(_LONGEST_HELLO))
+        connection.settimeout(None)
+        run_id, given, facts, theirs, proof = (hello[key] for key in ("run_id", "given", "facts", "nonce", "proof"))
+        other = RunIdentity(str(run_id), bool(given), dict(facts), self._identity.token)
+        if not hmac.compare_digest(other.proof("launcher", nonce, str(theirs)), str(proof)):
+            why = "its token is another one, or only one of the two has a token"
+        else:
+            why = self._identity.difference(other)
+        answer = {"refused": why} if why else {"proof": other.proof("coordinator", nonce, str(theirs))}
+        stream.write(json.dumps(answer) + "\n")
+        stream.flush()
+        if why:
+            self._report(connection.getpeername()[0].removeprefix("::ffff:"), why)
+        return not why
+
+    def _report(self, address: str, why: str) -> None:
+        """Tell the user of this node about a launcher that was refused, once for each address and reason."""
+        said = f"refused a launcher of another run from {address}: {why}\n"
+        with self._lock:
+            if said not in self._refused:
+                self._refused.add(said)
+                sys.stderr.write(said)
 
     def _rival(self, status: NodeStatus) -> NodeStatus | None:
         """Another live launcher of this rank. Waits until its next message arrives, or it is lost."""
@@ -518,10 +581,10 @@ class _Client:
     """The connection of another node to the coordinator.
 
     Raises:
-        LaunchError: nothing answers in time, or another program answers.
+        LaunchError: nothing answers in time, another program answers, or a launcher of another run.
     """
 
-    def __init__(self, host: str, port: int, plan: LaunchPlan) -> None:
+    def __init__(self, host: str, port: int, plan: LaunchPlan, identity: RunIdentity) -> None:
         seconds = plan.rendezvous.timeout_seconds
         end = time.monotonic() + seconds
         while True:
@@ -539,7 +602,18 @@ class _Client:
                     ) from None
                 time.sleep(_POLL)
         self._stream = self._connection.makefile("rw", encoding="utf-8")
-        self._connection.settimeout(min(seconds, _GREETING_SECONDS))
+        try:
+            self._connection.settimeout(min(seconds, _GREETING_SECONDS))
+            self._introduce(host, port, identity)
+        except LaunchError:
+            self.close()
+            raise
+        # The first answer may take until it is certain that another launcher of this rank is lost.
+        self._connection.settimeout(plan.rendezvous.lost_after_seconds + _HEARTBEAT)
+
+    def _introduce(self, host: str, port: int, identity: RunIdentity) -> None:
+        """Say who this launcher is, and make sure that it is a coordinator, and of the same run."""
+        where, nonce = f"machine 0 at {host}, port {port}", secrets.token_hex(16)
         try:
             greeting = self._stream.readline(len(_GREETING))
         except (OSError, ValueError):
@@ -549,8 +623,25 @@ class _Client:
                 f"what answers at {host}, port {port}, is no `drivetrain launch`",
                 cure="Another program has this port: write another --main_process_port, the same on every machine.",
             )
-        # The first answer may take until it is certain that another launcher of this rank is lost.
-        self._connection.settimeout(plan.rendezvous.lost_after_seconds + _HEARTBEAT)
+        try:
+            theirs = self._stream.readline(_LONGEST_HELLO).strip()
+            hello = {"run_id": identity.run_id, "given": identity.given, "facts": dict(identity.facts), "nonce": nonce}
+            hello["proof"] = identity.proof("launcher", theirs, nonce)
+            self._stream.write(json.dumps(hello) + "\n")
+            self._stream.flush()
+            answer = json.loads(self._stream.readline(_LONGEST_HELLO))
+        except (OSError, ValueError):
+            raise LaunchError(f"{where} closed the connection") from None
+        if "refused" in answer:
+            raise LaunchError(
+                f"{where} is of another run: {answer['refused']}",
+                cure="End the launchers that an earlier run has left over, and give each run its own"
+                " --main_process_port. Machines that differ on purpose say that they belong together by the same"
+                f" --set rendezvous.run_id=NAME; a token is set by {TOKEN} on all of them, or on none.",
+            )
+        if not hmac.compare_digest(identity.proof("coordinator", theirs, nonce), str(answer.get("proof", ""))):
+            # Only with a token: the coordinator has compared everything else.
+            raise LaunchError(f"{where} does not know the token of {TOKEN}", cure="Set the same on every machine.")
 
     def exchange(self, status: NodeStatus) -> JobState:
         """Send a message, and return the state of the job.
@@ -586,7 +677,8 @@ class Node(Rendezvous):
     The launcher's main thread never waits for the network: a dead link would hold it for many minutes.
     """
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, identity: RunIdentity) -> None:
+        self._identity = identity
         host, _, port = plan.rdzv_endpoint.rpartition(":")
         self._plan, self._host, self._port = plan, host, int(port)
         self._is_first = plan.machine_rank == 0
@@ -598,13 +690,17 @@ class Node(Rendezvous):
         self._round = 0
         self._lost = ""
         self._link: _Server | _Client | None = None
-        self._news, self._hurry, self._stop = threading.Condition(), threading.Event(), threading.Event()
+        self._hurry, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="drivetrain-heartbeat", daemon=True)
 
     def next_round(self) -> Round:
         timeouts = self._plan.rendezvous
         if self._link is None:
-            link = _Server(self._plan) if self._is_first else _Client(self._host, self._port, self._plan)
+            link: _Server | _Client
+            if self._is_first:
+                link = _Server(self._plan, self._identity)
+            else:
+                link = _Client(self._host, self._port, self._plan, self._identity)
             self._status = replace(self._status, ready=1)
             try:
                 self._state = link.exchange(self._status)
@@ -619,14 +715,13 @@ class Node(Rendezvous):
             self._check()
             if time.monotonic() > end:
                 raise LaunchError(f"{self._coordinator} began no round within {timeouts.timeout_seconds:g} seconds")
-            with self._news:
-                state = self._state
-                if state.round > self._round:
-                    self._round, index = state.round, state.index_of(self._status.id)
-                elif self._status.ready <= self._round:
-                    self._say(ready=self._round + 1, why="")
-                else:
-                    self._news.wait(_POLL)
+            state = self._state
+            if state.round > self._round:
+                self._round, index = state.round, state.index_of(self._status.id)
+            elif self._status.ready <= self._round:
+                self._say(ready=self._round + 1, why="")
+            else:
+                time.sleep(_POLL)
         self._hurry.clear()
         store = self._link.store if isinstance(self._link, _Server) else None
         others = [member.address for member in state.members if member.id != self._status.id]
@@ -660,7 +755,8 @@ class Node(Rendezvous):
         if how == "finished" and self._state.over:
             raise LaunchError(self._state.over)
         others = [it for node, it in self._state.departures.items() if it and node != self._plan.machine_rank]
-        return [it for it in (*sorted(others, key=_is_loss), self._lost) if it]
+        others.sort(key=lambda sentence: " was lost: " in sentence)
+        return [it for it in (*others, self._lost) if it]
 
     def _run(self) -> None:
         """Body of the thread: exchange messages until no node depends on it."""
@@ -676,9 +772,8 @@ class Node(Rendezvous):
             except OSError:
                 self._lost = f"{self._coordinator}, where the machines meet, was lost: it closed the connection"
                 return
-            with self._news:
-                self._state, self._sent = state, status
-                self._news.notify_all()
+            self._state = state
+            self._sent = status  # last: from here on the state is no older than this message
             if self._hurry.is_set() or state.next_round > state.round or state.over is not None:
                 self._stop.wait(_POLL)
             else:
@@ -692,7 +787,7 @@ class Node(Rendezvous):
         """Raise when the job is over or the coordinator was lost."""
         if self._state.over is not None:
             cure = ""
-            if self._is_first and not self._round and not _is_here(self._host):
+            if self._is_first and not self._round and not is_here(self._host):  # nor if the name has no address
                 cure = f"main_process_ip {self._host} is no address of this machine; the others look for it there."
             raise LaunchError(self._state.over, cure=cure)
         if self._lost:
@@ -715,10 +810,6 @@ class Node(Rendezvous):
             time.sleep(_POLL)
 
 
-def _is_loss(sentence: str) -> bool:
-    return " was lost: " in sentence
-
-
 def _route_to(host: str) -> str:
     """This node's own address on the route to ``host``; empty when there is no route or no such host.
 
@@ -732,13 +823,15 @@ def _route_to(host: str) -> str:
     return ""
 
 
-def _is_here(host: str) -> bool:
-    """Whether ``host`` names an address of this node."""
-    with contextlib.suppress(OSError):
+def is_here(host: str) -> bool | None:
+    """Whether ``host`` names an address of this node; ``None`` for a name that has none."""
+    try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return True
+    except OSError:
+        return None
+    with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+        probe.bind(address)
+        return True
     return False
 
 

@@ -9,18 +9,13 @@ variables then become one choice. Ids are those of the machine, as its vendor's 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from drivetrain.errors import ConfigError, DrivetrainError
 
@@ -44,11 +39,6 @@ class DeviceKind:
     communication_backend: str
     ids: str = r"\d+"
     order: str = ""
-
-    @property
-    def variable(self) -> str:
-        """The variable that we write; empty when this kind has none."""
-        return self.visibility[0] if self.visibility else ""
 
 
 _UUID = r"GPU-[0-9a-fA-F-]+"
@@ -79,13 +69,13 @@ ORDERS = {"pci_bus_id": "PCI_BUS_ID", "fastest_first": "FASTEST_FIRST"}
 
 def kind_from(description: Mapping[str, str]) -> DeviceKind:
     """One kind from the answer of a plugin's hook. ``vendor``, ``ids`` and ``order`` may be missing."""
+    optional = {name: description[name] for name in ("ids", "order") if name in description}
     return DeviceKind(
         description["type"],
         description.get("vendor", description["type"]),
-        tuple(name for name in description.get("visibility", "").replace(",", " ").split() if name),
+        tuple(description.get("visibility", "").replace(",", " ").split()),
         description.get("communication_backend", "gloo"),
-        description.get("ids", r"\d+"),
-        description.get("order", ""),
+        **optional,
     )
 
 
@@ -218,28 +208,6 @@ def _describe(device_type: str, index: int) -> Device:
     )
 
 
-# In the order and with the visibility with which torch loads them itself.
-_TORCH_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
-
-
-def preload_torch() -> None:
-    """Start to load the libraries of ``import torch`` on another core: linking takes a fifth of that import.
-
-    Python cannot end before the thread has, which is a fraction of a second. Does nothing but on Linux.
-    """
-    if "torch" not in sys.modules and sys.platform == "linux":
-        threading.Thread(target=_load_libraries, name="drivetrain-preload").start()
-
-
-def _load_libraries() -> None:
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return
-    with contextlib.suppress(OSError):  # `import torch` finds a missing library or reports it
-        for name, mode in _TORCH_LIBRARIES:
-            ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=mode)
-
-
 @dataclass(frozen=True)
 class DeviceRequest:
     """The user's choice of devices.
@@ -297,32 +265,27 @@ def choose(
         ConfigError: ids that are malformed, repeated, of several vendors or not there, or that an exported variable
             contradicts.
     """
-    kind, ids = _kind_and_ids(request, present, kinds)
+    kind, ids, mistake = _split(request, present, kinds)
+    exported = next((name for name in kind.visibility if name in environ), "")
+    shown = tuple(filter(None, map(str.strip, environ[exported].split(",")))) if exported else None
     variables: dict[str, str] = {}
-    remarks: list[str] = []
-    exported = next((name for name in kind.visibility if name in environ), None)
-    shown = None if exported is None else _listed(environ[exported])
     if ids is not None:
-        _check_form(ids, request, kind)
-        if present is not None and not request.cpu:
-            _check_presence(ids, request, present)
-        if exported is not None and shown is not None:
-            _check_exported(ids, shown, request, exported, environ[exported], present)
-        if not kind.variable:
-            raise ConfigError(
-                f"{kind.vendor} devices cannot be chosen by id: no environment variable hides one of them",
-                whose=request.ids_from,
-                cure="Leave accelerator_ids out.",
-            )
-        variables[exported or kind.variable] = ",".join(ids)
-    if exported is not None:
-        remarks.append(f"{exported}={environ[exported]} was exported")
+        mistake = mistake or _mistake_of_form(ids, kind)
+        if mistake is None and present is not None and not request.cpu:
+            mistake = _mistake_of_presence(ids, present)
+        if mistake is None and shown is not None:
+            mistake = _contradiction(ids, shown, f"{exported}={environ[exported]!r}", present)
+        if mistake is not None:
+            what, cure = mistake
+            raise ConfigError(what, whose=request.ids_from, cure=cure)
+        variables[exported or kind.visibility[0]] = ",".join(ids)
+    remarks = [f"{exported}={environ[exported]} was exported"] if exported else []
     if request.order is not None:
-        variables |= _order(request, kind, environ)
+        variables |= _order(request.order, request, kind, environ)
     elif kind.order and kind.order in environ:
         remarks.append(f"{kind.order}={environ[kind.order]} was exported")
     remarks[:0] = [f"{name}={value}" for name, value in variables.items()]
-    return Selection(variables, tuple(ids) if ids is not None else shown, tuple(remarks))
+    return Selection(variables, shown if ids is None else ids, tuple(remarks))
 
 
 def check_count(processes: int, devices: Sequence[str], present: Inventory | None) -> None:
@@ -340,146 +303,110 @@ def check_count(processes: int, devices: Sequence[str], present: Inventory | Non
         )
 
 
-def _kind_and_ids(
+Mistake = tuple[str, str]
+"""What is wrong with ids, and what to write instead."""
+
+
+def _split(
     request: DeviceRequest, present: Inventory | None, kinds: Sequence[DeviceKind]
-) -> tuple[DeviceKind, tuple[str, ...] | None]:
-    """The vendor: named in the ids (``xpu:0``), else the machine's, else CUDA; and the ids without its name."""
-    here = _kind_of(present, kinds)
+) -> tuple[DeviceKind, tuple[str, ...] | None, Mistake | None]:
+    """The kind: named in the ids (``xpu:0``), else the machine's, else CUDA; the ids without its name; a mistake."""
+    here = None
+    if present is not None and present.devices:
+        of_type = [kind for kind in kinds if kind.type == present.type]
+        here = next((kind for kind in of_type if kind.vendor == present.vendor), of_type[0] if of_type else None)
+    kind = here or kinds[0]
     if not request.ids:
-        return here or kinds[0], request.ids
+        return kind, request.ids, None
     split = [name.rpartition(":") for name in request.ids]
+    ids = tuple(name for _, _, name in split)
     types = sorted({before for before, colon, _ in split if colon})
-    known = {kind.type for kind in kinds}
+    known = {each.type: each for each in reversed(kinds)}
     for name in types:
         if name not in known:
-            raise ConfigError(
-                f"{name!r} is no kind of accelerator",
-                whose=request.ids_from,
-                cure=f"Known: {', '.join(sorted(known))}.",
-            )
+            return kind, ids, (f"{name!r} is no kind of accelerator", f"Known: {', '.join(sorted(known))}.")
     if len(types) > 1 or (types and not all(colon for _, colon, _ in split)):
-        raise ConfigError(
-            f"accelerator_ids {', '.join(request.ids)} mixes kinds of accelerators; one run uses one kind",
-            whose=request.ids_from,
-            cure=f"Choose ids of one kind{f'; {present}' if present else ''}.",
-        )
-    kind = next((each for each in kinds if each.type == types[0]), None) if types else None
-    if kind is not None and here is not None and kind.type == here.type:
-        kind = here
-    if kind is not None and present is not None and not request.cpu and (here is None or here.type != kind.type):
-        raise ConfigError(
-            f"there is no {kind.type} accelerator on this machine",
-            whose=request.ids_from,
-            cure=f"Correct the ids, or run on the CPU with --cpu; {present}.",
-        )
-    return kind or here or kinds[0], tuple(name for _, _, name in split)
+        what = f"accelerator_ids {', '.join(request.ids)} mixes kinds of accelerators; one run uses one kind"
+        return kind, ids, (what, f"Choose ids of one kind{f'; {present}' if present else ''}.")
+    if not types or kind.type == types[0]:
+        return kind, ids, None
+    if present is not None and not request.cpu:
+        what = f"there is no {types[0]} accelerator on this machine"
+        return kind, ids, (what, f"Correct the ids, or run on the CPU with --cpu; {present}.")
+    return known[types[0]], ids, None
 
 
-def _kind_of(present: Inventory | None, kinds: Iterable[DeviceKind]) -> DeviceKind | None:
-    if present is None or not present.devices:
-        return None
-    fitting = [kind for kind in kinds if kind.type == present.type]
-    return next((kind for kind in fitting if kind.vendor == present.vendor), fitting[0] if fitting else None)
+def _mistake_of_form(ids: Sequence[str], kind: DeviceKind) -> Mistake | None:
+    named = f"accelerator_ids {','.join(ids)}"
+    has_uuids = "GPU" in kind.ids
+    if not kind.visibility:
+        what = f"{kind.vendor} devices cannot be chosen by id: no environment variable hides one of them"
+        return what, "Leave accelerator_ids out."
+    if wrong := [name for name in ids if not re.fullmatch(kind.ids, name)]:
+        uuids = ", or UUIDs as `nvidia-smi -L` lists them." if has_uuids else "."
+        what = f"{', '.join(map(repr, wrong))} cannot be ids of {kind.vendor} devices"
+        return what, f"Write numbers in the wished order, such as 0,2{uuids}"
+    if repeated := sorted({name for name in ids if ids.count(name) > 1}):
+        return f"{named} names {', '.join(repeated)} more than once", _ONCE
+    if has_uuids and len({name.isdecimal() for name in ids}) > 1:
+        what = f"{named} mixes numbers and UUIDs, of which the driver reads only one kind"
+        return what, "Write only numbers or only UUIDs."
+    return None
 
 
-def _check_form(ids: Sequence[str], request: DeviceRequest, kind: DeviceKind) -> None:
-    wrong = [name for name in ids if not re.fullmatch(kind.ids, name)]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(map(repr, wrong))} cannot be ids of {kind.vendor} devices",
-            whose=request.ids_from,
-            cure="Write numbers in the wished order, such as 0,2"
-            + (", or UUIDs as `nvidia-smi -L` lists them." if "GPU" in kind.ids else "."),
-        )
-    repeated = sorted({name for name in ids if ids.count(name) > 1})
-    if repeated:
-        raise ConfigError(
-            f"accelerator_ids {','.join(ids)} names {', '.join(repeated)} more than once",
-            whose=request.ids_from,
-            cure="Name each accelerator once; one process uses one accelerator.",
-        )
-    if len({name.isdecimal() for name in ids}) > 1 and "GPU" in kind.ids:
-        raise ConfigError(
-            f"accelerator_ids {','.join(ids)} mixes numbers and UUIDs, of which the driver reads only one kind",
-            whose=request.ids_from,
-            cure="Write only numbers or only UUIDs.",
-        )
+_ONCE = "Name each accelerator once; one process uses one accelerator."
 
 
-def _check_presence(ids: Sequence[str], request: DeviceRequest, present: Inventory) -> None:
+def _mistake_of_presence(ids: Sequence[str], present: Inventory) -> Mistake | None:
     found = {name: _identity(name, present) for name in ids}
-    missing = [name for name in ids if found[name] is None]
-    if missing:
-        raise ConfigError(
-            f"accelerator {', '.join(missing)} does not exist; {present}",
-            whose=request.ids_from,
-            cure="`drivetrain env` lists the accelerators; --cpu trains without any.",
-        )
+    if missing := [name for name in ids if found[name] is None]:
+        what = f"accelerator {', '.join(missing)} does not exist; {present}"
+        return what, "`drivetrain env` lists the accelerators; --cpu trains without any."
     if len(set(found.values())) < len(ids):
-        raise ConfigError(
-            f"accelerator_ids {','.join(ids)} names one accelerator twice; {present}",
-            whose=request.ids_from,
-            cure="Name each accelerator once; one process uses one accelerator.",
-        )
+        return f"accelerator_ids {','.join(ids)} names one accelerator twice; {present}", _ONCE
+    return None
 
 
-def _identity(name: str, present: Inventory) -> int | str | None:
+def _identity(name: str, present: Inventory | None) -> int | str | None:
     """Number of the device that is named by number or by (the beginning of) its UUID; ``None`` when there is none.
 
     A part of a device is its own identity: a tile (``0.1``) of one that is there, and a MIG slice, whose UUID torch
     does not list.
     """
     whole, dot, _ = name.partition(".")
-    for device in present.devices:
+    for device in () if present is None else present.devices:
         if whole == str(device.index) or (device.uuid and device.uuid.startswith(name)):
             return name if dot else device.index
     return name if name.startswith("MIG-") else None
 
 
-def _check_exported(
-    ids: Sequence[str],
-    shown: Sequence[str],
-    request: DeviceRequest,
-    variable: str,
-    value: str,
-    present: Inventory | None,
-) -> None:
-    def normal(name: str) -> object:
-        identity = None if present is None else _identity(name, present)
-        return name if identity is None else identity
-
-    allowed = set(map(normal, shown))
-    beyond = [name for name in ids if normal(name) not in allowed]
-    if beyond or (not ids and shown):
-        asked = f"accelerator_ids {','.join(ids) or '(none)'}"
-        raise ConfigError(
-            f"{asked} contradicts {variable}={value!r}, which is exported in this shell",
-            whose=request.ids_from,
-            cure=f"`unset {variable}` or leave accelerator_ids out; ids are numbers of the machine, not of that list.",
-        )
+def _contradiction(
+    ids: Sequence[str], shown: Sequence[str], exported: str, present: Inventory | None
+) -> Mistake | None:
+    """Ids that an exported variable hides, or its devices where none were asked for."""
+    identities = {name: _identity(name, present) for name in (*ids, *shown)}
+    asked, allowed = (
+        {name if identities[name] is None else identities[name] for name in names} for names in (ids, shown)
+    )
+    if asked <= allowed and bool(ids) == bool(shown):
+        return None
+    what = f"accelerator_ids {','.join(ids) or '(none)'} contradicts {exported}, which is exported in this shell"
+    unset = f"`unset {exported.partition('=')[0]}`"
+    return what, f"{unset} or leave accelerator_ids out; ids are numbers of the machine, not of that list."
 
 
-def _order(request: DeviceRequest, kind: DeviceKind, environ: Mapping[str, str]) -> dict[str, str]:
-    assert request.order is not None
-    if not kind.order:
-        raise ConfigError(
-            f"device_order {request.order} has no meaning for {kind.vendor} devices, whose order cannot be chosen",
-            whose=request.order_from,
-            cure="Leave device_order out.",
-        )
-    value = ORDERS[request.order]
+def _order(wanted: str, request: DeviceRequest, kind: DeviceKind, environ: Mapping[str, str]) -> dict[str, str]:
     exported = environ.get(kind.order)
-    if exported is not None and exported != value:
-        raise ConfigError(
-            f"device_order {request.order} contradicts {kind.order}={exported!r}, which is exported in this shell",
-            whose=request.order_from,
-            cure=f"`unset {kind.order}` or leave device_order out.",
-        )
-    return {kind.order: value}
-
-
-def _listed(value: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in value.split(",") if name.strip())
+    if kind.order and exported in (None, ORDERS[wanted]):
+        return {kind.order: ORDERS[wanted]}
+    if not kind.order:
+        what = f"has no meaning for {kind.vendor} devices, whose order cannot be chosen"
+        raise ConfigError(f"device_order {wanted} {what}", whose=request.order_from, cure="Leave device_order out.")
+    raise ConfigError(
+        f"device_order {wanted} contradicts {kind.order}={exported!r}, which is exported in this shell",
+        whose=request.order_from,
+        cure=f"`unset {kind.order}` or leave device_order out.",
+    )
 
 
 if __name__ == "__main__":

@@ -10,11 +10,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from drivetrain.errors import EnvironmentVariableError
+from drivetrain.launch.machines import (
+    Machine,
+    Reading,
+    Seen,
+    are,
+    first_host,
+    read_machine,
+    read_port,
+    refuse,
+    to_number,
+)
 from drivetrain.topology import ProcessInfo
 
 # ---- temporary variables ---------------------------------------------------------------------------------------------
@@ -55,18 +68,6 @@ def clear_environment() -> Iterator[None]:
 # ---- Slurm's compressed lists ----------------------------------------------------------------------------------------
 
 
-def first_host(listed: str) -> str:
-    """First name of Slurm's compressed list: ``node[03-05,9],gpu1`` begins with ``node03``.
-
-    Source: the hostlist expressions of ``scontrol show hostnames``.
-    """
-    before, bracket, after = listed.partition("[")
-    if not bracket or "," in before:
-        return before.partition(",")[0]
-    inside, _, rest = after.partition("]")
-    return before + re.split("[-,]", inside)[0] + first_host(rest)
-
-
 def tasks_per_node(text: str) -> list[int] | None:
     """Slurm's ``4(x2),3`` as ``[4, 4, 3]``; ``None`` when the text is a plain number or no such list."""
     if text.isdecimal() or not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
@@ -94,7 +95,8 @@ class Names:
     Args:
         launcher: as people call it.
         rank, world, local, here, node, nodes: the variables of :class:`drivetrain.topology.ProcessInfo`'s numbers.
-        variables: all of them, in the order in which a message shows them.
+        address: how the machine of rank 0 is found.
+        source: where the launcher's own code or manual sets them.
     """
 
     launcher: str
@@ -104,12 +106,37 @@ class Names:
     here: tuple[str, ...] = ()
     node: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
-    variables: tuple[str, ...] = field(init=False)
+    address: tuple[Reading, ...] = ()
+    source: str = ""
 
-    def __post_init__(self) -> None:
-        every = (*self.rank, *self.world, *self.local, *self.here, *self.node, *self.nodes)
-        object.__setattr__(self, "variables", every)
+    @cached_property
+    def variables(self) -> tuple[str, ...]:
+        """All of them, in the order in which a message shows them."""
+        return (*self.rank, *self.world, *self.local, *self.here, *self.node, *self.nodes)
 
+
+def _line(path: str) -> str | None:
+    """The first line of a file; ``None`` when there is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), Path(path).open(encoding="utf-8") as file:
+        return file.readline().strip() or None
+    return None
+
+
+def _word(number: int) -> Callable[[str], str | None]:
+    """Takes the word with this index, of hosts with a number of slots behind each."""
+    return lambda hosts: next(iter(hosts.split()[number : number + 1]), None)
+
+
+_SLURMS_HOSTS = tuple(
+    Reading((name,), first_host) for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+)
+_HOSTS = (
+    *_SLURMS_HOSTS,
+    Reading(("PBS_NODEFILE",), _line),
+    Reading(("LSB_MCPU_HOSTS",), _word(0)),
+    Reading(("AZ_BATCH_MASTER_NODE",), lambda endpoint: endpoint.partition(":")[0]),
+)
+"""Where schedulers list the machines of an allocation, on the first of which ``mpirun`` starts rank 0."""
 
 TORCHRUN = Names(
     "environment",
@@ -117,16 +144,39 @@ TORCHRUN = Names(
     ("WORLD_SIZE",),
     ("LOCAL_RANK",),
     ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),  # the second of each is deepspeed's
-    ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"),  # the third is Ray's
-    ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
+    ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"),  # the third is Ray's and Azure ML's
+    ("GROUP_WORLD_SIZE", "CROSS_SIZE", "AZUREML_NODE_COUNT"),
+    source="torch.distributed.run; Ray Train, Azure ML: how-to-train-distributed-gpu",
 )
 OTHERS = (
+    Names(
+        "jsrun",  # before Open MPI, whose variables jsrun sets, too
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        address=(Reading(("LSB_MCPU_HOSTS",), _word(2)),),  # the first is the launch node, which runs no task
+        source="IBM Job Step Manager; openpmix/prrte test programs; Lightning's LSFEnvironment",
+    ),
+    Names(
+        "horovodrun",
+        ("HOROVOD_RANK",),
+        ("HOROVOD_SIZE",),
+        ("HOROVOD_LOCAL_RANK",),
+        ("HOROVOD_LOCAL_SIZE",),
+        ("HOROVOD_CROSS_RANK",),
+        ("HOROVOD_CROSS_SIZE",),
+        address=(Reading(("HOROVOD_GLOO_RENDEZVOUS_ADDR",)),),
+        source="horovod/horovod horovod/runner/gloo_run.py",
+    ),
     Names(
         "mpirun",  # Open MPI
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        address=_HOSTS,
+        source="Open MPI: environment variables of mpirun",
     ),
     Names(
         "mpirun",  # MVAPICH
@@ -134,6 +184,8 @@ OTHERS = (
         ("MV2_COMM_WORLD_SIZE",),
         ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        address=_HOSTS,
+        source="MVAPICH2 user guide",
     ),
     Names(
         "srun",
@@ -144,16 +196,32 @@ OTHERS = (
         ("SLURM_STEP_TASKS_PER_NODE",),
         ("SLURM_NODEID",),
         ("SLURM_STEP_NUM_NODES",),
+        address=_SLURMS_HOSTS,
+        source="Slurm: output environment variables of srun",
     ),
-    # Last, since srun sets these too where its MPI support is on.
-    Names("mpirun", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),  # MPICH, Intel MPI
+    Names(
+        "flux",
+        ("FLUX_TASK_RANK",),
+        ("FLUX_JOB_SIZE",),
+        ("FLUX_TASK_LOCAL_ID",),
+        nodes=("FLUX_JOB_NNODES",),
+        source="flux-framework/flux-core src/shell/task.c",
+    ),
+    # Last, since srun and flux set these too.
+    Names(
+        "mpirun",  # MPICH, Intel MPI, PALS
+        ("PMI_RANK", "PALS_RANKID"),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        ("PALS_NODEID",),
+        address=_HOSTS,
+        source="MPICH's Hydra; HPE Cray PALS as in flux-core src/shell/plugins/pals.c; ALCF user guides",
+    ),
 )
 
 Jobs = list[tuple[Names, tuple[int, int]]]
 """Launchers, each with this process's rank and the world."""
-
-Seen = Mapping[str, str]
-"""Variables of one launcher that are set, by name."""
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """The variables by which torchrun places a process."""
@@ -174,7 +242,8 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     ``RANK`` and ``WORLD_SIZE`` belong together. ``LOCAL_RANK`` may be missing when the world is 1; the size of the
     machine's part may be missing when there is one machine (``MASTER_ADDR`` is this host, or the group world is 1).
     A launcher of processes that was itself started by ``srun`` or ``mpirun``, one on each machine, counts alone.
-    Some of torchrun's names in a job of theirs, as batch scripts export them, have to say the same.
+    Some of torchrun's names in a job of theirs, as batch scripts export them, have to say the same. Where a cluster has
+    started one process on each machine, and numbers machines (:mod:`drivetrain.launch.machines`), this is that one.
 
     Args:
         environ: the environment; ``None`` = this process's.
@@ -194,11 +263,69 @@ def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
     if started and theirs and _ELASTIC not in environ and LAUNCHER not in environ:
         _refuse_otherwise(said, theirs, every)
         started = {"RANK", "WORLD_SIZE"} <= said.keys()
+    numbered = bool(theirs) or _is_worker(environ)
+    if not numbered and "LOCAL_RANK" not in said and (machine := read_machine(environ)) is not None:
+        return _only_process(machine)
     if started:
-        return _process_info(TORCHRUN, seen, environ)
+        process = _process_info(TORCHRUN, seen, environ)
+        if not numbered:
+            _refuse_other_machine(process, seen, environ)
+        return process
     _refuse_half(every)
     _refuse_two(theirs, every)
     return _process_info(theirs[0][0], every[theirs[0][0]], environ) if theirs else ProcessInfo()
+
+
+def _is_worker(environ: Mapping[str, str]) -> bool:
+    """Whether ``drivetrain launch`` or ``torchrun`` started this process."""
+    return bool(environ.get(_ELASTIC) or environ.get(LAUNCHER))
+
+
+def _only_process(machine: Machine) -> ProcessInfo:
+    """The ranks of a process that was started on a machine without a launcher, and is the only one there."""
+    here, why = _processes_wanted(machine)
+    if here > 1:
+        raise refuse(
+            f"{why}, and without a launcher there is one",
+            machine.seen,
+            cure="Start the script with `drivetrain launch script.py`, which reads these variables, or with `torchrun`;"
+            " CUDA_VISIBLE_DEVICES=0 shows one accelerator.",
+        )
+    if machine.count == 1:
+        return ProcessInfo()
+    if machine.fewest != machine.count:
+        raise refuse(
+            f"{machine.platform} says {machine.fewest} to {machine.count} machines, which a launcher has to count",
+            machine.seen,
+            cure="Start it with `drivetrain launch script.py`, which reads these variables, or with `torchrun`.",
+        )
+    return ProcessInfo(machine.rank, machine.count, 0, 1, machine.rank, machine.count, machine.platform)
+
+
+def _processes_wanted(machine: Machine) -> tuple[int, str]:
+    """How many processes this machine is meant to have, and who says so."""
+    if machine.processes.isdecimal():
+        return int(machine.processes), f"PET_NPROC_PER_NODE asks for {machine.processes} processes on this machine"
+    if machine.processes == "cpu":
+        cores = available_cores()
+        return cores, f"PET_NPROC_PER_NODE asks for one process on each of {cores} cores"
+    if machine.count == 1 and machine.processes != "gpu":
+        return 1, ""  # as on any machine with several accelerators
+    from drivetrain.launch.plan import count_devices  # imports torch
+
+    devices = count_devices()
+    return devices, f"{machine}, this one has {devices} accelerators, a process for each is wanted"
+
+
+def _refuse_other_machine(process: ProcessInfo, seen: Seen, environ: Mapping[str, str]) -> None:
+    """Refuse torchrun's names, exported by hand, where they contradict the cluster's number of this machine."""
+    theirs = {name: value for name, value in environ.items() if name not in TORCHRUN.variables}
+    machine = read_machine(theirs, partly=True)
+    if machine is not None and (machine.rank, machine.count) != (process.node_rank, process.num_nodes):
+        raise refuse(
+            f"{machine}, and {' and '.join(seen)} say machine {process.node_rank} of {process.num_nodes}",
+            {**machine.seen, **seen},
+        )
 
 
 def _seen(environ: Mapping[str, str]) -> dict[Names, Seen]:
@@ -237,24 +364,104 @@ def _missing(names: Names, seen: Seen) -> list[str]:
 def _numbers(names: Names, seen: Seen, wanted: Iterable[str]) -> dict[str, int]:
     """The numbers of those fields of ``names`` that are set."""
     set_by = {each: next((name for name in getattr(names, each) if name in seen), None) for each in wanted}
-    return {each: _number(name, seen[name], seen) for each, name in set_by.items() if name is not None}
+    return {each: to_number(name, seen[name], seen) for each, name in set_by.items() if name is not None}
 
 
-def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None) -> None:
+def find_machine(
+    environ: Mapping[str, str] | None = None,
+    *,
+    rank: int | None = None,
+    count: int | None = None,
+    fewest: int | None = None,
+) -> Machine | None:
+    """The number of this machine for ``drivetrain launch``, as a cluster or another launcher gives it.
+
+    A launcher that is the only process of ``srun``, ``mpirun`` and so on on its machine is that machine. So is one that
+    has ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK``, as containers have them.
+
+    Args:
+        environ: the environment; ``None`` = this process's.
+        rank, count, fewest: ``machine_rank`` and ``num_machines``, where the user has set them.
+
+    Returns:
+        ``None`` where nothing numbers machines, or only the user does.
+
+    Raises:
+        EnvironmentVariableError: variables are missing, contradict each other, or say that this is one of several
+            processes on its machine.
+    """
+    environ = os.environ if environ is None else environ
+    if _is_worker(environ):
+        refuse_nested(count or 1, environ)
+        return None
+    every = _seen(environ)
+    seen = every.get(TORCHRUN, {})
+    theirs = _jobs(every, environ)
+    if not theirs and "LOCAL_RANK" not in seen:
+        if count == 1:  # the user says that this machine is alone, which only whole environments contradict
+            machine = read_machine(environ, partly=True)
+        else:
+            machine = read_machine(environ, rank=rank, count=count, fewest=fewest)
+        return machine or _machine_by_hand(seen, environ, count)
+    refuse_nested(count or 1, environ, only_here=True)
+    process = read_process_info(environ)
+    if process.world_size == 1:
+        return None
+    address, port = meeting_point(environ) or (environ["MASTER_ADDR"], _port(environ))
+    seen = every[theirs[0][0]] if theirs else seen
+    size = process.world_size
+    return Machine(process.rank, size, fewest or size, address, port, "", process.launcher, seen)
+
+
+def _machine_by_hand(seen: Seen, environ: Mapping[str, str], count: int | None) -> Machine | None:
+    """The machine that ``RANK`` and ``WORLD_SIZE`` number outside of a cluster that is known."""
+    said = {name: seen[name] for name in ("RANK", "WORLD_SIZE") if name in seen}
+    world = to_number("WORLD_SIZE", said.get("WORLD_SIZE", "1"), said)
+    if not said or said.items() <= {"WORLD_SIZE": "1"}.items():
+        return None
+    if count is not None and count > 1 and world % count == 0:
+        return None  # the user numbers the machines, and the variables count processes
+    if len(said) == 1:
+        missing = ({"RANK", "WORLD_SIZE"} - said.keys()).pop()
+        raise refuse(
+            f"{missing} is not set",
+            said,
+            cure="Number the machines by --num_machines and --machine_rank, or unset these.",
+        )
+    if world == 1:
+        return None
+    process = _process_info(TORCHRUN, {**said, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, environ)
+    _check_master(environ)
+    said |= {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    return Machine(process.rank, world, world, environ["MASTER_ADDR"], _port(environ), "", "the environment", said)
+
+
+def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None, *, only_here: bool = False) -> None:
     """Refuse to launch in each process of another launcher: every one of them would be a run of its own.
 
     One launcher on each machine, started by ``srun`` or ``mpirun``, is allowed.
+
+    Args:
+        num_machines: of the launch.
+        environ: the environment; ``None`` = this process's.
+        only_here: allow it also where this process is the only one on its machine.
 
     Raises:
         EnvironmentVariableError: this process is one of several, and not one of ``num_machines``.
     """
     environ = os.environ if environ is None else environ
-    for names, seen in _seen(environ).items():
-        job = _job(names, seen)
+    every = _seen(environ)
+    jobs = _jobs(every, environ)
+    if own := _job(TORCHRUN, every.get(TORCHRUN, {})):
+        jobs = [*jobs, (TORCHRUN, own)]
+    for names, (_, world) in jobs:
+        seen = every[names]
         # Kubernetes and Slurm's batch shell export a world without a rank on the machine.
-        if job is not None and job[1] != num_machines and not seen.keys().isdisjoint(names.local):
-            raise _refuse(
-                f"this launcher is itself one of {job[1]} processes, and each of them would start a run of its own",
+        if world == num_machines or seen.keys().isdisjoint(names.local):
+            continue
+        if not (only_here and _process_info(names, seen, environ).local_world_size == 1):
+            raise refuse(
+                f"this launcher is itself one of {world} processes, and each of them would start a run of its own",
                 seen,
                 cure="Start the script itself there, or one launcher on each machine with --num_machines; or unset"
                 " what an earlier run left in this shell.",
@@ -268,18 +475,18 @@ def _refuse_otherwise(said: Seen, theirs: Jobs, every: Mapping[Names, Seen]) -> 
     for names, (rank, world) in theirs:
         seen = {**said, **every[names]}
         local = next((name for name in names.local if name in seen), "LOCAL_RANK")
-        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": _number(local, seen.get(local, "0"), seen)}
-        if wrong := [name for name in checked if _number(name, said[name], seen) != numbers[name]]:
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": to_number(local, seen.get(local, "0"), seen)}
+        if wrong := [name for name in checked if to_number(name, said[name], seen) != numbers[name]]:
             says = f"{' and '.join(wrong)} {'says' if len(wrong) == 1 else 'say'} otherwise"
-            raise _refuse(f"{names.launcher} says rank {rank} of {world}, {says}", seen)
+            raise refuse(f"{names.launcher} says rank {rank} of {world}, {says}", seen)
 
 
 def _refuse_half(every: Mapping[Names, Seen]) -> None:
     """Refuse a rank without a world size, or the reverse. Slurm's batch shell, too, has a rank, which is 0."""
     for names, seen in every.items():
         missing = [] if names is TORCHRUN else _missing(names, seen)
-        if len(missing) == 1 and (names.launcher == "mpirun" or seen.get("SLURM_PROCID", "0") != "0"):
-            raise _refuse(f"{missing[0]} is not set", seen)
+        if len(missing) == 1 and not (names.launcher == "srun" and seen.get("SLURM_PROCID", "0") == "0"):
+            raise refuse(f"{missing[0]} is not set", seen)
 
 
 def _refuse_two(theirs: Jobs, every: Mapping[Names, Seen]) -> None:
@@ -287,68 +494,85 @@ def _refuse_two(theirs: Jobs, every: Mapping[Names, Seen]) -> None:
     if len({numbers for _, numbers in theirs}) > 1:
         who = " and ".join(f"{names.launcher} ({names.rank[0]})" for names, _ in theirs)
         seen = {name: value for names, _ in theirs for name, value in every[names].items()}
-        raise _refuse(f"{who} both speak, and contradict each other", seen)
+        raise refuse(f"{who} both speak, and contradict each other", seen)
 
 
 def _process_info(names: Names, seen: Seen, environ: Mapping[str, str]) -> ProcessInfo:
     """One launcher's numbers, completed and checked."""
     if missing := _missing(names, seen):
-        raise _refuse(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set", seen)
-    number = _numbers(names, seen, ("rank", "world", "local", "node", "nodes"))
-    rank, world = number["rank"], number["world"]
-    local = number.get("local", 0 if world == 1 else None)
+        raise refuse(f"{are(missing)} not set", seen)
+    numbers = _numbers(names, seen, ("rank", "world", "local", "node", "nodes"))
+    rank, world = numbers["rank"], numbers["world"]
+    local = numbers.get("local", 0 if world == 1 else None)
     if local is None:
-        raise _refuse(
+        raise refuse(
             f"{names.local[0]} is not set, so that the device of this process is unknown",
             seen,
             cure="Start the script with `drivetrain launch` or `torchrun`; where each machine runs one process, "
             "`export LOCAL_RANK=0 LOCAL_WORLD_SIZE=1` says so.",
         )
-    here = _size_here(names, environ, number, seen)
-    nodes = number.get("nodes", max(1, world // here) if here else 1)
+    here = _size_here(names, environ, numbers, seen)
+    nodes = numbers.get("nodes", max(1, world // here) if here else 1)
     if not 0 <= rank < world:
-        raise _refuse(f"rank {rank} does not exist in a world of {world}", seen)
+        raise refuse(f"rank {rank} does not exist in a world of {world}", seen)
     if not 0 <= local < here:
-        raise _refuse(f"local rank {local} does not exist on a machine with {here}", seen)
+        raise refuse(f"local rank {local} does not exist on a machine with {here}", seen)
     if here > world:
-        raise _refuse(f"this machine has {here} processes, the whole job {world}", seen)
+        raise refuse(f"this machine has {here} processes, the whole job {world}", seen)
     if local > rank:
-        raise _refuse(f"local rank {local} is larger than rank {rank}", seen)
+        raise refuse(f"local rank {local} is larger than rank {rank}", seen)
     if world < here + nodes - 1 or (nodes == 1 and here != world):
-        raise _refuse(f"{world} processes cannot be {here} on this one of {nodes} machine{'s' * (nodes != 1)}", seen)
-    node = number.get("node", rank // here)
+        raise refuse(f"{world} processes cannot be {here} on this one of {nodes} machine{'s' * (nodes != 1)}", seen)
+    node = numbers.get("node", rank // here)
     if not 0 <= node < max(nodes, 1):
-        raise _refuse(f"machine {node} does not exist among {nodes}", seen)
+        raise refuse(f"machine {node} does not exist among {nodes}", seen)
     launcher = names.launcher
     if names is TORCHRUN:
         launcher = environ.get(LAUNCHER) or ("torchrun" if _ELASTIC in environ else launcher)
     return ProcessInfo(rank, world, local, here, node, nodes, launcher)
 
 
-def _size_here(names: Names, environ: Mapping[str, str], number: Mapping[str, int], seen: Seen) -> int:
+def _equal_shares(numbers: Mapping[str, int]) -> int:
+    """Processes on each machine where all have as many, numbered machine after machine; 0 when that is not certain."""
+    rank, world, local = numbers["rank"], numbers["world"], numbers.get("local", 0)
+    nodes, node = numbers.get("nodes", 0), numbers.get("node")
+    here = 0
+    if nodes > 0 and world % nodes == 0:
+        here = world // nodes
+    elif nodes <= 0 and node and (rank - local) % node == 0:
+        here = (rank - local) // node
+    fits = here > local and (rank - local) % here == 0 and world % here == 0
+    return here if fits and node in (None, (rank - local) // here) else 0
+
+
+def _size_here(names: Names, environ: Mapping[str, str], numbers: Mapping[str, int], seen: Seen) -> int:
     """Processes on this machine: as set, else all of them when there is one machine."""
     variable = next((name for name in names.here if name in seen), None)
     if variable is not None:
         counts = tasks_per_node(seen[variable])
         if counts is None:
-            return _number(variable, seen[variable], seen)
-        if len(counts) == number.get("nodes") and sum(counts) != number["world"]:
-            raise _refuse(f"{variable} counts {sum(counts)} processes, and the world has {number['world']}", seen)
-        return counts[number.get("node", 0) % len(counts)]
-    one_machine = number.get("nodes", 0) == 1 or environ.get("MASTER_ADDR", "localhost") in _LOOPBACK
-    if not (number["world"] == 1 or one_machine):
-        raise _refuse(f"{names.here[0]} is not set, and MASTER_ADDR does not say that there is one machine", seen)
-    return number["world"]
+            return to_number(variable, seen[variable], seen)
+        if len(counts) == numbers.get("nodes") and sum(counts) != numbers["world"]:
+            raise refuse(f"{variable} counts {sum(counts)} processes, and the world has {numbers['world']}", seen)
+        return counts[numbers.get("node", 0) % len(counts)]
+    if derived := _equal_shares(numbers):
+        return derived
+    one_machine = numbers.get("nodes", 0) == 1 or environ.get("MASTER_ADDR", "localhost") in _LOOPBACK
+    if not (numbers["world"] == 1 or one_machine):
+        raise refuse(f"{names.here[0]} is not set, and MASTER_ADDR does not say that there is one machine", seen)
+    return numbers["world"]
 
 
 def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Rendezvous address of ``srun`` or ``mpirun`` processes where the environment has none; ``None`` where it has one.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` go first. A step of Slurm lists its machines, and its job number makes a port;
-    processes of ``mpirun`` on one machine use that machine, with a port derived from their job's identifiers.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` go first. A scheduler lists the machines of its allocation, on the first of
+    which rank 0 runs, and the number of the job makes a port; processes on one machine use that machine. Clusters that
+    number machines say where the first is.
 
     Raises:
-        EnvironmentVariableError: ``mpirun`` runs over several machines without a rendezvous address.
+        EnvironmentVariableError: processes are on several machines without a rendezvous address, or rank 0 is not on
+            the machine where the others look for it.
     """
     environ = os.environ if environ is None else environ
     said = {name for name, value in environ.items() if value}
@@ -357,34 +581,54 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         return None
     every = _seen(environ)
     jobs = _jobs(every, environ)
-    if not jobs:
-        return None
-    names = jobs[0][0]
-    process = _process_info(names, every[names], environ)
     job = ":".join(environ[name] for name in _JOB_NAMES if name in environ)
     port = _port(environ) or (_PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT)
-    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    machine = read_machine(environ, partly=bool(jobs))
+    if not jobs:
+        if machine is None or machine.count == 1:
+            return None
+        if not machine.address:
+            raise refuse(f"{machine}, and MASTER_ADDR does not say where they meet", machine.seen)
+        return machine.address, DEFAULT_PORT if machine.port is None else machine.port
+    names = jobs[0][0]
+    process = _process_info(names, every[names], environ)
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], port
     if process.local_world_size == process.world_size:
         return "127.0.0.1", port
-    if names.launcher == "srun" and listed:
-        return first_host(listed), port
-    raise _refuse(
-        "its processes are on several machines, and MASTER_ADDR does not say where they meet",
-        every[names],
-        cure="Give all of them the first machine's address and a free port: "
-        "mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500 ... (MPICH: -genv MASTER_ADDR node0).",
-    )
+    ways = (way.read(environ) for launcher, _ in jobs for way in launcher.address)
+    host, seen = next(filter(None, ways), ("", {}))
+    if not host and machine is not None and machine.address:
+        host, seen = machine.address, dict(machine.seen)
+    if not host:
+        raise refuse(
+            "its processes are on several machines, and MASTER_ADDR does not say where they meet",
+            every[names],
+            _ADDRESS,
+        )
+    from drivetrain.launch.coordinator import is_here
+
+    if process.rank == 0 and is_here(host) is False:
+        raise refuse(
+            f"the others look for rank 0 on {host}, and it runs on {socket.gethostname()}",
+            {**every[names], **seen},
+            _ADDRESS,
+        )
+    return host, port
+
+
+_ADDRESS = (
+    "Give all of them the address of the machine of rank 0 and a free port: mpirun -x MASTER_ADDR=node0"
+    " -x MASTER_PORT=29500 ... (MPICH: -genv MASTER_ADDR node0; Flux: flux run --env=MASTER_ADDR=node0)."
+)
 
 
 def _check_master(environ: Mapping[str, str]) -> None:
     """Check the common rendezvous variables, which several processes need."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if environ.get("WORLD_SIZE", "1").strip() != "1" and missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise _refuse(
-            f"{' and '.join(missing)} {verb} not set, so that nobody knows where to meet",
+        raise refuse(
+            f"{are(missing)} not set, so that nobody knows where to meet",
             {name: environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environ.get(name)},
         )
     _port(environ)
@@ -395,13 +639,13 @@ def _port(environ: Mapping[str, str]) -> int | None:
     text = environ.get("MASTER_PORT")
     if not text:
         return None
-    port = _number("MASTER_PORT", text, {"MASTER_PORT": text})
-    if not 0 <= port < 1 << 16:
-        raise _refuse(f"MASTER_PORT is {port}, and ports end at 65535", {"MASTER_PORT": text})
-    return port
+    return read_port("MASTER_PORT", text, {"MASTER_PORT": text})
 
 
-_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_JOB_NAMES = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "FLUX_JOB_ID", "PALS_APID"),
+    *("LSB_JOBID", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+)
 """Variables that differ between jobs on one machine and agree within one."""
 
 
@@ -425,23 +669,3 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _number(name: str, text: str, seen: Mapping[str, str]) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
-        raise _refuse(f"{name} is {text!r}, not a number", seen)
-    return int(text)
-
-
-def _refuse(
-    what: str,
-    seen: Mapping[str, str],
-    cure: str = "Start the script with `drivetrain launch` or `torchrun`, or unset these variables to run one process.",
-) -> EnvironmentVariableError:
-    found = ", ".join(f"{name}={value}" for name, value in seen.items())
-    return EnvironmentVariableError(
-        f"the environment announces a distributed job that cannot be formed: {what}",
-        whose=f"seen: {found}",
-        cure=cure,
-    )
-

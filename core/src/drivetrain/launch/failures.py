@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.errors import cut
+from drivetrain.errors import cut, likely_cause
 from drivetrain.launch import worker
 
 _OURS = str(Path(__file__).parent.parent)
@@ -227,7 +227,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
     trace = first.trace.rstrip()
     lines = [trace if whole else _shortened(trace), f"rank {first.rank} failed: {first}{first.remark}"]
     lines += [f"rank {it.rank} {_ending(it, first)}{it.remark}" for it in others]
-    return "\n".join(line for line in (*lines, _behind(failures)) if line)
+    return "\n".join(line for line in (*lines, _behind(failures), _cause(first)) if line)
 
 
 def where_they_were(logs: Path) -> str:
@@ -252,6 +252,13 @@ def _shortened(trace: str) -> str:
 def _killed(exit_code: int, seen: LastSeen | None) -> bool:
     """Whether the launcher killed it: it ignored the first signal, at which its stack was written."""
     return exit_code == -signal.SIGKILL and seen is not None and bool(seen.stack)
+
+
+def _cause(first: Failure) -> str:
+    """What probably went wrong where a communication library ended the first rank, with or without an exception."""
+    # It aborts where sizes differ, and writes the reason to the terminal alone; NCCL's own watchdog does likewise.
+    aborted = not first.message and first.exit_code == -signal.SIGABRT
+    return likely_cause("a collective operation failed" if aborted else first.message)
 
 
 def _behind(failures: list[Failure]) -> str:

@@ -7,27 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import Any
 
 from drivetrain.config.schema import OutputConfig, RendezvousConfig
 from drivetrain.errors import LaunchError, UsageError
 from drivetrain.launch import worker
-from drivetrain.launch.coordinator import make_rendezvous
+from drivetrain.launch.coordinator import TOKEN, RunIdentity, make_rendezvous
 from drivetrain.launch.environment import LAUNCHER, available_cores, patch_environment
-from drivetrain.launch.output import Output
 from drivetrain.launch.plan import LaunchPlan, check_backend, count_devices
-from drivetrain.launch.workers import (
-    Start,
-    StopRequestedError,
-    StopSignals,
-    first_failure,
-    report,
-    run_workers,
-)
+from drivetrain.launch.workers import Start, run_workers
 
 
 def notebook_launcher(
@@ -127,27 +117,17 @@ def _fork_workers(
     added = {**variables, LAUNCHER: "drivetrain", "ROLE_NAME": OutputConfig().role, worker.PARENT: str(os.getpid())}
     if not os.environ.get("OMP_NUM_THREADS"):
         added["OMP_NUM_THREADS"] = str(max(1, available_cores() // plan.processes_here))
-    rendezvous = make_rendezvous(plan)
-    with (
-        tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
-        Output(None, Path(folder)) as output,
-        StopSignals(output, plan.processes_here) as signals,
-    ):
-        try:
-            failures = run_workers(_start_function(function, args), plan, output, signals, rendezvous, added)
-        except LaunchError:
-            rendezvous.leave("stopped")
-            raise
-        except StopRequestedError as stop:
-            signals.kill_leftovers()
-            rendezvous.leave("interrupted", f"was stopped by {stop.received.name}")
-            if stop.received == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise LaunchError(f"stopped by {stop.received.name}") from None
-        if failures:
-            others = rendezvous.leave("failed", first_failure(failures))
-            raise LaunchError("\n".join([report(failures, output).rstrip(), *others]))
-        rendezvous.leave("finished")
+    # Notebooks differ from machine to machine in what was typed; the name that the user gave to the run does not.
+    run_id = str(variables.get("TORCHELASTIC_RUN_ID", ""))
+    rendezvous = make_rendezvous(plan, RunIdentity(run_id, bool(run_id), token=os.environ.get(TOKEN, "")))
+    words: list[str] = []
+    ending = run_workers(_start_function(function, args), plan, rendezvous, added, words.append)
+    if ending.error is not None:
+        raise ending.error
+    if ending.received == signal.SIGINT:
+        raise KeyboardInterrupt
+    if ending.received is not None or ending.how == "failed":
+        raise LaunchError("".join(words).rstrip())
 
 
 def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import subprocess
 import sys
 import threading
@@ -12,8 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from drivetrain.config.schema import OutputConfig
 from drivetrain.errors import ConfigError, cut
@@ -22,8 +20,8 @@ STDOUT, STDERR = 1, 2
 """The streams of a process, as the bits that stand for them in ``tee`` and ``redirects``."""
 
 _CHUNK = 1 << 16
-_LAST = 1 << 20
-"""Bytes that are still read from one stream after all workers have ended: what a pipe holds, many times over."""
+_REST_SECONDS = 1.0
+"""How long the end of streams is waited for when all workers have ended: what one left behind may hold them open."""
 
 _LONGEST = 1 << 14
 """Bytes of a line; a longer one is cut, so that a worker that writes no line ends cannot fill the launcher's memory."""
@@ -81,23 +79,8 @@ def routes(config: OutputConfig, processes_here: int, first_rank: int = 0) -> li
     return found
 
 
-@dataclass(frozen=True)
-class WorkerStreams:
-    """The streams and files with which one worker is started.
-
-    Args:
-        stdout, stderr: as :class:`subprocess.Popen` takes them: a file descriptor, ``DEVNULL``, or ``None`` for the
-            launcher's own. Descriptors are the caller's to close.
-        error_file: where it records an exception.
-    """
-
-    stdout: int | None
-    stderr: int | None
-    error_file: str
-
-
 class Output:
-    """Gives each worker its streams and its file for a failure, whenever workers are started. A context manager.
+    """Gives each worker its streams and its file for a failure, whenever workers are started.
 
     Args:
         config: the user's settings; ``None`` = every worker writes where the launcher does.
@@ -107,26 +90,24 @@ class Output:
     def __init__(self, config: OutputConfig | None, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._starts = 0
-        self._pump: Pump | None = None
+        self._streams: list[Stream] = []
+        self._lock = threading.Lock()
         self._seen: dict[str, int] = {}
         self._hidden: dict[int, Stream] = {}
         self._logs = None if config is None or config.log_dir is None else Path(config.log_dir) / _run_name()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def records(self) -> Path:
         """Where the workers that were started last record their exceptions."""
         return self._folder / f"start_{self._starts - 1}"
 
-    def open(self, first_rank: int, processes_here: int) -> list[WorkerStreams]:
-        """The streams of workers that are about to be started, by local rank."""
+    def open(self, first_rank: int, processes_here: int) -> list[tuple[int | None, int | None, str]]:
+        """What workers that are about to be started are given, by local rank.
+
+        Returns:
+            stdout and stderr as :class:`subprocess.Popen` takes them: a file descriptor, ``DEVNULL``, or ``None`` for
+            the launcher's own; descriptors are the caller's to close. And the file in which it records an exception.
+        """
         self._starts += 1
         self._hidden.clear()
         found = []
@@ -138,14 +119,18 @@ class Output:
             folder, rank = self.records / str(local_rank), first_rank + local_rank
             folder.mkdir(parents=True)
             opened = self._open(stdout, rank, "stdout"), self._open(stderr, rank, "stderr")
-            found.append(WorkerStreams(*opened, str(folder / "error.json")))
+            found.append((*opened, str(folder / "error.json")))
         return found
 
     def close(self) -> None:
-        """Show and file everything that the workers wrote. May be called twice."""
-        if self._pump is not None:
-            self._pump.close()
-            self._pump = None
+        """Show and file everything that the workers wrote. May be called twice.
+
+        Processes that outlive the workers are not waited for, and nothing of what they write later is shown.
+        """
+        end = time.monotonic() + _REST_SECONDS
+        for stream in self._streams:
+            stream.join(end - time.monotonic())
+        self._streams.clear()
 
     def last_words(self, rank: int) -> str:
         """The end of what a rank wrote to stderr, to stand in a report; empty when it was shown, or there is none."""
@@ -156,7 +141,7 @@ class Output:
         return "\n".join([f"rank {rank} wrote to stderr, in the end:", *lines, ""])
 
     def _open(self, way: Route, rank: int, name: str) -> int | None:
-        """What a worker gets as this stream, see :class:`WorkerStreams`."""
+        """What a worker gets as this stream."""
         if way.inherited:
             return None
         if not way.shown and not way.filed and name == "stdout":
@@ -174,9 +159,8 @@ class Output:
         stream = Stream(rank, prefix, terminal, file, self._seen if name == "stderr" else None)
         if name == "stderr" and not way.shown:
             self._hidden[rank] = stream
-        if self._pump is None:
-            self._pump = Pump()
-        return self._pump.connect(stream)
+        self._streams.append(stream)
+        return stream.connect(self._lock)
 
 
 class Stream:
@@ -199,6 +183,37 @@ class Stream:
         self._path = file
         self._rest = b""
         self._skips_source = False
+        self._joined = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def connect(self, lock: threading.Lock) -> int:
+        """Return the write end of a pipe, which the caller closes; a thread takes what is written there.
+
+        Args:
+            lock: of all streams that are shown in one place, so that lines do not mix.
+        """
+        reads, writes = os.pipe()
+        self._lock = lock
+        self._thread = threading.Thread(target=self._read, args=(reads,), name="drivetrain-output", daemon=True)
+        self._thread.start()
+        return writes
+
+    def join(self, seconds: float) -> None:
+        """Take what is written until the pipe is closed at its other end, or for so long."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+        with self._lock:
+            self._joined = True
+            self.finish()
+
+    def _read(self, pipe: int) -> None:
+        with open(pipe, "rb", buffering=0) as file:
+            while data := file.read(_CHUNK):
+                with self._lock:
+                    if self._joined:
+                        return
+                    self.feed(data)
 
     def feed(self, data: bytes) -> None:
         """Take what was read; complete lines are shown, the rest waits for its end."""
@@ -250,63 +265,6 @@ class Stream:
             sys.stderr.write(f"warning: no more is written to {self._path}: {error}\n")
             self._file.close()
             self._file = None
-
-
-class Pump:
-    """A thread that reads the pipes into which workers write, until all of them are closed."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._stop = os.pipe()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="drivetrain-output", daemon=True)
-        self._thread.start()
-
-    def connect(self, stream: Stream) -> int:
-        """Return the write end of a pipe, which the caller closes; what is written goes to the stream."""
-        reads, writes = os.pipe()
-        os.set_blocking(reads, False)
-        self._selector.register(reads, selectors.EVENT_READ, stream)
-        return writes
-
-    def close(self) -> None:
-        """Read the rest, then stop. Processes that outlive the workers are not waited for."""
-        os.close(self._stop)
-        self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                self._drain(key.fd, key.data)
-        self._selector.close()
-        os.close(self._wake)
-
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    return
-                if not self._read(key.fd, key.data):
-                    self._end(key.fd, key.data)
-
-    def _read(self, fd: int, stream: Stream) -> int:
-        """Read once; 0 at the end."""
-        data = os.read(fd, _CHUNK)
-        stream.feed(data)
-        return len(data)
-
-    def _drain(self, fd: int, stream: Stream) -> None:
-        left = _LAST
-        try:
-            while left > 0 and (count := self._read(fd, stream)):
-                left -= count
-        except BlockingIOError:
-            # Empty, but a process that a worker left behind holds the other end.
-            pass
-        self._end(fd, stream)
-
-    def _end(self, fd: int, stream: Stream) -> None:
-        self._selector.unregister(fd)
-        os.close(fd)
-        stream.finish()
 
 
 def check(config: OutputConfig, processes_here: int) -> None:

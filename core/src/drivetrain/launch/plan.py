@@ -21,11 +21,12 @@ from drivetrain.launch.devices import (
     known_kinds,
     take_inventory,
 )
-from drivetrain.launch.environment import DEFAULT_PORT
+from drivetrain.launch.environment import DEFAULT_PORT, available_cores, find_machine
 from drivetrain.registry import core_version, get_registry
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.launch.machines import Machine
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class LaunchPlan:
         rendezvous: how long machines wait for each other.
         fewest_machines: the minimum for an elastic job; 0 means all.
         backend: name of the backend that trains; empty where it was not determined.
+        numbered_by: who numbers the machines; empty when the user does.
     """
 
     world_size: int
@@ -57,6 +59,7 @@ class LaunchPlan:
     rendezvous: RendezvousConfig = field(default_factory=RendezvousConfig)
     fewest_machines: int = 0
     backend: str = ""
+    numbered_by: str = ""
 
     @property
     def machines(self) -> str:
@@ -83,10 +86,20 @@ def make_plan(
         ConfigError: the numbers do not fit, there is no rendezvous address, or accelerators that were chosen are
             not there, too few, or hidden by an exported variable.
         BackendError: the backend is absent, broken, or cannot train over this many processes.
+        EnvironmentVariableError: the cluster's variables cannot form a job, see :func:`find_machine`.
     """
     config = resolved.config
-    fewest, machines = machine_range(config.num_machines)
     environ = os.environ if environ is None else environ
+    machine = None if elsewhere else _machine(resolved, environ)
+    if machine is not None:
+        config = config.model_copy(update=_settings(machine, resolved))
+    fewest, machines = machine_range(config.num_machines)
+    if config.machine_rank >= machines:
+        raise ConfigError(
+            f"machine {config.machine_rank} does not exist among num_machines: {config.num_machines}",
+            whose=str(resolved.origin("machine_rank")),
+            cure="Write how many there are in num_machines; machines count from 0.",
+        )
     asks_machine = not (config.use_cpu or elsewhere)
     kinds = known_kinds(get_registry().devices())
     request = DeviceRequest(cpu=config.use_cpu)
@@ -99,6 +112,9 @@ def make_plan(
     present = take_inventory(kinds, environ) if asks_machine and chosen else None
     selection = choose(request, environ, present, kinds)
     world = config.num_processes
+    if machine is not None and (asked := _asked(machine)) is not None:
+        _check_agreement(resolved, "num_processes", machines * asked, machine)
+        world = machines * asked
     if world is None:
         world = _processes(config.distributed_type, selection, request, asks_machine=asks_machine) * machines
     if world % machines:
@@ -110,6 +126,7 @@ def make_plan(
     if machines > 1 and not config.main_process_ip:
         raise ConfigError(
             f"num_machines is {config.num_machines} but main_process_ip is not set",
+            whose="" if machine is None else str(machine),
             cure="Write the address of machine 0 there, the same on every machine.",
         )
     backend = check_backend(config.distributed_type, world)
@@ -129,7 +146,55 @@ def make_plan(
         rendezvous=config.rendezvous,
         fewest_machines=0 if fewest == machines else fewest,
         backend=backend,
+        numbered_by="" if machine is None or machine.count == 1 else machine.platform,
     )
+
+
+def _machine(resolved: ResolvedConfig, environ: Mapping[str, str]) -> Machine | None:
+    """This machine as the cluster numbers it, which may not contradict what the user has set."""
+    given = {key: getattr(resolved.config, key) if key in resolved.origins else None for key in _NUMBERS}
+    fewest, count = (None, None) if given["num_machines"] is None else machine_range(given["num_machines"])
+    machine = find_machine(environ, rank=given["machine_rank"], count=count, fewest=fewest)
+    if machine is not None:
+        _check_agreement(resolved, "num_machines", _range(machine), machine)
+        _check_agreement(resolved, "machine_rank", machine.rank, machine)
+    return machine
+
+
+_NUMBERS = ("num_machines", "machine_rank")
+
+
+def _range(machine: Machine) -> int | str:
+    return machine.count if machine.fewest == machine.count else f"{machine.fewest}:{machine.count}"
+
+
+def _settings(machine: Machine, resolved: ResolvedConfig) -> dict[str, object]:
+    """Configuration keys that follow from the cluster's number of this machine; an address of the user's goes first."""
+    settings: dict[str, object] = {"num_machines": _range(machine), "machine_rank": machine.rank}
+    if machine.count > 1 and resolved.config.main_process_ip is None:
+        settings["main_process_ip"] = machine.address or None
+    if machine.count > 1 and resolved.config.main_process_port is None:
+        settings["main_process_port"] = machine.port
+    return settings
+
+
+def _asked(machine: Machine) -> int | None:
+    """The processes that the cluster asks for on each machine; ``None`` when it leaves that to the devices."""
+    if machine.processes == "cpu":
+        return available_cores()
+    return int(machine.processes) if machine.processes.isdecimal() else None
+
+
+def _check_agreement(resolved: ResolvedConfig, key: str, theirs: int | str, machine: Machine) -> None:
+    """Refuse a key of the user's that contradicts the cluster's variables."""
+    ours = getattr(resolved.config, key)
+    if key in resolved.origins and ours is not None and str(ours) != str(theirs):
+        found = ", ".join(f"{name}={value}" for name, value in machine.seen.items())
+        raise ConfigError(
+            f"{key} is {ours} ({resolved.origin(key)}), and {machine}, which makes it {theirs}",
+            whose=f"seen: {found}",
+            cure=f"Leave {key} out: the variables say it. To go by {key} alone, unset them.",
+        )
 
 
 def _processes(name: str | None, selection: Selection, request: DeviceRequest, *, asks_machine: bool) -> int:
@@ -185,6 +250,7 @@ def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
     """Return one line that describes the launch."""
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     here = f", {plan.processes_here} of them on machine {plan.machine_rank}" if plan.num_machines > 1 else ""
+    here += f" (numbered by {plan.numbered_by})" if plan.numbered_by else ""
     precision = resolved.config.mixed_precision
     precise = "" if precision == "no" else f", {precision}"
     chosen = "".join(f", {remark}" for remark in plan.selection.remarks)

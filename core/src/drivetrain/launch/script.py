@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.errors import LaunchError, UsageError
+from drivetrain.errors import UsageError
 from drivetrain.launch import worker
-from drivetrain.launch.coordinator import Departure, Rendezvous, make_rendezvous
+from drivetrain.launch.coordinator import TOKEN, RunIdentity, make_rendezvous
 from drivetrain.launch.environment import refuse_nested, worker_environment
-from drivetrain.launch.failures import file_report, where_they_were
-from drivetrain.launch.output import Output
 from drivetrain.launch.output import check as check_output
 from drivetrain.launch.plan import LaunchPlan, make_plan
-from drivetrain.launch.worker import EXIT_RESUMABLE
-from drivetrain.launch.workers import (
-    StopRequestedError,
-    StopSignals,
-    first_failure,
-    report,
-    run_workers,
-    start_command,
-)
+from drivetrain.launch.workers import run_workers, start_command
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the workers of this node ended.
-
-    Args:
-        code: for the shell.
-        how, why: reported to the other nodes.
-        error: raised after the report.
-    """
-
-    code: int
-    how: Departure
-    why: str = ""
-    error: Exception | None = None
 
 
 def launch(
@@ -98,65 +73,55 @@ def launch(
         logging.getLogger(__package__).setLevel(logging.INFO)
         logging.getLogger(__package__).addHandler(logging.StreamHandler())
     words = worker_command(command, module=module, no_python=no_python)
-    added = worker_variables(resolved, plan) | {
-        worker.PARENT: str(os.getpid()),
-        "ROLE_NAME": resolved.config.output.role,
-    }
-    rendezvous = make_rendezvous(plan)
-    ending = _run(words, resolved, plan, rendezvous, added)
-    said = str(ending.error)
-    sys.stderr.writelines(f"{it}\n" for it in rendezvous.leave(ending.how, ending.why) if it not in said)
+    ending = run_workers(
+        start_command(words),
+        plan,
+        make_rendezvous(plan, identify(resolved, plan, command)),
+        worker_variables(resolved, plan) | {worker.PARENT: str(os.getpid()), "ROLE_NAME": resolved.config.output.role},
+        sys.stderr.write,
+        output=resolved.config.output,
+        saves=resolved.config.save_on_interrupt,
+        project_dir=resolved.config.project_dir,
+    )
     if ending.error is not None:
         raise ending.error
     return ending.code
 
 
-def _run(
-    words: Sequence[str],
-    resolved: ResolvedConfig,
-    plan: LaunchPlan,
-    rendezvous: Rendezvous,
-    variables: Mapping[str, str],
-) -> Ending:
-    """Run the workers, and tell the user how they ended."""
-    with (
-        tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
-        Output(resolved.config.output, Path(folder)) as output,
-        StopSignals(output, plan.processes_here) as signals,
-    ):
-        try:
-            failures = run_workers(start_command(words), plan, output, signals, rendezvous, variables)
-        except LaunchError as error:
-            output.close()
-            sys.stderr.write(where_they_were(output.records))
-            return Ending(1, "stopped", error=error)
-        except OSError as error:
-            return Ending(1, "failed", f"its launcher failed: {error}", error)
-        except StopRequestedError as stop:
-            signals.kill_leftovers()
-            if resolved.config.save_on_interrupt and signals.was_starting(stop.received):
-                return _stopped_while_starting()
-            sys.stderr.write(f"stopped by {stop.received.name}; no worker is left\n")
-            return Ending(128 + stop.received, "interrupted", f"was stopped by {stop.received.name}")
-        if failures:
-            # A scheduler that signals every process may reach the workers before this one.
-            if resolved.config.save_on_interrupt and signals.was_starting(-(failures[0].exit_code or 0)):
-                signals.kill_leftovers()
-                return _stopped_while_starting()
-            sys.stderr.write(report(failures, output))
-            path = file_report(failures, resolved.config.project_dir)
-            sys.stderr.write("" if path is None else f"With the stacks of all ranks: {path}\n")
-            return Ending(failures[0].shell_code, "failed", first_failure(failures))
-        if code := signals.exit_code():
-            sys.stderr.write("the run saved itself and stopped; started again, it goes on\n")
-            return Ending(code, "interrupted", "saved itself and stopped")
-        return Ending(0, "finished")
+_JOBS = (
+    "SLURM_HET_JOB_ID",  # the components of a heterogeneous job have numbers of their own
+    *("SLURM_JOB_ID", "PET_RDZV_ID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID", "AZUREML_RUN_ID", "TRAINING_JOB_NAME"),
+)
+"""Variables by which schedulers number their jobs, the same on all machines of one."""
+
+_LOCAL_KEYS = frozenset(
+    {"num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"}
+    | {"accelerator_ids", "device_order", "project_dir", "output", "rendezvous", "monitor_interval", "debug"}
+)
+"""Keys that may differ between the machines of one run, and those that the plan has settled."""
 
 
-def _stopped_while_starting() -> Ending:
-    """The ending of a run that saves itself on a signal, but was stopped before it had anything to save."""
-    sys.stderr.write("stopped by SIGTERM before the training began; started again, it goes on from its checkpoint\n")
-    return Ending(EXIT_RESUMABLE, "interrupted", "was stopped by SIGTERM before the training began")
+def identify(
+    resolved: ResolvedConfig, plan: LaunchPlan, command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> RunIdentity:
+    """What the launchers of one run have in common: its name, and digests of configuration and command.
+
+    Args:
+        resolved: the configuration. Folders, devices and addresses are each machine's own.
+        plan: how many machines and processes.
+        command: the script, of which the folder does not count, and its arguments.
+        environ: the environment; ``None`` = this process's.
+    """
+    environ = os.environ if environ is None else environ
+    said: dict[str, object] = resolved.config.model_dump(mode="json", exclude=set(_LOCAL_KEYS))
+    said |= {f"the section {name}": section for name, section in resolved.sections.items()}
+    said |= {"num_machines": plan.machines, "num_processes": plan.world_size}
+    said["the command"] = [Path(command[0]).name, *command[1:]]
+    digests = {name: json.dumps(value, sort_keys=True, default=str) for name, value in said.items()}
+    facts = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
+    given = plan.rendezvous.run_id
+    number = next((environ[name] for name in _JOBS if environ.get(name)), "")
+    return RunIdentity(given or number, given is not None, facts, environ.get(TOKEN, ""))
 
 
 def worker_command(command: Sequence[str], *, module: bool, no_python: bool) -> list[str]:

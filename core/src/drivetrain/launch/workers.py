@@ -8,18 +8,31 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Protocol, Self
 
-from drivetrain.launch.coordinator import Rendezvous, Round
-from drivetrain.launch.failures import Failure, LastSeen, explain, read_failures, read_workers
+from drivetrain.config.schema import OutputConfig
+from drivetrain.errors import LaunchError
+from drivetrain.launch.coordinator import Departure, Rendezvous, Round
+from drivetrain.launch.failures import (
+    Failure,
+    LastSeen,
+    explain,
+    file_report,
+    read_failures,
+    read_workers,
+    where_they_were,
+)
 from drivetrain.launch.output import Output
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.worker import SIGNALS
+from drivetrain.launch.worker import EXIT_RESUMABLE, SIGNALS
 
 STOP_SECONDS = 30.0
 """How long workers may take to end after a signal before they are killed, as under ``torchrun``."""
@@ -105,9 +118,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._on_signal) for number in (*SIGNALS, *heeded)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for number, handler in self._before.items():
@@ -128,7 +139,7 @@ class StopSignals:
         """After all workers ended well: 0, or the code with which they stopped on request."""
         return max((seen.stop for seen in self._seen() if seen.stop > 1), default=0)
 
-    def was_starting(self, received: int) -> bool:
+    def was_starting(self, received: int | None) -> bool:
         """Whether a run stopped by this signal was still starting and so can be resumed from its last checkpoint.
 
         A worker is starting until it has made its accelerator, and no step can have been trained before all have.
@@ -180,57 +191,94 @@ class StopSignals:
         return len(seen) == self._num_workers and all(each.stop for each in seen)
 
 
-class WorkerGroup:
-    """The workers of one round on this node.
+@dataclass(frozen=True)
+class Ending:
+    """How the workers of this node ended.
 
     Args:
-        start: starts one worker.
+        code: for the shell.
+        how, why: reported to the other nodes.
+        error: the launcher's own, to be raised.
+        received: the signal at which the workers were stopped.
     """
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
-        self._processes: list[Process] = []
-
-    def start(self, environments: Sequence[Mapping[str, str]], output: Output, first_rank: int) -> None:
-        """Start a worker for each environment, by local rank.
-
-        Raises:
-            OSError: the program cannot be started; workers before it run.
-        """
-        for local_rank, streams in enumerate(output.open(first_rank, len(environments))):
-            environment = {**environments[local_rank], "TORCHELASTIC_ERROR_FILE": streams.error_file}
-            try:
-                self._processes.append(self._start(local_rank, environment, streams.stdout, streams.stderr))
-            finally:
-                # The worker has its own copy; ours would keep a pipe from ending.
-                for descriptor in (streams.stdout, streams.stderr):
-                    if descriptor is not None and descriptor >= 0:
-                        os.close(descriptor)
-
-    def exit_codes(self) -> list[int | None]:
-        """By local rank, as :mod:`subprocess` counts; ``None`` for workers that run."""
-        return [process.poll() for process in self._processes]
-
-    def stop(self, sent: signal.Signals = signal.SIGTERM) -> None:
-        """Terminate running workers and the processes that they started; kill those that ignore it. May be repeated.
-
-        A process that waits inside the kernel, for a device for instance, cannot be killed; it is waited for as long
-        again and then left.
-        """
-        for attempt in (sent, signal.SIGKILL):
-            running = [process for process in self._processes if process.poll() is None]
-            for process in running:
-                _log.info("process %s is sent %s", process.pid, attempt.name)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, attempt)
-                    os.killpg(process.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
-            end = time.monotonic() + STOP_SECONDS
-            for process in running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, end - time.monotonic()))
+    code: int
+    how: Departure = "finished"
+    why: str = ""
+    error: Exception | None = None
+    received: signal.Signals | None = None
 
 
 def run_workers(
+    start: Start,
+    plan: LaunchPlan,
+    rendezvous: Rendezvous,
+    variables: Mapping[str, str],
+    say: Callable[[str], object],
+    *,
+    output: OutputConfig | None = None,
+    saves: bool = False,
+    project_dir: str | None = None,
+) -> Ending:
+    """Run workers until no further round begins, and leave the rendezvous. None of them is left then.
+
+    Args:
+        start: starts one worker.
+        plan: how many there are, and how often they are looked at.
+        rendezvous: when to start, with which ranks.
+        variables: added to this process's environment for every worker.
+        say: told, in lines, how the workers ended, before this node waits for the others.
+        output: what becomes of what workers write; ``None`` = they write where the launcher does.
+        saves: the run saves itself when it is told to end.
+        project_dir: gets the file with the whole report of a failure.
+
+    Raises:
+        LaunchError: the workers of this node finished, but the job failed on another one.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="drivetrain-") as folder,
+        contextlib.closing(Output(output, Path(folder))) as streams,
+        StopSignals(streams, plan.processes_here) as signals,
+    ):
+        try:
+            failures = _run_rounds(start, plan, streams, signals, rendezvous, variables)
+            ending = Ending(signals.exit_code())
+        except LaunchError as error:
+            streams.close()
+            say(where_they_were(streams.records))
+            failures, ending = [], Ending(1, "stopped", error=error)
+        except OSError as error:
+            failures, ending = [], Ending(1, "failed", f"its launcher failed: {error}", error)
+        except StopRequestedError as stop:
+            signals.kill_leftovers()
+            why = f"was stopped by {stop.received.name}"
+            failures, ending = [], Ending(128 + stop.received, "interrupted", why, received=stop.received)
+        if failures:
+            ending = Ending(failures[0].shell_code, "failed", _first(failures))
+        # A scheduler that signals every process may reach the workers before this one.
+        received = -(failures[0].exit_code or 0) if failures else ending.received
+        if saves and signals.was_starting(received):
+            signals.kill_leftovers()
+            why = "was stopped by SIGTERM before the training began"
+            say(f"{why.removeprefix('was ')}; started again, it goes on from its checkpoint\n")
+            ending = Ending(EXIT_RESUMABLE, "interrupted", why)
+        elif failures:
+            say(_report(failures, streams))
+            path = file_report(failures, project_dir)
+            say("" if path is None else f"With the stacks of all ranks: {path}\n")
+        elif ending.received is not None:
+            say(f"stopped by {ending.received.name}; no worker is left\n")
+        elif ending.how == "finished" and ending.code:
+            say("the run saved itself and stopped; started again, it goes on\n")
+            ending = Ending(ending.code, "interrupted", "saved itself and stopped")
+    others = rendezvous.leave(ending.how, ending.why)
+    for sentence in others:
+        if sentence not in str(ending.error):
+            say(f"{sentence}\n")
+    return ending
+
+
+def _run_rounds(
     start: Start,
     plan: LaunchPlan,
     output: Output,
@@ -241,12 +289,9 @@ def run_workers(
     """Start the workers in each round, and wait until all have ended well or no further round begins.
 
     Args:
-        start: starts one worker.
-        plan: how many there are, and how often they are looked at.
+        start, plan, rendezvous, variables: as for :func:`run_workers`.
         output: what becomes of what they write.
         signals: entered.
-        rendezvous: when to start, with which ranks.
-        variables: added to this process's environment for every worker.
 
     Returns:
         Failures of workers in the last round, the cause of the others first; empty when all ended well.
@@ -267,33 +312,50 @@ def run_workers(
                 why = f"restart {current.restart_count} of {plan.max_restarts}"
             sys.stderr.write(f"the workers are started again: {why}\n")
         restart_count = current.restart_count
-        first_rank, group = current.node_rank * plan.processes_here, WorkerGroup(start)
+        first_rank = current.node_rank * plan.processes_here
+        workers: list[Process] = []
         inherited = {_NCCL: "1", **os.environ, **job, **variables, **current.variables}
         environments = [inherited | rank_environment(current, plan, rank) for rank in range(plan.processes_here)]
         try:
             with signals.held():  # a process that is being started has to be known before it can be stopped
-                group.start(environments, output, first_rank)
+                for local_rank, streams in enumerate(output.open(first_rank, len(environments))):
+                    workers.append(_start(start, local_rank, environments[local_rank], *streams))
             if current.store is not None:
                 current.store.serve()
-            codes = _watch(group, current, rendezvous, plan.monitor_interval)
+            codes = _watch(workers, current, rendezvous, plan.monitor_interval)
         except StopRequestedError as requested:
-            group.stop(requested.received)
+            _stop(workers, requested.received)
             raise
         finally:
-            group.stop()
+            _stop(workers)
             if current.store is not None:
                 current.store.close()
         if codes is not None:
             if not codes:
                 return []
             failures = read_failures({first_rank + rank: code for rank, code in codes.items()}, output.records)
-            if not rendezvous.may_restart(first_failure(failures)):
+            if not rendezvous.may_restart(_first(failures)):
                 return failures
-            sys.stderr.write(report(failures, output))
+            sys.stderr.write(_report(failures, output))
         output.close()
 
 
-def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval: float) -> dict[int, int | None] | None:
+def _start(
+    start: Start, local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None, record: str
+) -> Process:
+    """Start one worker, which records an exception in this file."""
+    try:
+        return start(local_rank, {**environment, "TORCHELASTIC_ERROR_FILE": record}, stdout, stderr)
+    finally:
+        # The worker has its own copy; ours would keep a pipe from ending.
+        for descriptor in (stdout, stderr):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+
+
+def _watch(
+    workers: Sequence[Process], current: Round, rendezvous: Rendezvous, interval: float
+) -> dict[int, int | None] | None:
     """Wait until all workers have ended well; stop all when one fails or another round has to begin.
 
     Returns:
@@ -304,17 +366,36 @@ def _watch(group: WorkerGroup, current: Round, rendezvous: Rendezvous, interval:
         time.sleep(interval)
         if current.store is not None:
             current.store.check()
-        codes = group.exit_codes()
+        codes = [worker.poll() for worker in workers]
         if any(codes):
             _log.info("exit codes by local rank: %s; the others are stopped", codes)
-            group.stop()
-            last = enumerate(group.exit_codes())
+            _stop(workers)
+            last = enumerate(worker.poll() for worker in workers)
             ended = {rank: None if code in _SENT else code for rank, code in last if code != 0}
             return ended | {rank: code for rank, code in enumerate(codes) if code}
         if None not in codes:
             return {}
         if rendezvous.must_restart():
             return None
+
+
+def _stop(workers: Sequence[Process], sent: signal.Signals = signal.SIGTERM) -> None:
+    """Terminate running workers and the processes that they started; kill those that ignore it. May be repeated.
+
+    A process that waits inside the kernel, for a device for instance, cannot be killed; it is waited for as long again
+    and then left.
+    """
+    for attempt in (sent, signal.SIGKILL):
+        running = [worker for worker in workers if worker.poll() is None]
+        for worker in running:
+            _log.info("process %s is sent %s", worker.pid, attempt.name)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, attempt)
+                os.killpg(worker.pid, signal.SIGCONT)  # a stopped process handles no signal until it continues
+        end = time.monotonic() + STOP_SECONDS
+        for worker in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(max(0.0, end - time.monotonic()))
 
 
 def rank_environment(current: Round, plan: LaunchPlan, local_rank: int) -> dict[str, str]:
@@ -329,12 +410,12 @@ def rank_environment(current: Round, plan: LaunchPlan, local_rank: int) -> dict[
     return {name: str(number) for name, number in numbers.items()} | words
 
 
-def first_failure(failures: Sequence[Failure]) -> str:
+def _first(failures: Sequence[Failure]) -> str:
     """``rank 1 failed: ...``, for other nodes to read."""
     return f"rank {failures[0].rank} failed: {failures[0]}"
 
 
-def report(failures: list[Failure], output: Output) -> str:
+def _report(failures: list[Failure], output: Output) -> str:
     """The report of failures: the end of the first failed rank's output if it was not shown, and all ranks."""
     output.close()  # so that the report comes after all output of the workers
     return f"{output.last_words(failures[0].rank)}{explain(failures)}\n"

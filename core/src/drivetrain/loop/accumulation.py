@@ -5,7 +5,8 @@ optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoo
 
 Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
 not known before the last batch, its number of items not before the last micro-batch); after the closing backward
-:meth:`Window.correction` gives the factor that corrects it.
+:meth:`Window.correction` gives the factor that corrects it. In a window of one micro-batch its items are summed before
+the backward, so that hooks on gradients are given what they are given on one process.
 
 A mean loss weighs by the samples that it is a mean over, which the loader knows without communication: a rank whose
 last batch is shorter than the others' weighs less in the sum over ranks, a shorter global batch weighs less in its
@@ -19,17 +20,22 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from drivetrain.distributed.watchdog import check_collective, log_call
+from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
+from drivetrain.loop.gradient_hooks import refuse_multiples
+from drivetrain.loop.loss import count_items, is_mean_of_labels, leaves, sums_over_batch
 
 if TYPE_CHECKING:
-    from drivetrain.backend import Backend, Trainable
+    from torch.optim import Optimizer
+
+    from drivetrain.backend import Backend
     from drivetrain.data.active import LoopState
     from drivetrain.data.plan import Rows
     from drivetrain.loop.model import PreparedModel
@@ -86,7 +92,10 @@ class Window:
         self._first: Rows | None = None
         self.items: Items | None = None
         """What the losses of this window are sums over, so far; ``None`` for means."""
-        self._by_items: bool | None = None
+        self._normalised_by = ""
+        """What the losses of this window are divided by: ``"samples"``, ``"num_items"`` or a ``"denominator"``."""
+        self._exact = False
+        """The denominator is the number of items of all losses so far."""
         self._previous_items: Tensor | None = None
         self._batch: int | None = None
         self._steps_in_batch = self._steps_in_previous_batch = 0
@@ -158,63 +167,88 @@ class Window:
         if rows is None or first is None:
             self.weight = self._share = 1.0
         else:
-            self.weight = rows.real[self.dp_rank] * self.dp_size / first.total
             self._share = rows.total / first.total
+            self.weight = rows.weight(self.dp_rank) * self._share
 
     def weigh_alone(self, loop: LoopState) -> None:
         """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
-        self.rows, self.conflict = loop.rows, loop.conflict
-        rows = self.rows
-        even = rows is None or rows.even
-        self.weight = 1.0 if even or rows is None else rows.real[self.dp_rank] * self.dp_size / rows.total
+        rows = self.rows = loop.rows
+        self.conflict = loop.conflict
+        self.weight = 1.0 if rows is None or rows.even else rows.weight(self.dp_rank)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether gradients are in units of a guess at the number of items."""
+        return self.items is not None and not self._exact
 
     def reset(self) -> None:
         """Reset after the window is finished."""
         self.position = self.backwards = self.backwards_here = 0
-        self.items = self._by_items = None
+        self.items, self._normalised_by = None, ""
         self._covered = 0.0
 
-    def scale(self, items: Items | None, total: Callable[[Items], Tensor]) -> float | Tensor:
-        """Count one backward and return the ``scale`` by which its loss is multiplied.
+    def _refuse_mixture(self, by: str) -> NoReturn:
+        word = by if self._normalised_by == "samples" else self._normalised_by
+        said = "a denominator" if word == "denominator" else word
+        nothing = " (0 for a loss that counts no items)" if word == "num_items" else ""
+        raise UsageError(
+            f"backward was called with {said} and without it in one accumulation window",
+            cure=f"Pass {word} with every loss of a window{nothing}, or with none.",
+        )
+
+    def scale_given(self, denominator: float | Tensor) -> float | Tensor:
+        """As :meth:`scale` for a loss whose denominator the script knows: no weight, nothing to communicate or correct.
+
+        Raises:
+            UsageError: other losses of the window came without it.
+        """
+        if self._normalised_by not in ("", "denominator"):
+            self._refuse_mixture("denominator")
+        self._normalised_by = "denominator"
+        return 1.0 / denominator
+
+    def scale(
+        self, items: Items | None, total: Callable[[Items], Tensor], *, closes: bool = False
+    ) -> float | Tensor:
+        """The ``scale`` by which a loss is multiplied.
 
         Args:
             items: what this loss is a sum over, or ``None`` for a mean.
-            total: sum of ``items`` over the data-parallel ranks (collective); called once, in a run's first window.
+            total: sum of ``items`` over the data-parallel ranks (collective); called once, in a run's first window, and
+                where a window's first backward closes it.
+            closes: this backward reduces gradients.
 
         Raises:
             UsageError: one window mixes losses with and without ``num_items``, or a mean loss has no weight.
         """
-        self.backwards += 1
-        self.backwards_here += 1
-        if self.conflict and items is None:
-            raise UsageError(
-                f"{self.conflict}, so that no weight makes one loss of them the loss of one big batch",
-                cure="Give the DataLoaders drop_last=True, or pass a sum with num_items to backward().",
-            )
-        if items is None and self._by_items is False:
-            return self.weight / self.denominator
-        if items is not None and not self.weight:
-            # This rank holds a repeated sample, to take part in the step.
-            items = items * 0
-        by_items = items is not None
-        if self._by_items is None:
-            self._by_items = by_items
-            if not by_items:
+        if items is None:
+            if self.conflict:
+                raise UsageError(
+                    f"{self.conflict}, so that no weight makes one loss of them the loss of one big batch",
+                    cure="Give the DataLoaders drop_last=True, or pass a sum with num_items to backward().",
+                )
+            if not self._normalised_by:
+                self._normalised_by = "samples"
                 self.denominator = float(self.dp_size * self.length)
-            else:
-                if self._previous_items is None:
-                    self._previous_items = total(items if items is not None else 0)
-                # A power of two does not change the digits of the result.
-                self.denominator = 2.0 ** round(math.log2(max(float(self._previous_items), 1.0)))
-        elif self._by_items != by_items:
-            raise UsageError(
-                "backward was called with num_items and without it in one accumulation window",
-                cure="Pass num_items with every loss of a window (0 for a loss that counts no items), or with none.",
-            )
-        if items is not None:
-            self.items = items if self.items is None else self.items + items
-            return (1.0 if self.weight else 0.0) / self.denominator
-        return self.weight / self.denominator
+            elif self._normalised_by != "samples":
+                self._refuse_mixture("samples")
+            return self.weight / self.denominator
+        if self._normalised_by not in ("", "num_items"):
+            self._refuse_mixture("num_items")
+        self._normalised_by = "num_items"
+        # Without a weight this rank holds a repeated sample, to take part in the step.
+        counts = 1.0 if self.weight else 0.0
+        items = items if counts else items * 0
+        self._exact = closes and self.items is None
+        if self._exact:
+            self.denominator = self._previous_items = total(items).clamp(min=1.0)
+        elif self.items is None:
+            if self._previous_items is None:
+                self._previous_items = total(items)
+            # A power of two does not change the digits of the result.
+            self.denominator = 2.0 ** round(math.log2(max(float(self._previous_items), 1.0)))
+        self.items = items if self.items is None else self.items + items
+        return counts / self.denominator
 
     def correction(self, total: Callable[[Items], Tensor]) -> float | Tensor:
         """Factor for all gradients after a closing backward; 1.0 when the denominator was right.
@@ -222,16 +256,16 @@ class Window:
         Args:
             total: as in :meth:`scale`; called once per closing backward of a window with items.
         """
-        if self.items is None and (self.position == 0 or self._covered == self.length):
+        if self._normalised_by == "denominator" or (self.items is not None and self._exact):
+            return 1.0
+        truth: float | Tensor
+        if self.items is not None:
+            truth = self._previous_items = total(self.items).clamp(min=1.0)
+        elif self.position == 0 or self._covered == self.length:
             # The length was right, or the script counts the micro-batches itself.
             return 1.0
-        if self.items is not None:
-            items = total(self.items).clamp(min=1.0)
-            self._previous_items = items
-            factor: float | Tensor = self.denominator / items
-            self.denominator = items
-            return factor
-        truth = self.dp_size * self._covered
+        else:
+            truth = self.dp_size * self._covered
         factor = self.denominator / truth
         self.denominator = truth
         return factor
@@ -251,16 +285,20 @@ class MicroBatch:
         window.begin(loop.loop_state(), loop.steps)
         self._outer, loop.window = loop.window, window
         self._was_open, window.open = window.open, True
+        reduces = window.reduces
         for model in window.models:
             model.window = window
-            model.synchronise()
+            if model.reduces is not reduces:
+                model.synchronise()
 
     def __exit__(self, *exc: object) -> None:
         window = self._window
         # `closing` keeps its value for a step that follows the block; reduction is switched on again.
         window.open = self._was_open
+        reduces = window.reduces
         for model in window.models:
-            model.synchronise()
+            if model.reduces is not reduces:
+                model.synchronise()
         if self._outer.open:
             self._loop.window = self._outer
 
@@ -302,12 +340,18 @@ class TrainingLoop:
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self._looked_at: set[int] = set()
         """Models whose loss was looked at for being a mean over labels."""
-        self._judged: set[tuple[int, type, type | None]] = set()
+        self._judged: set[tuple[int, type, type | None, int]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
+        self.loose: dict[int, ReferenceType[Tensor]] = {}
+        """Tensors that losses trained and that were of no prepared model then, by identity."""
+        self._holds_none: dict[int, tuple[int, int]] = {}
+        """Optimizers that hold none of them, by identity, with the numbers of those and of its parameters then."""
+        self._searched: set[type] = set()
+        self._num_backwards = 0
         self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
-        # An engine that computes a loss in parts has no graph of it here; count_items refuses a sum itself.
-        self._judges = self._dp_size > 1 and not count_items and not backend.capabilities.pipelined
-        self._windows: dict[tuple[int, ...], Window] = {}
+        self._linear_hooks: set[int] = set()
+        self._finds_loose = self._dp_size > 1 and not backend.capabilities.pipelined
+        self._windows: dict[tuple[PreparedModel, ...], Window] = {}
         self.manual = self.window = Window(steps, self._dp_size, self._dp_rank)
         """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
         self.set_steps(steps)
@@ -316,14 +360,13 @@ class TrainingLoop:
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
-    def accumulate(self, models: Sequence[PreparedModel]) -> MicroBatch:
+    def accumulate(self, models: tuple[PreparedModel, ...]) -> MicroBatch:
         """One micro-batch of these models' window. See :meth:`drivetrain.Accelerator.accumulate`."""
-        models = models or self.models
-        key = tuple([model.index for model in models])
-        window = self._windows.get(key)
+        models = models or tuple(self.models)
+        window = self._windows.get(models)
         if window is None:
-            window = self._windows[key] = Window(
-                self.steps, self._dp_size, self._dp_rank, tuple(models), sync_each_batch=self._sync_each_batch
+            window = self._windows[models] = Window(
+                self.steps, self._dp_size, self._dp_rank, models, sync_each_batch=self._sync_each_batch
             )
         return MicroBatch(self, window)
 
@@ -361,7 +404,13 @@ class TrainingLoop:
 
     # ---- backward ---------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, num_items: Items | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        num_items: Items | None = None,
+        denominator: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.models:
             log_call("backward")
@@ -372,8 +421,16 @@ class TrainingLoop:
                 f"backward() does not take {', '.join(sorted(kwargs))} with a prepared model",
                 cure="Call torch.autograd.grad yourself for a gradient that is not a training step.",
             )
-        models, closes = (self.window.models, self.window.closing) if self.window.open else self._outside()
-        window = self.window
+        if self.window.open:
+            models, closes = self.window.models, self.window.closing
+        else:
+            # Of the models that ran forward, else of all.
+            models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
+            self.window, closes = self.manual, True
+            self.manual.weigh_alone(self.loop_state())
+            for model in models:
+                model.window = self.manual
+                closes = closes and not model.held
         # Ranks may make different numbers of backwards that reduce nothing.
         (check_collective if closes else log_call)("backward")
         primary = models[0]
@@ -381,36 +438,111 @@ class TrainingLoop:
             if model.active:
                 primary = model
                 break
-        if num_items is None and self._judges and window.rows is not None:
-            self._refuse_sum(loss, window.rows, primary)
-        if num_items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
-            num_items = self._items_of(loss)
-            scale = window.scale(num_items, self._total) * num_items
-        else:
-            scale = window.scale(num_items, self._total)
-        if primary.index not in self._looked_at:
-            self._look_at(loss, primary, window.rows, by_items=num_items is not None)
-        primary.trainable.backward(loss, scale)
+        window = self.window
+        scale = self._scale(loss, primary, num_items, denominator, closes=closes)
+        if window.guesses:
+            self._refuse_hooks(models)
+        window.backwards += 1
+        window.backwards_here += 1
+        try:
+            primary.trainable.backward(loss, scale)
+        except RuntimeError as error:
+            note_likely_cause(error)
+            raise
         if closes:
-            factor = window.correction(self._total)
-            if isinstance(factor, Tensor) or factor != 1.0:
-                for model in models:
-                    model.trainable.scale_gradients(factor)
+            self._correct(models)
             self.gradients_reduced()
         for model in self.models:
             model.active = False
 
-    def _outside(self) -> tuple[Sequence[PreparedModel], bool]:
-        """Models of a loss outside of ``accumulate``, and whether their gradients are reduced; sets the window."""
-        # Those that ran forward, else all.
-        models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
-        self.window = self.manual
-        self.manual.weigh_alone(self.loop_state())
-        closes = True
+    def _correct(self, models: Sequence[PreparedModel]) -> None:
+        """Correct the gradients of these models after a closing backward. As :meth:`Window.correction`."""
+        factor = self.window.correction(self._total)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            self._refuse_hooks(models)
+            for model in models:
+                model.trainable.scale_gradients(factor)
+
+    def _refuse_hooks(self, models: Sequence[PreparedModel]) -> None:
+        """Refuse hooks of the script for which a multiple of the gradient is not as good as the gradient."""
+        # torch numbers all hooks of a process, so that parameters are asked only where one was set.
+        by_items = self.window.guesses
+        now = RemovableHandle.next_id, by_items
         for model in models:
-            model.window = self.manual
-            closes = closes and not model.held
-        return models, closes
+            if model.hooks_tried != now:
+                refuse_multiples(model.trainable.gradient_hooks(), self._linear_hooks, by_items=by_items)
+                model.hooks_tried = now
+
+    def _scale(
+        self,
+        loss: Tensor,
+        model: PreparedModel,
+        items: Items | None,
+        denominator: float | Tensor | None,
+        *,
+        closes: bool,
+    ) -> float | Tensor:
+        """The factor of a loss in the current window.
+
+        Collective over data-parallel ranks in a run's first window of items, and where one backward is a whole window.
+        """
+        if self._finds_loose and not (model.held or model.steps_alone):
+            number = self._num_backwards = self._num_backwards + 1
+            # The first loss of each kind is looked at, then ever fewer.
+            if type(loss.grad_fn) not in self._searched or not number & (number - 1):
+                self._find_loose(loss)
+        window = self.window
+        if denominator is not None:
+            if items is not None:
+                raise UsageError(
+                    "backward() was given both num_items and denominator",
+                    cure="Pass num_items, which are summed over the ranks, or the denominator where it is known.",
+                )
+            return window.scale_given(denominator)
+        if items is None and window.rows is not None:
+            self.refuse_sum(loss, window.rows, model, window.weight)
+        if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
+            items = self._items_of(loss)
+            scale = window.scale(items, self._total, closes=closes) * items
+        else:
+            scale = window.scale(items, self._total, closes=closes)
+        if model.index not in self._looked_at:
+            self._look_at(loss, model, window.rows, by_items=items is not None)
+        return scale
+
+    def _find_loose(self, loss: Tensor) -> None:
+        """Remember the tensors that a loss trains and that are of no prepared model, whose gradients nothing reduces.
+
+        Raises:
+            UsageError: the prepared models have nothing to train, so that the loss trains nothing else.
+        """
+        self._searched.add(type(loss.grad_fn))
+        parameters = [one for model in self.models for one in model.trainable.module.parameters()]
+        if not any(one.requires_grad for one in parameters):
+            raise UsageError(
+                "no parameter of a prepared model requires a gradient, so that this loss trains other tensors, whose "
+                "gradients would be those of this rank's samples alone",
+                cure=_LOOSE,
+            )
+        known = set(map(id, parameters))
+        self.loose |= {id(leaf): ref(leaf) for leaf in leaves(loss) if id(leaf) not in known}
+
+    def refuse_loose(self, optimizer: Optimizer) -> None:
+        """Raise where an optimizer is about to step a tensor of no prepared model that a loss of this loop trained."""
+        looked_at = len(self.loose), sum([len(group["params"]) for group in optimizer.param_groups])
+        if self._holds_none.get(id(optimizer)) == looked_at:
+            return
+        parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        loose = [each for each in parameters if id(each) in self.loose and self.loose[id(each)]() is not None]
+        if not loose:
+            self._holds_none[id(optimizer)] = looked_at
+        for each in loose:
+            if each.grad is not None and not any(model.trainable.shares([each]) for model in self.models):
+                raise UsageError(
+                    f"{type(optimizer).__name__} steps a tensor of shape {tuple(each.shape)} that is of no prepared "
+                    "model, and its gradient is that of this rank's samples alone",
+                    cure=_LOOSE,
+                )
 
     def gradients_reduced(self) -> None:
         """Synchronise buffers, after a backward that reduces gradients. Collective over data-parallel ranks."""
@@ -453,24 +585,41 @@ class TrainingLoop:
                 self.steps,
             )
 
-    def _refuse_sum(self, loss: Tensor, rows: Rows, model: PreparedModel) -> None:
-        """Check each kind of loss once, and refuse a sum over the batch, which an average over ranks would scale."""
+    def refuse_sum(
+        self, loss: Tensor, rows: Rows, model: PreparedModel, weight: float, number: int | None = None
+    ) -> None:
+        """Check each kind of loss once, and refuse a sum over the batch, which an average over ranks would scale.
+
+        Args:
+            loss: of the current batch.
+            rows: of it.
+            model: that it belongs to.
+            weight: of a mean over these rows. Where it is not 1, a constant divisor is no number of rows.
+            number: of rows, where the loss is of a part of the batch.
+        """
+        number, ranks = number or rows.real[self._dp_rank], self._dp_size
+        # count_items refuses a sum itself.
+        if ranks == 1 or self.count_items or not rows.counted or rows.real != rows.loaded or number < 2:
+            return
+        example = model.trainable.example_loss(loss, number)
+        if example is None:
+            return
+        loss, number = example
         node = loss.grad_fn
         edges = node.next_functions if node is not None else ()
-        kind = model.index, type(node), type(edges[0][0]) if edges else None
-        number, ranks = rows.real[self._dp_rank], self._dp_size
-        if kind in self._judged or not rows.counted or rows.real != rows.loaded or number < 2:
+        kind = model.index, type(node), type(edges[0][0]) if edges else None, 0 if weight == 1.0 else number
+        if kind in self._judged:
             return
         self._judged.add(kind)
         if sums_over_batch(loss, number, ranks):
             self._judged.discard(kind)
             whole = "accelerator.num_processes" if self.backend.topology.world_size == ranks else str(ranks)
             raise UsageError(
-                f"the loss is a sum over this rank's {number} rows, and backward() averages over {ranks} ranks, so "
-                f"that gradients would be 1/{ranks} of those of one process",
+                f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
+                f"{ranks} ranks, so that gradients would be 1/{ranks} of those of one process",
                 cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
-                "accelerator.backward(loss, num_items=n) divides by the n of all ranks; or, for the sum over all ranks "
-                f"itself, accelerator.backward(loss * {whole}).",
+                "num_items=n divides by the n of all ranks; or, for the sum over all ranks itself, multiply the loss "
+                f"by {whole}.",
             )
 
     def _total(self, items: Items) -> Tensor:
@@ -548,6 +697,13 @@ class TrainingLoop:
             model.trainable.release()
 
 
+_LOOSE = (
+    "Make it a parameter of a prepared model, or put it into an nn.Module whose forward computes with it, and prepare "
+    "that with its optimizer. Where each rank has its own, call loss.backward() instead of "
+    "accelerator.backward(loss)."
+)
+
+
 def _endless(loop: LoopState) -> LoopState:
     """A loop state whose end closes no window."""
     return loop._replace(is_last=False, unknown="")
@@ -555,22 +711,3 @@ def _endless(loop: LoopState) -> LoopState:
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def loop_forward_backward(
-    trainable: Trainable,
-    micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
-    loss_fn: Callable[[Any, Any], Tensor],
-    scale: float | Tensor,
-) -> Tensor:
-    """:meth:`Trainable.forward_backward` for engines that run forward at once: one micro-batch after the other."""
-    total: Tensor | None = None
-    for index, (args, kwargs, batch) in enumerate(micro_batches):
-        trainable.synchronise_gradients(index == len(micro_batches) - 1)
-        loss = loss_fn(trainable.forward(*args, **kwargs), batch)
-        trainable.backward(loss, scale)
-        detached = loss.detach()
-        total = detached if total is None else total + detached
-    if total is None:
-        raise UsageError("a training step needs at least one micro-batch")
-    return total

@@ -5,6 +5,9 @@ rank, and a checkpoint those of one rank. When they are synchronised depends on 
 (parameters in shards), before the first evaluation after training, which costs nothing in a training step; elsewhere
 with the backward that closes an accumulation window, the last point that every rank is sure to reach. Ranks may then
 evaluate different numbers of batches, or the main process alone.
+
+A forward that writes what it computes from a batch to a buffer (a running mean, a queue of features, a count of tokens)
+computes it from one rank's samples, so that training is not that of one process. It is said once, by comparing values.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.distributed import collectives
 from drivetrain.distributed.watchdog import MainProcessOnlyCall, log_call
@@ -48,6 +52,9 @@ class Buffers:
         self._changed = False
         self._apart = False
         self._windows = 0
+        self._rounds = 0
+        """Windows, or training forwards with `together`."""
+        self._said = topology.rank != 0
         self._late: MainProcessOnlyCall | None = None
         if topology.dp_size > 1 and not together:
             lost = "they evaluate with statistics of their own"
@@ -76,6 +83,8 @@ class Buffers:
         if not self.matter:
             return
         if self._module.training:
+            if self._together:
+                self._look()
             self._changed = True
             if self._each_forward:
                 self.agree()
@@ -89,6 +98,7 @@ class Buffers:
         """To be called after each backward that reduces gradients. Collective over the data-parallel ranks."""
         self._windows += 1
         if self.matter and not self._together and not self._apart:
+            self._look()
             # The script may have trained without calling the model itself.
             self._changed = self._changed or self._module.training
             self.agree()
@@ -105,6 +115,42 @@ class Buffers:
             self._changed = True
             self.agree()
 
+    def _look(self) -> None:
+        """Warn once of buffers that differ between ranks. Collective over the data-parallel ranks.
+
+        In rounds 1, 2, 4, 8, ...: it waits for the device, and what a forward writes it writes in most steps.
+        """
+        self._rounds += 1
+        if self._apart or self._rounds & (self._rounds - 1):
+            return
+        names = {id(part): name for name, part in self._module.named_modules()}
+        found = [
+            (f"{names[id(part)]}.{name}".removeprefix("."), buffer)
+            for part in self._module.modules()
+            if not isinstance(part, _BatchNorm)  # said in `prepare`
+            for name, buffer in part.named_buffers(recurse=False)
+            if not buffer.is_meta
+        ]
+        if not found:
+            return
+        mine = torch.stack([_sums(buffer).to(self._topology.device) for _, buffer in found])
+        first = mine.clone()
+        collectives.broadcast_in_place([first], self._topology)
+        differ = ~torch.isclose(mine, first, rtol=_ROUNDING, atol=0.0, equal_nan=True).all(1)
+        differ = collectives.all_reduce(differ.float(), "max", self._topology)
+        if not self._said and bool(differ.any()):
+            self._said = True
+            named = [name for (name, _), one in zip(found, differ.tolist(), strict=True) if one]
+            logger.warning(
+                "%s writes to buffers in forward (%s), and each of %d data-parallel ranks computes them from its own "
+                "samples. All ranks evaluate with those of the first, which are in checkpoints too, and training is "
+                "not that of one process with the global batch. In forward, gather what is written over the ranks "
+                "(torch.distributed.all_gather), so that every rank writes the same.",
+                type(self._module).__name__,
+                ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else ""),
+                self._topology.dp_size,
+            )
+
     def agree(self) -> None:
         """Broadcast the first data-parallel rank's values, if the model was trained since the last time.
 
@@ -114,6 +160,16 @@ class Buffers:
             self._changed = False
             own = (part for part in self._module.modules() if not isinstance(part, Synchronised))
             collectives.broadcast_in_place([each for part in own for each in persistent_buffers(part)], self._topology)
+
+
+_ROUNDING = 1e-5
+"""Of sums of a buffer, which other kernels or orders of summation explain."""
+
+
+def _sums(buffer: Tensor) -> Tensor:
+    """Two numbers that differ where values do, values that changed places too."""
+    flat = buffer.detach().abs().double().flatten() if buffer.is_complex() else buffer.detach().double().flatten()
+    return torch.stack([flat.sum(), flat @ torch.linspace(1, 2, flat.numel(), dtype=flat.dtype, device=flat.device)])
 
 
 def persistent_buffers(part: nn.Module) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drivetrain.backend import Backend
 from drivetrain.distributed import nested
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.loop.model import PreparedModel, prepared_model
+from drivetrain.loop.model import prepared_model
 
 
 @final
@@ -45,26 +45,29 @@ class LocalSGD:
         self.enabled = enabled and self._backend.topology.dp_size > 1
         self.num_steps = 0
         """Optimizer steps since the block was entered."""
-        able = self._backend.capabilities
-        if self.enabled and not able.replicated:
-            why = "does not hold all parameters on every rank" if not able.replicated else "always reduces gradients"
+        if not self.enabled:
+            return
+        if not self._backend.capabilities.replicated:
             raise UnsupportedError(
-                f"{type(self._backend).__name__} {why}, so ranks cannot train alone",
+                f"{type(self._backend).__name__} does not hold all parameters on every rank, so ranks cannot train "
+                "alone",
                 cure="Use a backend such as the default one for several processes, or LocalSGD(..., enabled=False).",
             )
-        if self.enabled and prepared_model(model) is None:
+        prepared = prepared_model(model)
+        if prepared is None:
             raise UsageError(
                 f"this {type(model).__name__} was not prepared", cure="Pass what accelerator.prepare(model) returned."
             )
+        self._prepared = prepared
 
     def __enter__(self) -> Self:
         self.num_steps = 0
         if self.enabled:
-            prepared = self._prepared()
-            prepared.steps_alone = True
-            prepared.trainable.synchronise_gradients(False)
+            self._prepared.steps_alone = True
+            trainable = self._prepared.trainable
+            trainable.synchronise_gradients(False)
             # Accumulation windows and train_step switch the reduction on where a window ends; here it stays off.
-            prepared.trainable.synchronise_gradients = _leave_it  # type: ignore[method-assign]
+            trainable.synchronise_gradients = lambda enabled: None  # type: ignore[method-assign]  # noqa: ARG005
         return self
 
     def step(self) -> None:
@@ -82,18 +85,12 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.enabled:
-            prepared = self._prepared()
-            prepared.steps_alone = False
-            del prepared.trainable.synchronise_gradients
-            prepared.trainable.synchronise_gradients(prepared.reduces)
+            self._prepared.steps_alone = False
+            del self._prepared.trainable.synchronise_gradients
+            self._prepared.trainable.synchronise_gradients(self._prepared.reduces)
         # After an error the other ranks may be at another point.
         if self.enabled and kind is None and self.num_steps % self.local_sgd_steps:
             self._average()
-
-    def _prepared(self) -> PreparedModel:
-        prepared = prepared_model(self.model)
-        assert prepared is not None, "checked when this was made"
-        return prepared
 
     def _average(self) -> None:
         parameters: list[Tensor] = [one for one in self.model.parameters() if one.requires_grad]
@@ -103,8 +100,3 @@ class LocalSGD:
         with torch.no_grad():
             for value, mean in zip(values, means, strict=True):
                 value.copy_(mean)
-
-
-def _leave_it(enabled: bool) -> None:
-    """Replaces a trainable's ``synchronise_gradients`` within the block."""
-    del enabled

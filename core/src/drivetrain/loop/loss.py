@@ -56,6 +56,7 @@ _MIXES_ROWS = _nodes(
     "Median1 Min0 Min1 Mv0 Norm0 Prod0 Prod1 ScatterAdd0 ScatterReduce0 Sort0 Std0 StdMean0 Sum0 Topk0 Var0 VarMean0"
 )
 """Of all rows, or along a dimension that may be theirs."""
+_SELECTS = _nodes("Index0 MaskedFill0 MaskedSelect0 Where0")
 _PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
@@ -70,14 +71,15 @@ class _Term(NamedTuple):
 
     Args:
         node: a loss function, a mean or sum over several elements, or anything that is not linear in one operand.
-        factors: what it is multiplied by on its way to the loss; ``None`` for a tensor, or a divisor that may be a
-            count.
+        factors: what it is multiplied by on its way to the loss; ``None`` for a tensor.
+        divisors: whole numbers that it is divided by, which may be counts.
         functions: autograd functions of Python lie between, and may compute anything.
         exact: only these and views lie between, so that the loss has the value of this node.
     """
 
     node: Any
     factors: tuple[float | None, ...] = ()
+    divisors: tuple[int, ...] = ()
     functions: bool = False
     exact: bool = True
 
@@ -97,7 +99,9 @@ def _terms(start: Any) -> Iterator[_Term]:
         if name in _ADDS or name in ("NegBackward0", "StackBackward0"):
             passes, term = True, term._replace(exact=False)
         elif name in _PRODUCTS and len(inner) == 1 and not (name.startswith("Div") and _divides_by(node)):
-            passes, term = True, term._replace(exact=False, factors=(*term.factors, _factor(node)))
+            factor, divisor = _factor(node)
+            divisors = term.divisors if divisor is None else (*term.divisors, divisor)
+            passes, term = True, term._replace(exact=False, factors=(*term.factors, factor), divisors=divisors)
         elif isinstance(node, torch.autograd.function.BackwardCFunction) and len(inner) == 1:
             # An engine's function that passes the value on, which is verified by comparing values.
             passes, term = True, term._replace(functions=True)
@@ -218,6 +222,22 @@ def _next(node: Any) -> Any:
     return node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
+# ---- leaves ---------------------------------------------------------------------------------------------------------
+
+
+def leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors whose gradients a backward of ``loss`` accumulates, as far as autograd's own graph shows them."""
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            yield node.variable  # type: ignore[attr-defined]
+        pending.extend(_inner(node))
+
+
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +253,14 @@ def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
     """
     if rows < 2 or loss.grad_fn is None:
         return False
+    terms = list(_terms(loss.grad_fn))
     return any(
         _is_sum(term)
         and _has_rows(term.node, rows)
         and not _is_scaled(term, rows, ranks)
-        and _comes_from_batch(term.node, rows)
-        for term in _terms(loss.grad_fn)
-    )
+        and _comes_from_batch(term.node, rows, term.divisors)
+        for term in terms
+    ) or _adds_rows(terms, rows, ranks)
 
 
 def _is_sum(term: _Term) -> bool:
@@ -249,9 +270,41 @@ def _is_sum(term: _Term) -> bool:
     return is_sum and not term.functions and None not in term.factors
 
 
+def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int) -> bool:
+    """Whether a loop adds a loss for each row: as many terms of one kind, each of a single row, as there are rows."""
+    alike: dict[Any, list[_Term]] = {}
+    for term in terms:
+        sizes = _sizes_of_row(term.node, rows)
+        if sizes is not None and not term.functions and None not in term.factors:
+            alike.setdefault((term.node.name(), sizes, term.factors, term.divisors), []).append(term)
+    return any(
+        len(several) % rows == 0
+        and not _is_scaled(several[0], rows, ranks)
+        and all(_comes_from_batch(term.node, rows) for term in several[:rows])
+        for several in alike.values()
+    )
+
+
+def _sizes_of_row(node: Any, rows: int) -> tuple[int, ...] | None:
+    """Sizes of what a term reduces, where that may be one row of the batch; ``None`` elsewhere."""
+    name = node.name()
+    if name == "UnbindBackward0":
+        return () if node._saved_dim == 0 and len(node._input_metadata) == rows else None  # noqa: SLF001
+    if name == "SelectBackward0":
+        sizes = tuple(node._saved_self_sym_sizes)  # noqa: SLF001
+        return sizes if node._saved_dim == 0 and sizes[0] == rows else None  # noqa: SLF001
+    if name not in _SUMS | _MEANS | _LOSSES:
+        return None
+    sizes = _sizes(node)
+    return sizes if not sizes or sizes[0] % rows else None
+
+
 def _sizes(node: Any) -> tuple[int, ...]:
-    """Sizes of the operand of a sum."""
-    return tuple(node._saved_self.shape if node.name() in _LOSSES else node._saved_self_sym_sizes)  # noqa: SLF001
+    """Sizes of the operand of a sum, mean or loss; none for another node."""
+    name = node.name()
+    if name in _LOSSES:
+        return tuple(node._saved_self.shape)  # noqa: SLF001
+    return tuple(node._saved_self_sym_sizes) if name in _SUMS | _MEANS else ()  # noqa: SLF001
 
 
 def _adds_scalars(node: Any) -> bool:
@@ -291,7 +344,10 @@ def _has_rows(node: Any, rows: int) -> bool:
 def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
     """Whether a factor shows that the sum is intended."""
     counts = _counts(_sizes(term.node), rows)
-    return any(
+    if term.node.name() in _NLL:
+        # Labels that do not count are left out of the number that a script divides by.
+        counts.add(int((term.node._saved_target != _ignored(term.node)).sum()))  # noqa: SLF001
+    return not counts.isdisjoint(term.divisors) or any(
         factor == 0 or _is_reciprocal(factor, counts) or (factor >= ranks and (factor / ranks).is_integer())
         for factor in term.factors
         if factor is not None
@@ -307,9 +363,15 @@ def _is_reciprocal(factor: float, counts: set[int]) -> bool:
     return any(math.isclose(abs(factor) * count, 1.0, rel_tol=1e-6) for count in counts)
 
 
-def _comes_from_batch(start: Any, rows: int) -> bool:
-    """Whether a sum's operand is computed row by row from a batch and not divided by the number of rows."""
-    counts = _counts(_sizes(start), rows)
+def _comes_from_batch(start: Any, rows: int, divisors: Sequence[int] = ()) -> bool:
+    """Whether a sum's operand is computed row by row from a batch and not divided by the number of rows.
+
+    A whole number among ``divisors`` may be the number of elements that a mask or an index leaves; without one it is
+    no count of anything that is summed.
+    """
+    sizes = _sizes(start)
+    counts = _counts(sizes, rows)
+    may_be_count = any(1 < each <= math.prod(sizes) for each in divisors)
     pending = [(each, start.name() in _SUMS) for each in _inner(start)]
     seen: set[Any] = set()
     found = False
@@ -326,11 +388,15 @@ def _comes_from_batch(start: Any, rows: int) -> bool:
             linear = linear and len(inner) == 1
             if linear and _normalises(node, counts):
                 return False
+            if may_be_count and len(inner) == 1 and _is_mask(_constant(node)):
+                return False
         elif name in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
             if _signed(node._saved_dim) % max(node._saved_result.dim(), 1) == 0:  # noqa: SLF001
                 return False
             linear = False
         elif name in _LINEAR or name in _ELEMENTWISE or name in _OVER_DIMS:
+            if may_be_count and name in _SELECTS:
+                return False
             linear = linear and (name in _LINEAR or name in ("MeanBackward1", "SumBackward1"))
         else:
             says = _from_model(node, name, rows)
@@ -388,15 +454,19 @@ def _is_parameter(node: Any) -> bool:
     return False
 
 
-def _factor(node: Any) -> float | None:
-    """The number that a node multiplies by; ``None`` where that is a tensor, or a divisor that may be a count."""
-    constant = _constant(node)
-    number = _number(constant)
+def _factor(node: Any) -> tuple[float | None, int | None]:
+    """The number that a node multiplies by, ``None`` for a tensor; and what it divides by, if a whole number."""
+    number = _number(_constant(node))
     if number is None or not node.name().startswith("Div"):
-        return number
-    if number in (0.0, 1.0) or (number > 0 and number.is_integer()):
-        return 1.0 if number == 1.0 else None
-    return 1.0 / number
+        return number, None
+    if number == 0:
+        return None, None
+    return 1.0 / number, int(number) if number > 1 and number.is_integer() else None
+
+
+def _is_mask(constant: Any) -> bool:
+    """Whether a factor of the elements leaves some of them out."""
+    return isinstance(constant, Tensor) and constant.numel() > 1 and bool((constant == 0).any())
 
 
 def _normalises(node: Any, counts: set[int]) -> bool:
@@ -405,8 +475,8 @@ def _normalises(node: Any, counts: set[int]) -> bool:
     if constant is None:
         return True
     if not isinstance(constant, Tensor) or constant.numel() == 1:
-        factor = _factor(node)
-        return factor is None or factor == 0 or _is_reciprocal(factor, counts)
+        factor, divisor = _factor(node)
+        return factor is None or factor == 0 or divisor in counts or _is_reciprocal(factor, counts)
     weights = constant.detach().double()
     if node.name().startswith("Div"):
         weights = weights.reciprocal()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
+from drivetrain.distributed.watchdog import note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
@@ -45,6 +46,7 @@ class PreparedModel:
         idle_buffers: what ``buffers`` becomes when the script registers one.
         replicated: the backend's capability of that name.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
+        hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
     """
 
     trainable: Trainable
@@ -61,6 +63,7 @@ class PreparedModel:
     idle_buffers: Buffers | None = None
     replicated: bool = True
     inner: nn.Module | None = None
+    hooks_tried: tuple[int, bool] = (-1, False)
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -94,9 +97,12 @@ class PreparedModel:
             self.inside.discard(thread)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which backward does not reduce gradients; a later backward outside of it does."""
-        before, self.held = self.held, True
+    def no_sync(self, *, held: bool = True) -> Iterator[None]:
+        """Context in which backward does not reduce gradients; a later backward outside of it does.
+
+        With ``held=False`` backward reduces them inside an outer such context.
+        """
+        before, self.held = self.held, held
         self.synchronise()
         try:
             yield
@@ -136,6 +142,9 @@ class PreparedModule(nn.Module):
         prepared.inside.add(thread)
         try:
             return prepared.trainable.forward(*args, **kwargs)
+        except RuntimeError as error:
+            note_likely_cause(error)
+            raise
         finally:
             prepared.inside.discard(thread)
 
@@ -413,18 +422,3 @@ def _before_registration(parent: nn.Module, name: str, value: Any) -> None:
         prepared.buffers.registered()
     if isinstance(value, nn.Module):
         _watched.update(dict.fromkeys(value.modules(), ref(prepared)))
-
-
-__all__ = [
-    "PreparedModel",
-    "PreparedModule",
-    "call_plainly",
-    "forget_registrations",
-    "make_prepared",
-    "plain_state_dict",
-    "prepared_model",
-    "restore",
-    "unprepared",
-    "watch_registrations",
-]
-

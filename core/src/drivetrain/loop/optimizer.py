@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from drivetrain.distributed.watchdog import log_call
+from drivetrain.distributed.watchdog import log_call, note_likely_cause
 from drivetrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class PreparedOptimizer(Optimizer):
         self.pending: PendingStep | None = None
         """The last step while it is not known whether it was applied."""
         self._loop = loop
-        self._skipped = False
+        self.skipped = False
+        """The last step left the parameters untouched, as far as it is known."""
         self.num_applied = 0
         """Updates really applied, as far as it is known."""
 
@@ -73,23 +74,15 @@ class PreparedOptimizer(Optimizer):
         """Determine whether the last step was applied, and run what depends on it. Waits for a lazy device."""
         step, self.pending = self.pending, None
         if step is not None:
-            self._skipped = step()
-            self.num_applied += not self._skipped
+            self.skipped = step()
+            self.num_applied += not self.skipped
             for move in step.waiting:
                 move()
 
     @property
-    def applied(self) -> int:
-        """Number of updates applied, for schedulers."""
-        if self.pending is not None:
-            self.settle()
-        return self.num_applied
-
-    @property
     def param_groups(self) -> Any:
         """The engine optimizer's own list."""
-        if self.pending is not None:
-            self.settle()
+        self.settle()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -99,8 +92,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The engine optimizer's own mapping."""
-        if self.pending is not None:
-            self.settle()
+        self.settle()
         return self.optimizer.state
 
     @state.setter
@@ -132,12 +124,14 @@ class PreparedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """The last step that was due left the parameters untouched, because gradients were not finite."""
-        if self.pending is not None:
-            self.settle()
-        return self._skipped
+        self.settle()
+        return self.skipped
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply one update where a window ends, else wait. Collective where the engine's step is."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply one update where a window ends, else wait; returns the closure's first loss, as torch's optimizers do.
+
+        Collective where the engine's step is.
+        """
         if not self.models:
             raise UsageError(
                 "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
@@ -145,23 +139,36 @@ class PreparedOptimizer(Optimizer):
             )
         for model in self.models:  # `is_ready`, inlined since it runs at each step
             if not model.window.closing:
-                return
+                return None
         log_call("step")
         if self.pending is not None:
             self.settle()
         for model in self.models:
             model.check_reduced()
+        if self._loop.loose:
+            self._loop.refuse_loose(self.optimizer)
+        losses: list[Any] = []
+
+        def kept() -> Any:
+            assert closure is not None
+            losses.append(closure())
+            return losses[-1]
+
         _STEPPING.append(self)
         try:
-            result = self.models[0].trainable.optimizer_step(self.optimizer, closure)
+            result = self.models[0].trainable.optimizer_step(self.optimizer, closure and kept)
+        except RuntimeError as error:
+            note_likely_cause(error)
+            raise
         finally:
             _STEPPING.pop()
         if result.pending is None:
-            self._skipped = result.skipped
+            self.skipped = result.skipped
             self.num_applied += not result.skipped
         else:
             self.pending = PendingStep(result.pending)
         self._loop.stepped(self)
+        return losses[0] if losses else None
 
     def unscale(self) -> None:
         """Take the loss scale out of the gradients now, where a window ends."""
@@ -189,26 +196,31 @@ class PreparedOptimizer(Optimizer):
         self.settle()
         self.optimizer.load_state_dict(state_dict)
 
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """A copy, or what is read from a pickle, is the engine optimizer's: it belongs to no run."""
+        self.settle()
+        return _same, (self.optimizer,)
+
     def train(self) -> None:
         """For schedule-free optimizers, which have modes; passed on where the optimizer has one."""
-        self._mode("train")
+        getattr(self.optimizer, "train", _nothing)()
 
     def eval(self) -> None:
         """As :meth:`train`."""
-        self._mode("eval")
+        getattr(self.optimizer, "eval", _nothing)()
 
-    def _mode(self, name: str) -> None:
-        switch = getattr(self.optimizer, name, None)
-        if callable(switch):
-            switch()
+
+def _nothing() -> None:
+    """Replaces the modes of an optimizer that has none."""
 
 
 @final
 class PreparedScheduler:
     """A prepared learning-rate scheduler.
 
-    :meth:`step` moves it if at least one update was applied since it last moved: so it waits inside an accumulation
-    window and over a skipped step, whether it is called every batch or every epoch.
+    :meth:`step` moves it once where an update was applied since it last moved, and where none was due: before the first
+    optimizer step, as schedulers are moved to where a run stopped, or several times after one. It waits inside an
+    accumulation window and over a skipped step, whether it is called every batch or every epoch.
 
     Args:
         scheduler: the user's.
@@ -233,29 +245,45 @@ class PreparedScheduler:
 
     def _applied(self) -> int:
         """Updates applied so far; waits for a lazy device."""
-        return sum(optimizer.applied for optimizer in self.optimizers)
+        for optimizer in self.optimizers:
+            optimizer.settle()
+        return sum(optimizer.num_applied for optimizer in self.optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move, if an update was applied since the last move. Arguments (a metric, an epoch) are passed on."""
+        """Move, unless an update is due or was skipped. Arguments (a metric, an epoch) are passed on."""
         if not self._follow:
             self.scheduler.step(*args, **kwargs)
-            return
-        applied = 0
+        else:
+            self._follow_steps(args, kwargs, is_open=not all(optimizer.is_ready for optimizer in self.optimizers))
+
+    def _follow_steps(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_open: bool) -> None:
+        """Move as :meth:`step` says; ``is_open``: it was called inside a window."""
+        applied, skipped = 0, False
         for optimizer in self.optimizers:
             if optimizer.pending is not None:
                 # The learning rate is not read yet, so there is no need to wait for the device.
-                optimizer.pending.waiting.append(lambda: self.step(*args, **kwargs))
+                optimizer.pending.waiting.append(lambda: self._follow_steps(args, kwargs, is_open=is_open))
                 return
             applied += optimizer.num_applied
-        if applied == self._seen:
+            skipped |= optimizer.skipped
+        if applied > self._seen:
+            self._seen = applied
+        elif is_open or skipped:
             return
-        self._seen = applied
+        else:
+            # A loop that moves its scheduler first: the update that follows has been counted.
+            self._seen = applied + 1
         self.scheduler.step(*args, **kwargs)
         for _ in range(1, self._moves):
             # A schedule of fixed length raises when it is moved beyond its end, as several moves per step may do.
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler.last_epoch < total - 1:
                 self.scheduler.step(*args, **kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """A copy, or what is read from a pickle, is the user's scheduler's: it belongs to no run."""
+        self._applied()
+        return _same, (self.scheduler,)
 
     def get_last_lr(self) -> list[float]:
         """Learning rates of the last move, one per parameter group."""
@@ -271,15 +299,18 @@ class PreparedScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Passed on; the next applied update moves it."""
-        self._applied()
-        self.scheduler.load_state_dict(state_dict)
         self._seen = self._applied()
+        self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if name in {"scheduler", "optimizers"}:
             raise AttributeError(name)
         self._applied()
         return getattr(self.scheduler, name)
+
+
+def _same(what: Any) -> Any:
+    return what
 
 
 # ---- unprepared optimizers ------------------------------------------------------------------------------------------
@@ -311,7 +342,13 @@ def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for loop in list(_loops):
+        if loop.loose:
+            loop.refuse_loose(optimizer)
         for model in loop.models:
             if model.trainable.shares(parameters):
                 model.trainable.before_unprepared_step(optimizer)
                 model.check_reduced()
+
+
+# An engine that lets an optimizer step on other tensors than the model's asks whether a hook would see the difference.
+before_step.only_reads = True  # type: ignore[attr-defined]

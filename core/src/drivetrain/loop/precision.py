@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -101,27 +100,15 @@ def cast_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def cast_output(output: Any, policy: PrecisionPolicy) -> Any:
-    """Cast tensors of the compute dtype to the output dtype, through tuples, lists, mappings and model outputs."""
+    """Cast tensors of the compute dtype to the output dtype, through containers and model outputs."""
     if policy.output is None or policy.compute is None:
         return output
-    return _cast(output, dtype_of(policy.compute), dtype_of(policy.output))
-
-
-def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(target) if value.dtype == source else value
-    if isinstance(value, Mapping):
-        cast = {key: _cast(item, source, target) for key, item in value.items()}
-        if type(value) is dict:
-            return cast
-        # A Transformers model output is a dataclass that is also a mapping: its constructor takes fields.
-        return type(value)(**cast) if is_dataclass(value) else type(value)(cast)  # type: ignore[call-arg]
-    if isinstance(value, tuple):
-        items = [_cast(item, source, target) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_cast(item, source, target) for item in value]
-    return value
+    compute, target = dtype_of(policy.compute), dtype_of(policy.output)
+    return recursively_apply(
+        lambda tensor: tensor.to(target),
+        output,
+        test_type=lambda value: isinstance(value, Tensor) and value.dtype == compute,
+    )
 
 
 # ---- casting in scripts ---------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -78,6 +80,7 @@ class Preparer:
                 return model.source
             # Another accelerator prepared it, and no longer trains it.
             restore(module)
+        _refuse_kind(module, self._backend)
         capabilities = self._backend.capabilities
         check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
@@ -189,6 +192,21 @@ def is_scheduler(value: Any) -> bool:
         and callable(attribute(value, "step"))
         and callable(attribute(value, "state_dict"))
     )
+
+
+def _refuse_kind(module: nn.Module, backend: Backend) -> None:
+    """Refuse a model that cannot be prepared, before an engine touches it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "a module of TorchScript is of a class that cannot be extended, and cannot be prepared",
+            cure="Prepare the module that torch.jit was given, and call torch.compile or torch.jit on it after "
+            "training; or put the TorchScript module into a plain nn.Module and prepare that.",
+        )
+    if backend.topology.world_size > 1 and any(map(is_lazy, module.parameters())):
+        raise UsageError(
+            f"{type(module).__name__} has lazy layers, whose parameters have no shape and no values yet",
+            cure="Call the model once on a batch under torch.no_grad() before prepare.",
+        )
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

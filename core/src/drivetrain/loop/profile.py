@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -13,36 +13,6 @@ from torch.profiler import ProfilerActivity
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import ProfileKwargs
 from drivetrain.topology import Topology
-
-
-def build_profiler(
-    handler: ProfileKwargs, on_trace_ready: Callable[[torch.profiler.profile], Any] | None = None
-) -> torch.profiler.profile:
-    """The profiler that a handler describes, not started.
-
-    Args:
-        handler: its settings.
-        on_trace_ready: takes the place of the handler's own.
-
-    Raises:
-        UsageError: an activity that this torch does not know.
-    """
-    activities = None
-    if handler.activities is not None:
-        unknown = [name for name in handler.activities if not hasattr(ProfilerActivity, name.upper())]
-        if unknown:
-            raise UsageError(f"this torch cannot profile {', '.join(unknown)}")
-        activities = [getattr(ProfilerActivity, name.upper()) for name in handler.activities]
-    return torch.profiler.profile(
-        activities=activities,
-        schedule=None if handler.schedule_option is None else torch.profiler.schedule(**handler.schedule_option),
-        on_trace_ready=on_trace_ready or handler.on_trace_ready,
-        record_shapes=handler.record_shapes,
-        profile_memory=handler.profile_memory,
-        with_stack=handler.with_stack,
-        with_flops=handler.with_flops,
-        with_modules=handler.with_modules,
-    )
 
 
 @contextmanager
@@ -55,19 +25,34 @@ def profile(handler: ProfileKwargs, topology: Topology) -> Iterator[torch.profil
     Args:
         handler: settings; ``schedule_option`` needs a ``profiler.step()`` per step of the loop.
         topology: for the rank.
+
+    Raises:
+        UsageError: an activity that this torch does not know.
     """
-    written = 0
+    names = handler.activities
+    unknown = [name for name in names or () if not hasattr(ProfilerActivity, name.upper())]
+    if unknown:
+        raise UsageError(f"this torch cannot profile {', '.join(unknown)}")
+    written = count()
 
     def ready(profiler: torch.profiler.profile) -> None:
-        nonlocal written
         if handler.on_trace_ready is not None:
             handler.on_trace_ready(profiler)
         if handler.output_trace_dir is not None:
             folder = Path(handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            cycle = f"_{written}" if written else ""
-            profiler.export_chrome_trace(str(folder / f"profile_{topology.rank}{cycle}.json"))
-            written += 1
+            cycle = next(written)
+            name = f"profile_{topology.rank}_{cycle}.json" if cycle else f"profile_{topology.rank}.json"
+            profiler.export_chrome_trace(str(folder / name))
 
-    with build_profiler(handler, ready) as profiler:
+    with torch.profiler.profile(
+        activities=None if names is None else [getattr(ProfilerActivity, name.upper()) for name in names],
+        schedule=None if handler.schedule_option is None else torch.profiler.schedule(**handler.schedule_option),
+        on_trace_ready=ready,
+        record_shapes=handler.record_shapes,
+        profile_memory=handler.profile_memory,
+        with_stack=handler.with_stack,
+        with_flops=handler.with_flops,
+        with_modules=handler.with_modules,
+    ) as profiler:
         yield profiler

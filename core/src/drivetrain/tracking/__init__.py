@@ -1,22 +1,20 @@
 """Experiment trackers: the base class, the trackers known by name, and those of one run.
 
-A tracker's package is imported only when a run starts it.
+A tracker's library is imported only when a run starts it. Those that need one are the distribution drivetrain-trackers.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drivetrain.errors import UsageError, did_you_mean, listed, sentences
 from drivetrain.logging import current_rank, get_logger
-from drivetrain.registry import pip_line
+from drivetrain.registry import known_extras, pip_line
 
 _logger = get_logger(__name__)
 P = ParamSpec("P")
@@ -81,55 +79,13 @@ def on_main_process(
 
 # ---- known trackers -------------------------------------------------------------------------------------------------
 
+Kind = type[GeneralTracker]
 
-@dataclass(frozen=True)
-class _Known:
-    """A tracker by name: its class or where that is, and the packages it needs."""
-
-    name: str
-    target: str | type[GeneralTracker]
-    packages: tuple[str, ...] = ()
-
-    def missing(self) -> list[str]:
-        return [package for package in self.packages if not _installed(package)]
-
-    def load(self) -> type[GeneralTracker]:
-        """The class. Raises :class:`UsageError` when it cannot be imported."""
-        if not isinstance(self.target, str):
-            return self.target
-        module, _, attribute = self.target.partition(":")
-        try:
-            kind = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(
-                f"the tracker {self.name!r} could not be imported: {error}",
-                whose=self.target,
-                cure="Install what it needs, or leave it out of log_with.",
-            ) from error
-        if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
-            raise UsageError(f"the tracker {self.name!r} does not derive from GeneralTracker", whose=self.target)
-        return kind
+_BUILT_IN: dict[str, str | Kind] = {"jsonl": "drivetrain.tracking.jsonl:JSONLTracker"}
+_registered: dict[str, str | Kind] = {}
 
 
-_BUILT_IN = (
-    _Known("jsonl", "drivetrain.tracking.jsonl:JSONLTracker"),
-    _Known("mlflow", "drivetrain.tracking.mlflow:MLflowTracker", ("mlflow",)),
-    _Known("tensorboard", "drivetrain.tracking.tensorboard:TensorBoardTracker", ("tensorboard",)),
-    _Known("trackio", "drivetrain.tracking.trackio:TrackioTracker", ("trackio",)),
-    _Known("wandb", "drivetrain.tracking.wandb:WandBTracker", ("wandb",)),
-)
-"""Each that needs a package is an extra of the core, by the same name."""
-
-_registered: dict[str, _Known] = {}
-
-
-def _installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    # A folder without code, such as the one `wandb` writes its runs to, is a namespace package and has no origin.
-    return spec is not None and spec.origin is not None
-
-
-def register_tracker_class(kind: type[GeneralTracker]) -> type[GeneralTracker]:
+def register_tracker_class(kind: Kind) -> Kind:
     """Make a tracker known to ``log_with`` by its ``name``, in this process; works as a decorator.
 
     Raises:
@@ -138,95 +94,101 @@ def register_tracker_class(kind: type[GeneralTracker]) -> type[GeneralTracker]:
     name = getattr(kind, "name", None)
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker) and isinstance(name, str) and name):
         raise UsageError(f"{kind!r} is not a tracker", cure="Derive a class from GeneralTracker and give it a `name`.")
-    taken = known_trackers().get(name.lower())
-    if taken is not None and taken.target is not kind:
-        raise UsageError(f"the tracker name {name!r} is taken by {taken.target}", cure="Choose another name.")
-    _registered[name.lower()] = _Known(name, kind)
+    taken = known_trackers().get(name.lower(), kind)
+    if taken is not kind:
+        raise UsageError(f"the tracker name {name!r} is taken by {taken}", cure="Choose another name.")
+    _registered[name.lower()] = kind
     return kind
 
 
-def known_trackers() -> dict[str, _Known]:
-    """Every tracker by lower-case name: from plugins, built in, registered; a later one overrides an earlier one."""
+def known_trackers() -> dict[str, str | Kind]:
+    """Every tracker by lower-case name: from plugins, built in, registered; a later one overrides an earlier one.
+
+    Returns:
+        Classes, or ``"package.module:Class"`` where they are.
+    """
     from drivetrain.registry import get_registry
 
-    plugins = {name.lower(): _Known(name, target) for name, target in get_registry().trackers().items()}
-    return {**plugins, **_of_ours()}
+    plugins = {name.lower(): target for name, target in get_registry().trackers().items()}
+    return {**plugins, **_BUILT_IN, **_registered}
 
 
-def _of_ours() -> dict[str, _Known]:
-    """Those that are known without asking a plugin."""
-    return {**{each.name: each for each in _BUILT_IN}, **_registered}
-
-
-Asked = str | type[GeneralTracker] | GeneralTracker
-
-
-def _as_list(log_with: Any) -> list[Any]:
-    if log_with is None:
-        return []
-    return list(log_with) if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
-
-
-def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[_Known | GeneralTracker]:
-    """The trackers of ``log_with``: names, classes, instances, a list of these, or ``"all"`` for all that can run here.
+def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> dict[str, Kind | GeneralTracker]:
+    """The trackers of ``log_with`` by lower-case name: of names, classes, instances, a list of these, or ``"all"``.
 
     Raises:
-        UsageError: an unknown name, a package that is not installed, no folder for a tracker that needs one.
+        UsageError: an unknown name, one that is not installed, no folder for a tracker that needs one.
     """
-    found: dict[str, _Known | GeneralTracker] = {}
-    for each in _as_list(log_with):
+    found: dict[str, Kind | GeneralTracker] = {}
+    several = isinstance(log_with, Sequence) and not isinstance(log_with, str)
+    for each in log_with if several else [] if log_with is None else [log_with]:
         if isinstance(each, GeneralTracker):
-            found[str(getattr(each, "name", type(each).__name__)).lower()] = each
-        elif isinstance(each, type) and issubclass(each, GeneralTracker):
-            name = str(getattr(each, "name", each.__name__))
-            found[name.lower()] = _with_directory(_Known(name, each), logging_dir)
-        elif _word(each) == "all":
-            found = {**_everything(logging_dir), **found}
+            found[_name(each).lower()] = each
+            continue
+        if isinstance(each, type) and issubclass(each, GeneralTracker):
+            name, kind = _name(each).lower(), each
         else:
-            found[_word(each)] = _with_directory(_named(each), logging_dir)
-    return list(found.values())
+            name = str(getattr(each, "value", each)).lower()  # text, or an enum such as Accelerate's LoggerType
+            if name == "all":
+                found = {**_everything(logging_dir), **found}
+                continue
+            kind = _find(name)
+        if logging_dir is None and _needs_directory(kind):
+            raise UsageError(
+                f"the tracker {name!r} writes files and was given no folder",
+                cure="Pass project_dir to the Accelerator (or logging_dir in a ProjectConfiguration).",
+            )
+        found[name] = kind
+    return found
 
 
-def _word(name: Any) -> str:
-    """A name as text, given as text or as a member of an enum such as Accelerate's ``LoggerType``."""
-    return str(getattr(name, "value", name)).lower()
-
-
-def _named(name: Any) -> _Known:
-    tracker = _of_ours().get(_word(name)) or (known := known_trackers()).get(_word(name))
-    if tracker is None:
-        raise UsageError(
-            f"no tracker is called {_word(name)!r}; there are {listed(known)}",
-            cure=sentences(did_you_mean(_word(name), known), "Register your own with register_tracker_class."),
-        )
-    missing = tracker.missing()
-    if missing:
-        raise UsageError(
-            f"the tracker {tracker.name!r} needs {listed(missing)}, which is not installed",
-            cure=f"Run: {pip_line(tracker.name)}",
-        )
-    return tracker
-
-
-def _needs_directory(tracker: _Known) -> bool:
-    return bool(getattr(tracker.load(), "requires_logging_directory", False))
-
-
-def _with_directory(tracker: _Known, logging_dir: str | os.PathLike[str] | None) -> _Known:
-    if logging_dir is None and _needs_directory(tracker):
-        raise UsageError(
-            f"the tracker {tracker.name!r} writes files and was given no folder",
-            cure="Pass project_dir to the Accelerator (or logging_dir in a ProjectConfiguration).",
-        )
-    return tracker
-
-
-def _everything(logging_dir: str | os.PathLike[str] | None) -> dict[str, _Known | GeneralTracker]:
-    able = {name: tracker for name, tracker in known_trackers().items() if not tracker.missing()}
-    left_out = [name for name, tracker in able.items() if logging_dir is None and _needs_directory(tracker)]
+def _everything(logging_dir: str | os.PathLike[str] | None) -> dict[str, Kind]:
+    able = {name: _load(name, target) for name, target in known_trackers().items()}
+    left_out = [name for name, kind in able.items() if logging_dir is None and _needs_directory(kind)]
     if left_out:
         _logger.warning("log_with='all' leaves out %s: there is no project_dir to write to.", listed(left_out))
-    return {name: tracker for name, tracker in able.items() if name not in left_out}
+    return {name: kind for name, kind in able.items() if name not in left_out}
+
+
+def _find(name: str) -> Kind:
+    known = {**_BUILT_IN, **_registered}  # without asking a plugin
+    if name not in known:
+        known = known_trackers()
+    if name in known:
+        return _load(name, known[name])
+    extras = known_extras("drivetrain-trackers[{}]")
+    if name in extras:
+        raise UsageError(f"the tracker {name!r} is not installed", cure=f"Run: {pip_line(name)}")
+    raise UsageError(
+        f"no tracker is called {name!r}; there are {listed(known)}",
+        cure=sentences(did_you_mean(name, {*known, *extras}), "Register your own with register_tracker_class."),
+    )
+
+
+def _load(name: str, target: str | Kind) -> Kind:
+    if not isinstance(target, str):
+        return target
+    module, _, attribute = target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"the tracker {name!r} could not be imported: {error}",
+            whose=target,
+            cure="Install what it needs, or leave it out of log_with.",
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
+        raise UsageError(f"the tracker {name!r} does not derive from GeneralTracker", whose=target)
+    return kind
+
+
+def _needs_directory(kind: Kind) -> bool:
+    return bool(getattr(kind, "requires_logging_directory", False))
+
+
+def _name(tracker: Kind | GeneralTracker) -> str:
+    fallback = tracker.__name__ if isinstance(tracker, type) else type(tracker).__name__
+    return str(getattr(tracker, "name", fallback))
 
 
 # ---- trackers of a run ----------------------------------------------------------------------------------------------
@@ -259,7 +221,7 @@ class Trackers:
     @property
     def names(self) -> list[str]:
         """What was asked for, by name, the same on every process."""
-        return [str(getattr(each, "name", type(each).__name__)) for each in self._asked]
+        return [_name(each) for each in self._asked.values()]
 
     def init(
         self,
@@ -276,9 +238,12 @@ class Trackers:
         """
         self.finish()
         chosen = self._of_each(init_kwargs, "init_kwargs")
-        for asked in self._asked:
-            tracker = asked if isinstance(asked, GeneralTracker) else self._make(asked, project_name, chosen)
-            if tracker is not None and self._fed_here(tracker):
+        for name, asked in self._asked.items():
+            tracker: Any = asked
+            if isinstance(asked, type) and self._fed_here(asked):
+                where = (self.logging_dir,) if _needs_directory(asked) else ()
+                tracker = tracker(project_name, *where, **chosen.get(name, {}))
+            if self._fed_here(tracker):
                 tracker.start()
                 self.running.append(tracker)
         if config is not None:
@@ -307,7 +272,7 @@ class Trackers:
             _logger.warning_once("log() was called while no tracker runs; call init_trackers(project_name) before.")
         chosen = self._of_each(log_kwargs, "log_kwargs")
         for tracker in self.running:
-            kwargs = chosen.get(_name(tracker), {})
+            kwargs = chosen.get(_name(tracker).lower(), {})
             self._guard(tracker, "log", functools.partial(tracker.log, dict(values), step=step, **kwargs))
 
     def get(self, name: str, unwrap: bool = False) -> Any:
@@ -319,9 +284,9 @@ class Trackers:
             UsageError: this run has no tracker of that name, or ``init`` was not called.
         """
         for tracker in self.running:
-            if _name(tracker) == name.lower():
+            if _name(tracker).lower() == name.lower():
                 return getattr(tracker, "tracker", None) if unwrap else tracker
-        if name.lower() not in [each.lower() for each in self.names]:
+        if name.lower() not in self._asked:
             has = listed(self.names)
             raise UsageError(f"this run has no tracker {name!r}; it has {has}", cure="Add it to log_with.")
         if self._is_main:
@@ -347,27 +312,15 @@ class Trackers:
             if self._failures[name] == 1:
                 _logger.exception("the tracker %r failed in %s", name, method, main_process_only=False)
 
-    def _make(self, known: _Known, project_name: str, chosen: Mapping[str, Mapping[str, Any]]) -> GeneralTracker | None:
-        kind: Any = known.load()
-        if not self._fed_here(kind):
-            return None
-        where = (self.logging_dir,) if getattr(kind, "requires_logging_directory", False) else ()
-        tracker: GeneralTracker = kind(project_name, *where, **chosen.get(known.name.lower(), {}))
-        return tracker
-
-    def _fed_here(self, tracker: GeneralTracker | type[GeneralTracker]) -> bool:
+    def _fed_here(self, tracker: Kind | GeneralTracker) -> bool:
         return self._is_main or not tracker.main_process_only
 
     def _of_each(self, given: Mapping[str, Mapping[str, Any]] | None, argument: str) -> dict[str, Mapping[str, Any]]:
         chosen = {name.lower(): kwargs for name, kwargs in (given or {}).items()}
-        strangers = set(chosen) - {name.lower() for name in self.names}
+        strangers = chosen.keys() - self._asked.keys()
         if strangers and self._is_main:
             _logger.warning_once("%s names %s, which this run does not feed.", argument, listed(strangers))
         return chosen
-
-
-def _name(tracker: GeneralTracker) -> str:
-    return str(getattr(tracker, "name", type(tracker).__name__)).lower()
 
 
 __all__ = [

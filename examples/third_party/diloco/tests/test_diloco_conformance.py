@@ -1,4 +1,4 @@
-"""In synchronous steps ``diloco`` keeps the whole contract: the conformance kit, without a gap."""
+"""In synchronous steps ``diloco`` keeps the contract: the conformance kit, with one gap for its buffers."""
 
 from __future__ import annotations
 
@@ -14,3 +14,6 @@ class Requirements(BaseRequirements):  # noqa: F405
     axis_sections: ClassVar = {"dp_replicate": {"synchronous_steps": 1000}}
     unused_parameters: ClassVar = {"find_unused_parameters": True}
     shared_ranks = True
+    gaps: ClassVar = {
+        "evaluation.buffers_of_a_batch": "each worker has buffers of its own, which the end of a round averages"
+    }

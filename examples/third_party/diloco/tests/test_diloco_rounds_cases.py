@@ -39,4 +39,8 @@ class Requirements(BaseRequirements):
         "honesty.trains_alone_and_averages": "joined after every step, no worker is alone for two",
         "state.resumed_equals_uninterrupted": OWN_ADAM,
         "uneven.three_ranks": OTHER_ROUNDS,
+        "scripts.gradients_that_are_edited": OWN_GRADIENTS,
+        "scripts.hooks_of_parameters": OWN_GRADIENTS,
+        "scripts.forwards_that_write": "what a worker writes is joined with the others at the end of the round",
+        "scripts.three_ranks": OTHER_ROUNDS,
     }

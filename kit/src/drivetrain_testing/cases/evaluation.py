@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.errors import UnsupportedError
-from drivetrain_testing import models
+from drivetrain_testing import diagnosis, models
 from drivetrain_testing.kit import Kit, case
-from drivetrain_testing.scenario import assert_same_state, full_state, share
+from drivetrain_testing.scenario import assert_same_state, backward, full_state, share
 
 
 def _numbers(num_samples: int, batch_size: int) -> DataLoader[Any]:
@@ -128,6 +130,81 @@ def statistics_are_alike(kit: Kit) -> None:
     for rank, other in enumerate(accelerator.backend.gather_object(output)):
         apart = float((other - output).abs().max())
         assert apart <= 1e-6, f"rank {rank} evaluates with other statistics than this one: {apart:.1e} apart"
+
+
+@case(world_sizes=(2,), applies=lambda capabilities: capabilities.multi_process)
+def synchronised_statistics(kit: Kit) -> None:
+    """``sync_batch_norm: true``: batch norms take the statistics of the global batch, or are refused."""
+    x, y = models.dense_data(24)
+    plain: Any = models.build("batch_normed")
+    steps = SGD(plain.parameters(), lr=0.1)
+    accelerator = kit.accelerator(sync_batch_norm=True)
+    built: Any = models.build("batch_normed")
+    try:
+        model, optimizer = accelerator.prepare(built, SGD(built.parameters(), lr=0.1))
+        for _ in range(2):
+            mine, labels = share(accelerator, x, y)
+            accelerator.backward(F.cross_entropy(model(mine), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError:
+        return
+    for _ in range(2):
+        backward(F.cross_entropy(plain(x), y))
+        steps.step()
+        steps.zero_grad()
+    with diagnosis.meaning("sync_batch_norm: batch norms do not take the statistics of the global batch"):
+        assert_same_state(full_state(accelerator, model), dict(plain.state_dict()), max(kit.atol, 2e-5))
+
+
+class Centred(nn.Module):
+    """Forward follows the mean of its batch in a buffer, which nothing but evaluation reads."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(models.FEATURES, 8), nn.Linear(8, models.CLASSES)
+        self.register_buffer("mean", torch.zeros(models.FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+        output: Tensor = self.head(torch.tanh(self.body(x)))
+        return output
+
+
+@case(world_sizes=(2,), applies=lambda capabilities: capabilities.multi_process)
+def buffers_of_a_batch(kit: Kit) -> None:
+    """A buffer that forward computes from its rank's samples is that of one process, or a warning names it."""
+    x, y = models.dense_data(24)
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    accelerator = kit.accelerator()
+    with models.seeded(3):
+        plain = Centred()
+    with models.seeded(3):
+        built: Any = Centred()
+    logging.getLogger("drivetrain").addHandler(listener)
+    try:
+        model, optimizer = accelerator.prepare(built, SGD(built.parameters(), lr=0.1))
+        for _ in range(2):
+            mine, labels = share(accelerator, x, y)
+            accelerator.backward(F.cross_entropy(model(mine), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError:
+        return
+    finally:
+        logging.getLogger("drivetrain").removeHandler(listener)
+    for _ in range(2):
+        plain(x)
+    found, everything = full_state(accelerator, model)["mean"], accelerator.backend.gather_object(" ".join(said))
+    apart = float((found - plain.mean).abs().max())
+    told = any("buffers" in each and "mean" in each for each in everything)
+    assert told or apart <= max(kit.atol, 2e-5), f"a buffer of a batch is {apart:.1e} off, without a word"
 
 
 @case()

@@ -75,8 +75,12 @@ def one_process_only(kit: Kit) -> None:
 
 @case()
 def drivetrain_test(kit: Kit) -> None:
-    """What ``drivetrain test`` runs on every process passes here: gather, gradients, saving and loading."""
-    self_test.check(kit.accelerator())
+    """What ``drivetrain test`` runs passes here, and under each of ``layouts``: gather, gradients, saving, loading."""
+    for layout in ({}, *kit.layouts):
+        said = f"drivetrain test under {layout}" if layout else "drivetrain test"
+        with diagnosis.meaning(said):
+            self_test.check(kit.with_config(**layout).accelerator())
+        kit.made.pop().end_training()
 
 
 @case()
@@ -156,7 +160,7 @@ def no_sync_keeps_gradients_local(kit: Kit) -> None:
 @case(applies=lambda capabilities: not capabilities.replicated)
 def no_training_alone(kit: Kit) -> None:
     """Parameters in parts: ``LocalSGD`` over several ranks is refused."""
-    from drivetrain.local_sgd import LocalSGD
+    from drivetrain import LocalSGD
 
     accelerator, model, _ = _ready(kit)
     if accelerator.backend.topology.dp_size > 1:
@@ -167,7 +171,7 @@ def no_training_alone(kit: Kit) -> None:
 @case(applies=lambda capabilities: capabilities.replicated)
 def trains_alone_and_averages(kit: Kit) -> None:
     """``LocalSGD``: ranks take two steps on their own data, then all hold the mean of their parameters."""
-    from drivetrain.local_sgd import LocalSGD
+    from drivetrain import LocalSGD
 
     accelerator, model, optimizer = _ready(kit)
     ends = []

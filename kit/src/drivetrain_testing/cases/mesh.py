@@ -1,7 +1,12 @@
-"""Checks that each mesh axis a backend lists can be larger than 1 and leaves the numbers as they are."""
+"""Checks that each mesh axis a backend lists can be larger than 1 and leaves the numbers as they are.
+
+``drivetrain test`` passes along it, too.
+"""
 
 from __future__ import annotations
 
+from drivetrain.cli import self_test
+from drivetrain_testing import diagnosis
 from drivetrain_testing.cases.gradients import compare
 from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import Scenario
@@ -12,6 +17,8 @@ def _axis(kit: Kit, axis: str) -> None:
     compare(along, Scenario(window=2, max_norm=0.1))
     sizes = along.made[-1].backend.topology.mesh.sizes
     assert sizes[axis] == 2, f"the mesh is {sizes}, although mesh.{axis} is 2"
+    with diagnosis.meaning(f"drivetrain test along {axis}"):
+        self_test.check(along.accelerator())
 
 
 @case(applies=lambda capabilities: "dp_replicate" in capabilities.mesh_axes, world_sizes=(2,))

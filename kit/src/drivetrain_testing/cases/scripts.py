@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from drivetrain import EMA
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain_testing import models
+from drivetrain_testing import diagnosis, models
 from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import assert_same_state, backward, full_state, share
 
@@ -78,6 +81,24 @@ class Tied(Encoder):
         return logits
 
 
+class Writing(Encoder):
+    """Forward writes what it computes from its batch to a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.bias.add_(x.mean())
+        return super().forward(x)
+
+
+class Masked(Encoder):
+    """A hook on a parameter, set before ``prepare``, keeps half of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(models.FEATURES) % 2
+        self.body.weight.register_hook(lambda gradient: gradient * mask.to(gradient))  # type: ignore[no-untyped-call]
+
+
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -104,6 +125,7 @@ def compare(
     *,
     kind: type[nn.Module] = Encoder,
     between: Callable[[Any, Any, int], None] = lambda *_: None,
+    after: Callable[[Any], None] = lambda _: None,
     window: int = 1,
 ) -> None:
     """Train by a plain loop and through the backend; both end with the same weights, or the backend refuses.
@@ -114,6 +136,7 @@ def compare(
         loss: ``loss(model, x, y)``, a mean.
         kind: the model.
         between: called with model, optimizer and step before each step's forward.
+        after: called with the model after each backward.
         window: micro-batches between two updates.
     """
     # First, since torch's autograd knows only those devices that there are at its first backward.
@@ -123,6 +146,7 @@ def compare(
     for step, (x, y) in enumerate(_batches()):
         between(plain, steps, step)
         backward(loss(plain, x, y) / window)
+        after(plain)
         if (step + 1) % window == 0:
             steps.step()
             steps.zero_grad()
@@ -134,6 +158,7 @@ def compare(
             between(model, optimizer, step)
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, *share(accelerator, x, y)))
+                after(model)
                 optimizer.step()
                 optimizer.zero_grad()
         found = full_state(accelerator, model)
@@ -162,6 +187,13 @@ def the_model_is_the_users(kit: Kit) -> None:
     assert (type(model).__name__, type(model).__qualname__) == ("Encoder", "Encoder")
     assert accelerator.unwrap_model(model) is given
     assert model.scale == 1.0
+    settings: Any = {"max_length": 5}
+    model.generation_config = settings
+    assert given.generation_config is settings
+    model.eval()
+    assert not any(each.training for each in given.modules())
+    model.train()
+    assert all(each.training for each in given.modules())
 
 
 @case()
@@ -260,6 +292,103 @@ def parameters_that_are_written(kit: Kit) -> None:
 
 
 @case()
+def gradients_that_are_edited(kit: Kit) -> None:
+    """``p.grad.mul_``, and torch's own ``clip_grad_norm_``, between a backward and its step."""
+
+    def halves(model: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def clips(model: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    for after in (halves, clips):
+        compare(kit, f"a script that {after.__name__} gradients", after=after)
+
+
+@case()
+def hooks_of_parameters(kit: Kit) -> None:
+    """``register_hook`` on parameters: a mask set before ``prepare``, a clamp set after it, which is not linear."""
+
+    def clamps(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 1:
+            model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    compare(kit, "a hook that masks a gradient", kind=Masked)
+    compare(kit, "a hook that clamps a gradient", between=clamps)
+
+
+@case()
+def tensors_of_no_model(kit: Kit) -> None:
+    """A temperature beside the model, in its optimizer: nothing reduces the gradient of what was never prepared."""
+
+    def trained(model: Any, temperature: Tensor, step: Callable[[Tensor], None], data: Any) -> None:
+        for x, y in data:
+            step(F.cross_entropy(model(x) * temperature, y))
+
+    def parts(device: Any = "cpu") -> tuple[Any, Tensor, Any]:
+        model, temperature = _built(Encoder), nn.Parameter(torch.ones((), device=device))
+        return model, temperature, SGD([{"params": model.parameters()}, {"params": [temperature]}], lr=0.5)
+
+    accelerator = kit.accelerator()
+    plain, expected, steps = parts()
+
+    def plainly(loss: Tensor) -> None:
+        backward(loss)
+        steps.step()
+        steps.zero_grad()
+
+    trained(plain, expected, plainly, _batches())
+    model, found, optimizer = parts(accelerator.device)
+
+    def accelerated(loss: Tensor) -> None:
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        trained(model, found, accelerated, (share(accelerator, x, y) for x, y in _batches()))
+    except (UnsupportedError, UsageError):
+        return
+    for rank, value in enumerate(accelerator.backend.gather_object(float(found.detach()))):
+        apart = abs(value - float(expected.detach()))
+        assert apart <= max(kit.atol, 2e-5), f"a tensor of no prepared model: no error, and rank {rank} is {apart} off"
+
+
+@case(world_sizes=(2,), applies=lambda capabilities: capabilities.multi_process)
+def forwards_that_write(kit: Kit) -> None:
+    """A forward that writes to a parameter what it computes from the samples of its rank."""
+    compare(kit, "a forward that writes to a parameter", kind=Writing)
+
+
+@case()
+def averages(kit: Kit) -> None:
+    """``drivetrain.EMA`` holds the average that torch's ``AveragedModel`` holds on one process."""
+    accelerator = kit.accelerator()
+    plain = _built(Encoder)
+    steps = SGD(plain.parameters(), lr=0.5)
+    expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
+    model = _built(Encoder)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
+    average = EMA(accelerator, model, decay=0.5)
+    for x, y in _batches():
+        backward(_plainly(plain, x, y))
+        steps.step()
+        steps.zero_grad()
+        expected.update_parameters(plain)
+        accelerator.backward(_plainly(model, *share(accelerator, x, y)))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    with average.averaged():
+        found = full_state(accelerator, model)
+    _assert_trained(found, expected.module, kit, "the weights inside EMA.averaged()")
+    _assert_trained(full_state(accelerator, model), plain, kit, "the weights after EMA.averaged()")
+
+
+@case()
 def steps_without_the_accelerator(kit: Kit) -> None:
     """A plain ``loss.backward()``, and a step of an optimizer that was never prepared."""
     x, y = models.dense_data(ROWS)
@@ -309,16 +438,19 @@ def steps_without_a_backward(kit: Kit) -> None:
 
 @case()
 def copies(kit: Kit) -> None:
-    """A deep copy has the whole weights and the user's class, or is refused."""
+    """A deep copy, and what is pickled and read again, has the whole weights and the user's class, or is refused."""
     accelerator = kit.accelerator()
     model = accelerator.prepare(_built(Encoder))
-    try:
-        copied = copy.deepcopy(model)
-    except (UnsupportedError, UsageError):
-        return
-    assert type(copied) is Encoder
-    weights = {name: value.cpu() for name, value in copied.state_dict().items()}
-    assert_same_state(weights, dict(_built(Encoder).state_dict()), 0.0)
+    ways: tuple[Callable[[Any], Any], ...] = (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)))  # noqa: S301 (ours)
+    for way in ways:
+        try:
+            copied = way(model)
+        except (UnsupportedError, UsageError):
+            continue
+        assert type(copied) is Encoder
+        weights = {name: value.cpu() for name, value in copied.state_dict().items()}
+        with diagnosis.meaning("a deep copy has other weights than the model"):
+            assert_same_state(weights, dict(_built(Encoder).state_dict()), 0.0)
 
 
 @case()
@@ -372,3 +504,21 @@ def _keeps_ties(device: torch.device) -> bool:
     torch.save(_built(Tied).to(device).state_dict(), file)
     file.seek(0)
     return _tied(torch.load(file, map_location="cpu", weights_only=True))
+
+
+@case(applies=lambda capabilities: bool({"dp_replicate", "dp_shard"} & capabilities.mesh_axes), world_sizes=(3,))
+def three_ranks(kit: Kit) -> None:
+    """What depends on the number of ranks, on three data-parallel ones: a mean of two may be right by luck."""
+    axis = "dp_replicate" if "dp_replicate" in kit.capabilities.mesh_axes else "dp_shard"
+    along = kit.along(axis, 3)
+    for one in (
+        methods_that_do_not,
+        parameters_that_are_written,
+        gradients_that_are_edited,
+        hooks_of_parameters,
+        tensors_of_no_model,
+        forwards_that_write,
+        averages,
+        state_dicts,
+    ):
+        one(along)

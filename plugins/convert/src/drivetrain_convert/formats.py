@@ -5,19 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import CheckpointError, UnsupportedError, get_registry
+from drivetrain.api import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from drivetrain_convert.foreign import ForeignCheckpoint
     from drivetrain_convert.writing import SavedModel
 
 
+GROUP = "drivetrain.checkpoint_formats"
+"""Entry points named after formats: each a :class:`CheckpointFormat`, whose module does not need the other program."""
+
+
 class CheckpointFormat(ABC):
-    """Reads another program's checkpoints, perhaps writes them. The hook ``drivetrain_checkpoint_formats`` names it.
+    """Reads another program's checkpoints, perhaps writes them. An entry point of :data:`GROUP` names it.
 
     One process works alone, on the CPU, with one tensor in memory at a time; the other program need not be installed.
     Nothing that is read may be executed: pickles are read by :func:`drivetrain_convert.load_pickle`.
@@ -50,6 +54,28 @@ class CheckpointFormat(ABC):
         raise UnsupportedError(f"{type(self).__name__} reads checkpoints and writes none")
 
 
+def installed_formats() -> dict[str, metadata.EntryPoint]:
+    """The formats that installed plugins bring, sorted by name. Imports none of them.
+
+    Raises:
+        CheckpointError: two plugins bring one name.
+    """
+    found: dict[str, metadata.EntryPoint] = {}
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        if point.name in found:
+            owners = " and ".join(_owner(each) for each in (found[point.name], point))
+            raise CheckpointError(
+                f"two plugins bring a checkpoint format named {point.name!r}: {owners}",
+                cure="Uninstall one of the two.",
+            )
+        found[point.name] = point
+    return found
+
+
+def _owner(point: metadata.EntryPoint) -> str:
+    return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
 def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
     """The format of this name.
 
@@ -60,9 +86,9 @@ def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
     Raises:
         CheckpointError: no installed plugin provides it.
     """
-    targets = get_registry().checkpoint_formats()
-    if name not in targets:
-        known = [*also, *sorted(targets)]
+    formats = installed_formats()
+    if name not in formats:
+        known = [*also, *formats]
         can_install = name in (metadata.metadata("drivetrain").get_all("Provides-Extra") or ())
         raise CheckpointError(
             f"no installed plugin brings the checkpoint format {name!r}.{did_you_mean(name, known)}",
@@ -70,10 +96,9 @@ def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
             if can_install
             else f"Known here: {', '.join(known) or 'none'}.",
         )
-    module, _, attribute = targets[name].partition(":")
-    kind: Any = getattr(import_module(module), attribute)
+    kind: Any = formats[name].load()
     if not issubclass(kind, CheckpointFormat):
-        raise CheckpointError(f"{targets[name]} is no CheckpointFormat", cure="Tell the plugin's author.")
+        raise CheckpointError(f"{formats[name].value} is no CheckpointFormat", cure="Tell the plugin's author.")
     made: CheckpointFormat = kind()
     return made
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh, checkpoint, get_registry
+from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh, checkpoint
 from drivetrain_convert.accelerate_folder import add_rest, read_accelerate
 from drivetrain_convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from drivetrain_convert.foreign import (
@@ -30,7 +30,7 @@ from drivetrain_convert.foreign import (
     load_pickle,
     try_pickle,
 )
-from drivetrain_convert.formats import load_format
+from drivetrain_convert.formats import installed_formats, load_format
 from drivetrain_convert.matching import Shape, match, match_unordered
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
@@ -379,7 +379,7 @@ def _read(path: Path, kind: str) -> ForeignCheckpoint:
 
 def _recognised(path: Path) -> ForeignCheckpoint | None:
     """The content as read by a plugin, ``None`` when none recognises it. Accelerate wraps some engines' own folders."""
-    for name in sorted(get_registry().checkpoint_formats()):
+    for name in installed_formats():
         reader = load_format(name)
         if reader.recognises(path):
             found = reader.read(path)

@@ -61,14 +61,26 @@ class DDPTrainable(TorchTrainable):
         reducer = self.reducer
         if reducer is None or not torch.is_grad_enabled():
             return self.engine.forward(self.model, args, kwargs)
-        reducer.refresh_if_changed()
+        if reducer.changed:
+            reducer.refresh()
         if self.model is self.module and self.module._compiled_call_impl is None:  # noqa: SLF001
             return self.engine.forward(self.model, args, kwargs)
         with reducer.compiling():
             return self.engine.forward(self.model, args, kwargs)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        self._backend.backward(loss, scale)
+        # The loss may depend on several models.
+        reducers = self._backend.reducers
+        try:
+            for reducer in reducers:
+                loss = reducer.before_backward(loss)
+            self.engine.backward(loss, scale * self._backend.topology.dp_size)
+            for reducer in reducers:
+                reducer.after_backward()
+        except BaseException:
+            for reducer in reducers:
+                reducer.restore_hooks()
+            raise
 
     def synchronise_gradients(self, enabled: bool) -> None:
         if self.reducer is not None:
@@ -80,20 +92,22 @@ class DDPTrainable(TorchTrainable):
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
         # A forward that counts in a buffer registers it anew each time; the reducer has nothing to do with buffers.
         if self.reducer is not None and isinstance(value, nn.Module | nn.Parameter):
-            self.reducer.model_changed()
+            self.reducer.changed = True
 
     def before_conversion(self) -> None:
         if self.reducer is not None:
-            self.reducer.model_changed()
+            self.reducer.changed = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        result = super().optimizer_step(optimizer, closure)
-        self._backend.updated()
+        result = self.engine.step(optimizer, closure)
+        # It may update parameters of several models.
+        for reducer in self._backend.reducers:
+            reducer.stepped()
         return result
 
     def release(self) -> None:
         if self.reducer is not None:
-            self._backend.forget(self.reducer)
+            self._backend.reducers.remove(self.reducer)
             self.reducer.release()
         self.reducer = None
 
@@ -112,7 +126,7 @@ class DDPBackend(Backend):
         self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
         self.engine = TorchEngine(settings.precision, device)
         self.scaler = self.engine.scaler
-        self._reducers: list[GradientReducer] = []
+        self.reducers: list[GradientReducer] = []
         return self.topology
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
@@ -135,9 +149,9 @@ class DDPBackend(Backend):
                 reducer.release()
                 reducer = None
         if reducer is not None:
-            self._reducers.append(reducer)
-            if len(self._reducers) > 1:
-                for each in self._reducers:
+            self.reducers.append(reducer)
+            if len(self.reducers) > 1:
+                for each in self.reducers:
                     each.arm_when_reached()
         trainable = DDPTrainable(self, reducer, model, optimizers)
         trainable.settles_buffers = keep_buffers_apart
@@ -161,28 +175,6 @@ class DDPBackend(Backend):
         handler = self.settings.handlers.get("DistributedDataParallelKwargs")
         return options if handler is None else options | handler.to_kwargs()
 
-    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Back-propagate, and reduce the gradients of every model that the loss depends on."""
-        reducers = self._reducers
-        try:
-            for reducer in reducers:
-                loss = reducer.before_backward(loss)
-            self.engine.backward(loss, scale * self.topology.dp_size)
-            for reducer in reducers:
-                reducer.after_backward()
-        finally:
-            for reducer in reducers:
-                reducer.backward_ended()
-
-    def updated(self) -> None:
-        """Handle an optimizer step, which may update parameters of several models."""
-        for reducer in self._reducers:
-            reducer.stepped()
-
-    def forget(self, reducer: GradientReducer) -> None:
-        """Remove a released model."""
-        self._reducers = [each for each in self._reducers if each is not reducer]
-
     @contextmanager
     def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
         """Shadow the collectives of ranks that still have batches; gradients are divided by the full world size."""
@@ -199,7 +191,7 @@ class DDPBackend(Backend):
                 yield
         finally:
             for reducer in reducers:
-                reducer.joined = False
+                reducer.left_join()
 
     def stop(self) -> None:
         self._group.release()

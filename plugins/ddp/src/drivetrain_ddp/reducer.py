@@ -9,6 +9,7 @@ submodules called alone and any number of forwards therefore all work.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
 from drivetrain_ddp.script_hooks import ScriptHooks
+
+logger = logging.getLogger(__name__)
 
 
 class _Parameters(nn.Module):
@@ -73,7 +76,7 @@ class GradientReducer:
         self.joined = False
         """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
         self._armed = False
-        self.local = LocalGradients(model, lambda: self.enabled, self._arm_once)
+        self.local = LocalGradients(model, lambda: self.enabled)
         """Gradients that hold contributions of this rank alone."""
         self.hooks = ScriptHooks(self.local, self._name)
         """Of the script, on parameters."""
@@ -81,11 +84,14 @@ class GradientReducer:
         """Hooks changed gradients, and ranks have not compared what came of it."""
         self._hooks_stepped = False
         """An optimizer has stepped since."""
-        self._hooks_compared = 0
-        """How many hooks there were when they did."""
+        self._num_hooks = self._hooks_compared = 0
+        """How many hooks there were in the last backward that reduced, and when they did."""
+        self._reductions = 0
+        """Reductions that are over."""
         self._starts = True
         self._lazy = False
-        self._changed = True
+        self.changed = True
+        """The script has changed submodules, parameters or dtypes; looked at before the next forward or backward."""
         self._sparse: frozenset[Tensor] = frozenset()
         self._all: list[nn.Parameter] = []
         self._trained: list[nn.Parameter] = []
@@ -100,21 +106,12 @@ class GradientReducer:
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
-    def model_changed(self) -> None:
-        """Mark the model as changed (submodules, parameters or dtypes); checked before the next forward or backward."""
-        self._changed = True
-
-    def refresh_if_changed(self) -> None:
-        """As :meth:`refresh`, where the script is known to have changed the model. Collective then."""
-        if self._changed:
-            self.refresh()
-
     def refresh(self) -> None:
         """Follow changes of the model: new layers, frozen and unfrozen parameters, other dtypes.
 
         Collective over all ranks where something changed; new parameters start from rank 0's values.
         """
-        changed, self._changed = self._changed, False
+        changed, self.changed = self.changed, False
         if changed:
             self._all = list(self._model.parameters())
             self._sparse = frozenset(
@@ -131,9 +128,9 @@ class GradientReducer:
         self._trained, self._dtypes = trained, dtypes
         if trained:
             # In the parameters' dtype they share a bucket with them; in 16 bits an average would be rounded.
-            dtype = max(dtypes[0], torch.float32, key=lambda each: each.itemsize)
-            self._told = torch.ones(len(trained) + _BITS, dtype=dtype, device=trained[0].device)
-            self._told[-_BITS:] = 0
+            dtype = max(dtypes[0].to_real(), torch.float32, key=lambda each: each.itemsize)
+            self._told = torch.ones(len(trained) + FLAG_BITS, dtype=dtype, device=trained[0].device)
+            self._told[-FLAG_BITS:] = 0
             carried = self._exact and not self._static
             self._flags = nn.Parameter(torch.zeros_like(self._told)) if carried else None
             self.wrapper = self._wrap(_Parameters(self._model, self._flags), self._static, self._starts)
@@ -144,7 +141,7 @@ class GradientReducer:
             parameters = () if self._starts and trained else self._all
             self.agree((*parameters, *self._model.buffers()))
         self._starts = False
-        self.updated()
+        self._writes = sum(map(_VERSION, self._trained))
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -154,11 +151,12 @@ class GradientReducer:
         Collective over all ranks. A static graph, which torch records from the loss on, cannot be assumed then.
         """
         if not self._lazy:
-            self._lazy, self._static, self._changed = True, False, True
+            self._lazy, self._static, self.changed = True, False, True
+            self.local.begun = self._arm_once
             self.refresh()
 
     def _arm_once(self) -> None:
-        if self._lazy and self._expected and not self._armed:
+        if self._expected and not self._armed:
             with torch.enable_grad():
                 self._arm(torch.zeros((), device=self._topology.device))
 
@@ -173,40 +171,47 @@ class GradientReducer:
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
-        self.local.before_backward()
+        if self.local.reached:
+            self.local.before_backward()
         if not self.enabled or not loss.requires_grad:
             return loss
         if self._armed:
             # The previous backward raised; its reducer waits for the remaining gradients.
-            self._armed, self._changed = False, True
+            self._armed, self.changed = False, True
         self.refresh()
         if self.wrapper is None:
             return loss
         self._expected = True
-        accumulating = self.wrapper._accum_grad_hooks  # noqa: SLF001 (there where torch._dynamo reduces in Python)
-        self.hooks.begin(self._trained, [handle.id for handle in accumulating])
+        hooked = [one for one in self._trained if len(one._backward_hooks or ()) > 1 or one._post_accumulate_grad_hooks]  # noqa: SLF001
+        self._num_hooks = 0
+        if hooked:
+            accumulating = self.wrapper._accum_grad_hooks  # noqa: SLF001 (there where torch._dynamo reduces in Python)
+            self._num_hooks = self.hooks.begin(hooked, [handle.id for handle in accumulating])
         return loss if self._lazy else self._arm(loss)
 
     def after_backward(self) -> None:
         """Finish the reduction. Collective over the data-parallel ranks where this backward reduces."""
-        self._expected = False
         if not self._armed:
+            self.restore_hooks()
             return
-        self._armed = False
-        hooked = self.hooks.found
+        self._armed = self._expected = False
+        hooked = bool(self.hooks.found)
         if hooked:
             # Hooks must not see the zeros of parameters that were not reached.
             self.hooks.hold()
         arrived = list(self.local.reached) if hooked else []
         unreached = frozenset[int]() if self._static else self._complete()
+        if self._static and not self.joined and self._is_due():
+            self._compare()
         self.local.forget()
         if hooked and self.hooks.call(arrived, unreached):
             self._hooks_changed = True
 
-    def backward_ended(self) -> None:
-        """Restore the script's hooks after each backward, also after one that raised."""
+    def restore_hooks(self) -> None:
+        """Restore the script's hooks after a backward that reduced nothing, or that raised."""
         self._expected = False
-        self.hooks.end()
+        if self.hooks.found:
+            self.hooks.end()
 
     def _name(self, parameter: Tensor) -> str:
         names = {id(one): name for name, one in self._model.named_parameters()}
@@ -223,10 +228,12 @@ class GradientReducer:
         """
         reached = set(map(id, self.local.reached))
         missing = [parameter for parameter in self._trained if id(parameter) not in reached]
-        written = self._count_writes() != self._writes
+        written = sum(map(_VERSION, self._trained)) != self._writes
         # A hook that draws random numbers, or that only one rank has, makes replicas differ in the first step.
-        drifts = self._hooks_stepped and self.hooks.number != self._hooks_compared
-        written = written or drifts
+        drifts = self._hooks_stepped and self._num_hooks != self._hooks_compared
+        # What the counts do not show: an optimizer with state or random numbers of one rank, writes through `data`.
+        due = not self.joined and self._is_due()
+        read = written or drifts or due
         if missing and self.joined:
             raise UnsupportedError(
                 f"inside join_uneven_inputs a backward did not reach {len(missing)} trained parameter(s), and ranks "
@@ -234,10 +241,10 @@ class GradientReducer:
                 cure="Freeze them with requires_grad_(False), or use even_batches=True without join_uneven_inputs.",
             )
         told = self._told
-        if missing or written:
+        if missing or read:
             # One half for a gradient of earlier backwards.
             used = [1.0 if id(one) in reached else 0.5 * (one.grad is not None) for one in self._trained]
-            digest = self._digest() if written else [0.0] * _BITS
+            digest = self._digest() if read else [0.0] * FLAG_BITS
             told = torch.tensor([*used, *digest], dtype=told.dtype, device=told.device)
         # Every rank sends its flags, since any other may need them; one that reached everything and saw no write to
         # its parameters sends the same each time, and does not read the result, which would wait for the device.
@@ -258,20 +265,20 @@ class GradientReducer:
         else:
             average = told.clone()
             self._pending = dist.all_reduce(average, async_op=True)
-        if self.joined or not (missing or written):
+        if self.joined or not (missing or read):
             return frozenset()
         assert average is not None
         if self._flags is None:
             self._pending.wait()
             average /= self._topology.dp_size
         values = average.tolist()
-        are_used, averaged = values[:-_BITS], values[-_BITS:]
-        if written:
-            self._compare(digest, averaged, hooked=drifts)
+        are_used, averaged = values[:-FLAG_BITS], values[-FLAG_BITS:]
+        if read and self._differ(digest, averaged):
+            self._refuse(due=due, written=written, hooked=drifts)
         if drifts:
-            self._hooks_compared = self.hooks.number
+            self._hooks_compared = self._num_hooks
             self._hooks_changed = self._hooks_stepped = False
-        self.updated()
+        self._writes = sum(map(_VERSION, self._trained))
         return self._settle(are_used, earlier)
 
     def _settle(self, are_used: list[float], earlier: Collection[int]) -> frozenset[int]:
@@ -289,45 +296,116 @@ class GradientReducer:
                 unreached.append(id(parameter))
         return frozenset(unreached)
 
-    def _compare(self, digest: list[float], averaged: list[float], *, hooked: bool) -> None:
-        """Raise where parameters differ over ranks; ``hooked``: hooks have changed the gradients of the last step."""
+    def _is_due(self) -> bool:
+        """Count a reduction; whether replicas are compared in it: in 0, 1, 2, 4, 8, 16, ..."""
+        number = self._reductions
+        self._reductions += 1
+        return not number & (number - 1)
+
+    def _compare(self) -> None:
+        """Compare replicas where no flags are sent. Collective over all ranks."""
+        digest = torch.tensor(self._digest(), device=self._topology.device)
+        average = collectives.all_reduce(digest, "sum", self._topology) / self._topology.world_size
+        if self._differ(digest.tolist(), average.tolist()):
+            written = sum(map(_VERSION, self._trained)) != self._writes
+            self._refuse(due=True, written=written, hooked=self._hooks_stepped)
+        self._writes = sum(map(_VERSION, self._trained))
+
+    def left_join(self) -> None:
+        """Every rank takes part again: the next reduction compares what was not compared in between."""
+        self.joined, self._reductions = False, 0
+
+    def _differ(self, digest: list[float], averaged: list[float]) -> bool:
+        """Whether parameters differ over ranks: the same answer on all ranks that sent a digest."""
         # A bit that is the same on all ranks averages to itself; else each rank is off by at least 1/ranks.
         tolerance = 0.5 / self._topology.dp_size
-        if any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True)):
-            if hooked:
-                raise UsageError(
-                    f"after a step in which hooks of parameters of {type(self._model).__name__} changed gradients, the "
-                    "parameters are not the same on all ranks",
-                    cure="Set the same hooks on every rank, and let them do the same there: they are called with "
-                    "gradients over all ranks. Draw random numbers from a torch.Generator with the same seed.",
-                )
+        return any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True))
+
+    def _refuse(self, *, due: bool, written: bool, hooked: bool) -> None:
+        """Raise where replicas have drifted apart; where only their rounding differs, warn once.
+
+        Collective over all ranks if ``due``, the same on all of them.
+
+        Args:
+            due: all ranks compare in this reduction, whatever they saw.
+            written: this rank's script has written to parameters since the last step.
+            hooked: hooks have changed the gradients of the last step.
+        """
+        kind = type(self._model).__name__
+        if due:
+            name, difference, written, hooked = self._largest_difference(written=written, hooked=hooked)
+        if hooked:
             raise UsageError(
-                f"the script wrote to parameters of {type(self._model).__name__} after prepare, and their values are "
-                "not the same on all ranks",
+                f"after a step in which hooks of parameters of {kind} changed gradients, the parameters are not the "
+                "same on all ranks",
+                cure="Set the same hooks on every rank, and let them do the same there: they are called with "
+                "gradients over all ranks. Draw random numbers from a torch.Generator with the same seed.",
+            )
+        if written:
+            raise UsageError(
+                f"the script wrote to parameters of {kind} after prepare, and their values are not the same on all "
+                "ranks",
                 cure="Write the same on every rank: call drivetrain.utils.set_seed(0) before drawing random values, "
                 "or give all ranks rank 0's values with drivetrain.utils.broadcast.",
             )
+        if difference > _ROUNDING:
+            raise UsageError(
+                f"the replicas of {kind} have drifted apart: {name} differs from rank 0's by {difference:.2g} of its "
+                "norm",
+                cure="Let every rank step alike. Usual causes: an optimizer that stepped before prepare on one rank "
+                "only, one that draws random numbers (seed them alike on every rank), and writes to `parameter.data`.",
+            )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "The replicas of %s differ by rounding: %s by %.2g of its norm. Steps may be computed in another "
+                "order of operations on each rank; drivetrain.utils.set_seed(seed, deterministic=True) asks torch for "
+                "one order.",
+                kind,
+                name,
+                difference,
+            )
+
+    _warned = False
+
+    @torch.no_grad()
+    def _largest_difference(self, *, written: bool, hooked: bool) -> tuple[str, float, bool, bool]:
+        """Which parameter differs most from rank 0's, relative to its norm there. Collective over all ranks.
+
+        Returns its name, that difference, and whether any rank has `written` or is `hooked`; the same on all ranks.
+        """
+        found = torch.zeros(len(self._all) + 2, dtype=torch.float64)
+        found[-2:] = torch.tensor([written, hooked])
+        places = {id(one): place for place, one in enumerate(self._all)}
+        for group in _pieces(self._all):
+            flat = collectives.broadcast(torch.cat([tensor.reshape(-1) for tensor in group]), 0, self._topology)
+            for tensor, first in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
+                difference = torch.linalg.vector_norm(_real(tensor.reshape(-1)) - _real(first), dtype=torch.float64)
+                norm = torch.linalg.vector_norm(_real(first), dtype=torch.float64)
+                found[places[id(tensor)]] = float(difference / norm.clamp(min=torch.finfo(torch.float32).tiny))
+        # A NaN of one rank alone is as large a difference as there is.
+        found = found.nan_to_num(nan=torch.inf)
+        found = collectives.all_reduce(found.to(self._told.device, self._told.dtype), "max", self._topology)
+        *differences, any_written, any_hooked = found.tolist()
+        place = max(range(len(differences)), key=differences.__getitem__)
+        names = {id(one): name for name, one in self._model.named_parameters()}
+        return names[id(self._all[place])], differences[place], bool(any_written), bool(any_hooked)
 
     def stepped(self) -> None:
-        """Handle an optimizer's update of parameters."""
+        """Handle an optimizer's update of parameters, which is the same on every rank."""
         self._hooks_stepped = self._hooks_changed
-        self.updated()
-
-    def updated(self) -> None:
-        """Record the current parameters, which are the same on every rank."""
-        self._writes = self._count_writes()
-
-    def _count_writes(self) -> int:
-        return sum(map(_VERSION, self._trained))
+        self._writes = sum(map(_VERSION, self._trained))
 
     @torch.no_grad()
     def _digest(self) -> list[float]:
         """A digest in bits, equal for replicas with the same values. Not collective."""
-        norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in self._trained])
-        sums = torch.stack([one.sum(dtype=torch.float64) for one in self._trained])
-        values = torch.stack([norms, sums]).cpu().numpy().tobytes()
-        hashed = int.from_bytes(hashlib.blake2b(values, digest_size=_BITS // 8).digest())
-        return [float(hashed >> at & 1) for at in range(_BITS)]
+        # Frozen parameters too: a forward may write to them.
+        values = [one if one.is_floating_point() else _real(one) for one in self._all]
+        norms = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in values])
+        sums = torch.stack([one.sum(dtype=torch.float64) for one in values])
+        read = torch.stack([norms, sums]).cpu().numpy().tobytes()
+        hashed = int.from_bytes(hashlib.blake2b(read, digest_size=FLAG_BITS // 8).digest())
+        return [float(hashed >> at & 1) for at in range(FLAG_BITS)]
 
     # ---- compilation, buffers, release -----------------------------------------------------------------------------
 
@@ -361,6 +439,13 @@ class GradientReducer:
         self.wrapper = self._pending = None
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """Its values as floating-point numbers, which a norm can be taken of: a frozen parameter may hold integers."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.is_floating_point() else tensor.double()
+
+
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of tensors of one dtype that fit into one message of moderate size."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -379,7 +464,10 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 _PIECE = 2**26
 """Bytes of a broadcast: as torch's own pieces, a fraction of what a model holds."""
 
-_BITS = 32
-"""Of a digest of the parameters' values."""
+FLAG_BITS = 32
+"""Bits of a digest of the parameters' values, which follow the flags."""
+
+_ROUNDING = 1e-3
+"""Of a parameter's norm: differences of other kernels or orders of summation stay below it for thousands of steps."""
 
 _VERSION = attrgetter("_version")

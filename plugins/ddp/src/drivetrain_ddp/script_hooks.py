@@ -46,27 +46,21 @@ class ScriptHooks:
 
     def __init__(self, local: LocalGradients, name: Callable[[Tensor], str]) -> None:
         self._local, self._name = local, name
-        self._found: dict[Tensor, tuple[list[_Entry], list[_Entry]]] = {}
+        self.found: dict[Tensor, tuple[list[_Entry], list[_Entry]]] = {}
+        """Those of this backward."""
         self._earlier: dict[Tensor, Tensor] = {}
         self._closes = False
-        self.number = 0
-        """How many there were in the last backward that reduced."""
 
-    def begin(self, trained: Iterable[Tensor], others: Collection[int]) -> None:
-        """Disable the hooks of these parameters before a backward that reduces.
+    def begin(self, hooked: Iterable[Tensor], others: Collection[int]) -> int:
+        """Disable the hooks of these parameters before a backward that reduces; returns how many there are.
 
         Where gradients hold contributions of this rank alone, of micro-batches before, hooks were called with those:
         they stay where they are, which is the same for those that commute with an average.
 
         Args:
-            trained: the parameters.
+            hooked: the parameters.
             others: hooks of torch's own, by the number of their handle.
         """
-        self.end()
-        hooked = [one for one in trained if len(one._backward_hooks or ()) > 1 or one._post_accumulate_grad_hooks]  # noqa: SLF001
-        self.number = 0
-        if not hooked:
-            return
         self._closes = self._local.exist()
         for one in hooked:
             kinds: tuple[list[_Entry], list[_Entry]] = ([], [])
@@ -77,30 +71,25 @@ class ScriptHooks:
                     if key not in others and hook is not _nothing and not self._local.keeps(hook):
                         kind.append(_Entry(hooks, key, hook))
             if any(kinds):
-                self._found[one] = kinds
+                self.found[one] = kinds
                 if not self._closes and one.grad is not None:
                     self._earlier[one] = one.grad.detach().clone()
-        self.number = sum(len(before) + len(after) for before, after in self._found.values())
         if not self._closes:
             self.hold()
-
-    @property
-    def found(self) -> bool:
-        """Whether some parameter has hooks in this backward."""
-        return bool(self._found)
+        return sum(len(before) + len(after) for before, after in self.found.values())
 
     def hold(self) -> None:
         """Prevent autograd from calling the hooks until :meth:`end`."""
-        for before, after in self._found.values():
+        for before, after in self.found.values():
             for each in (*before, *after):
                 each.put(_nothing)
 
     def end(self) -> None:
         """Enable the hooks again after the backward, with or without an error."""
-        for before, after in self._found.values():
+        for before, after in self.found.values():
             for each in (*before, *after):
                 each.put(each.hook)
-        self._found.clear()
+        self.found.clear()
         self._earlier.clear()
 
     @torch.no_grad()
@@ -114,7 +103,7 @@ class ScriptHooks:
         Raises:
             UsageError: hooks were called with parts of the gradient, and would give another result.
         """
-        found, earlier = dict(self._found), dict(self._earlier)
+        found, earlier = dict(self.found), dict(self._earlier)
         self.end()
         if self._closes:
             for parameter, kinds in found.items():

@@ -18,6 +18,7 @@ from drivetrain.api import (
     Topology,
     TorchEngine,
     Trainable,
+    UnsupportedError,
     UsageError,
     cast_parameters,
     collectives,
@@ -122,6 +123,12 @@ class DeepSpeedBackend(FileConfiguredBackend):
                 "CPU memory.",
             )
         parameters = list(module.parameters())
+        if any(each.is_complex() for each in parameters):
+            raise UnsupportedError(
+                f"{type(module).__name__} has complex parameters, which DeepSpeed makes real",
+                cure="Keep real and imaginary part as one parameter (torch.view_as_complex(p) in forward), or use "
+                "distributed_type: ddp.",
+            )
         if any(trainable.shares(parameters) for trainable in self._trainables):
             raise UsageError(
                 f"{type(module).__name__} shares parameters with a model that was prepared before",

@@ -25,11 +25,14 @@ from drivetrain.api import (
     multiply_gradients,
 )
 from drivetrain_deepspeed import quiet
+from drivetrain_deepspeed.forward_writes import WatchedForwards
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
+from drivetrain_deepspeed.groups import FixedGroups
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.linear_hooks import LinearHooks
 from drivetrain_deepspeed.loss_scale import LossScale
 from drivetrain_deepspeed.parts import PartitionedGradients
+from drivetrain_deepspeed.same_writes import SameWrites
 from drivetrain_deepspeed.slices import SlicedGradients
 from drivetrain_deepspeed.unused import Unused
 from drivetrain_deepspeed.writes import Writes
@@ -63,6 +66,7 @@ class Driver:
         self._guard, self._max_norm = guard, max_norm
         self._parameters = {id(optimizer): frozenset(map(id, held)) for optimizer, held in optimizers}
         self.stage = int(engine.zero_optimization_stage())
+        self._groups = FixedGroups([optimizer for optimizer, _ in optimizers], guard, self.stage)
         self.zero: Any = engine.optimizer if self.stage else None
         # DeepSpeed's own scalers for autocast in float16 let each rank decide alone, parameter group by group.
         engine.torch_autocast_z0_gradscaler = None
@@ -74,9 +78,10 @@ class Driver:
             engine.zero_grad = _nothing
         efficient = self.stage == 3 and engine._config.zero_config.memory_efficient_linear  # noqa: SLF001
         self._linear = quiet.linear_of_stage_3 if efficient else nullcontext
-        self._hooked = self.stage == 3
-        """Stage 3 needs DeepSpeed's hooks in every forward. Else they would be in copies of the model."""
-        if not self._hooked:
+        self.watched: WatchedForwards | None = None
+        """Stage 3: runs forwards, and notices what they write to parameters."""
+        # Stage 3 needs DeepSpeed's hooks in every forward. Else they would be in copies of the model.
+        if self.stage < 3:
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
             engine.module_forward_pre_hook = engine.module_forward_post_hook = None
@@ -90,6 +95,8 @@ class Driver:
         engine._backward_prologue_per_tensor = _unchanged  # noqa: SLF001
         held = {id(each): each for _, parameters in optimizers for each in parameters}
         self.writes = None if self.zero is None else Writes(engine.module, self.zero, self.stage, held.values(), guard)
+        whole = self.stage < 3 and topology.dp_size > 1
+        self._same_writes = SameWrites(engine.module, topology) if whole else None
         self._unused = None if self.zero is None else Unused(self.zero, guard.named)
         self._used: set[int] = set()
         """Parameters that have a gradient on one process: backwards have reached them since it was dropped."""
@@ -148,6 +155,7 @@ class Driver:
             else:
                 self._at_parameter(parameter, gradient)
 
+        at.keeps_account = True  # type: ignore[attr-defined]
         return at
 
     def _check_hooks(self) -> None:
@@ -215,6 +223,7 @@ class Driver:
             assert one.grad is not None
             one.grad = one.grad.contiguous()
 
+        make_contiguous.keeps_account = True  # type: ignore[attr-defined]
         handle = parameter.register_post_accumulate_grad_hook(make_contiguous)
         # Autograd runs them as they were inserted, and takes no notice of OrderedDict.move_to_end.
         others = parameter._post_accumulate_grad_hooks  # noqa: SLF001
@@ -243,6 +252,7 @@ class Driver:
 
     def release(self) -> None:
         """Take the hooks away."""
+        self._groups.restore()
         for handle in (*self.extra_hooks, *(handle for _, handle in self._hooks), *self._straightened.values()):
             handle.remove()
 
@@ -250,9 +260,9 @@ class Driver:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's forward, with gradients."""
-        if self._hooked:
+        if self.watched is not None:
             with self._linear():
-                return self.engine(*args, **kwargs)
+                return self.watched.run(self.engine, args, kwargs)
         args, kwargs = self.engine._forward_prologue(args, kwargs) or (args, kwargs)  # noqa: SLF001
         output = self.engine(*args, **kwargs)
         self.engine._forward_epilogue()  # noqa: SLF001
@@ -288,6 +298,7 @@ class Driver:
                 "DeepSpeed reduces and steps the former",
                 cure="Change dtypes before prepare; mixed_precision computes in a lower one.",
             )
+        self._groups.check()
         if self.writes is not None:
             self.writes.check_places()
             self._check_hooks()
@@ -424,10 +435,9 @@ class Driver:
         skipped = self.zero is not None and bool(self.zero.overflow)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=skipped)
-        if self.writes is not None:
-            self.writes.settle()
         if self._unused is not None:
             self._unused.end(applied=not skipped)
+        self._settle()
         self._end_step(number)
         self._waiting.discard(number)
         if not self._waiting:
@@ -435,8 +445,17 @@ class Driver:
             self._end_window()
         return StepResult(skipped=skipped, grad_norm=known) if skipped or known is not None else _APPLIED
 
+    def _settle(self) -> None:
+        """What was written last is the engine's."""
+        self._groups.settle()
+        if self.writes is not None:
+            self.writes.settle()
+        if self._same_writes is not None:
+            self._same_writes.settle()
+
     def _before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step that would not do what the script means, and take in what it wrote to parameters."""
+        self._groups.check()
         if id(optimizer) not in self._waiting:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() found no gradients: no backward has reached its model since they "
@@ -445,6 +464,8 @@ class Driver:
                 "after step().",
             )
         self._check_dropped(self._parameters[id(optimizer)], f"{type(optimizer).__name__}.step()")
+        if self._same_writes is not None:
+            self._same_writes.check()
         if self.writes is not None:
             self.writes.check()
             self.writes.take_in()

@@ -1,18 +1,20 @@
-"""The first steps under ZeRO's stages 1 and 2 compare over ranks what they reduce, before DeepSpeed does it.
+"""The first steps under ZeRO compare over ranks what they gather and reduce, before DeepSpeed does it.
 
-ZeRO reduces gradients in buckets of what each rank has. Where a layer ran on one rank alone, buckets have other
-sizes, and gloo ends the process.
+ZeRO reduces gradients in buckets of what each rank has, and stage 3 gathers the parameters of the layers that run.
+Where a layer ran on one rank alone, these have other sizes, and gloo ends the process or waits without end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from drivetrain.api import SameOrder, Topology
+from drivetrain.api import Topology
+from drivetrain_sharding import SameOrder
 
 _STEPS = 4
 """Training steps that are compared, about: micro-batches count where they communicate."""
@@ -36,3 +38,56 @@ def _reduce(zero: Any, plain: Callable[..., Any], order: SameOrder, names: dict[
         buckets = [bucket for dtype, bucket in zero.ipg_buckets.items() if wanted in (None, dtype)]
         order.meet("reduces gradients", [names[number] for bucket in buckets for *_, number in bucket.params])
     return plain(**kwargs)
+
+
+def compare_gathers(module: nn.Module, zero: Any, topology: Topology) -> SameOrder:
+    """Stage 3: let the first gathers and reductions raise where ranks need other parameters. Not collective.
+
+    Returns the comparison, for what else is collective in the first steps.
+    """
+    names = {id(one): name for name, one in module.named_parameters()}
+    holders = sum(any(True for _ in layer.parameters(recurse=False)) for layer in module.modules())
+    # A step gathers each layer for forward and for backward, and reduces it once.
+    order = SameOrder(topology, 3 * _STEPS * holders)
+    if not order.over:
+        coordinator = zero.parameter_offload.get_param_coordinator()
+        gather, reduce = (f"_PartitionedParameterCoordinator{_GATHER}", f"_DeepSpeedZeroOptimizer_Stage3{_REDUCE}")
+        setattr(coordinator, gather, partial(_gather, coordinator, gather, getattr(coordinator, gather), order, names))
+        setattr(zero, reduce, partial(_reduce_parts, zero, reduce, getattr(zero, reduce), order, names))
+    return order
+
+
+_GATHER, _REDUCE = "__all_gather_params", "__reduce_and_partition_ipg_grads"
+"""DeepSpeed's methods, of names that Python completes by their class."""
+
+
+def _gather(
+    coordinator: Any,
+    attribute: str,
+    plain: Callable[..., Any],
+    order: SameOrder,
+    names: dict[int, str],
+    parameters: Iterable[nn.Parameter],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if order.over:
+        delattr(coordinator, attribute)
+    elif missing := [names.get(id(one), "a parameter") for one in _in_parts(parameters)]:
+        order.meet("gathers parameters", sorted(missing))
+    return plain(parameters, *args, **kwargs)
+
+
+def _in_parts(parameters: Iterable[Any]) -> list[Any]:
+    """Those that are neither gathered nor on their way."""
+    return [one for one in parameters if one.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+
+
+def _reduce_parts(
+    zero: Any, attribute: str, plain: Callable[..., Any], order: SameOrder, names: dict[int, str], dtype: Any
+) -> Any:
+    if order.over:
+        delattr(zero, attribute)
+    elif reduced := [names.get(id(one), "a parameter") for one in zero.ipg_buckets[dtype].params]:
+        order.meet("reduces gradients", sorted(reduced))
+    return plain(dtype)

@@ -7,7 +7,8 @@ it is kept, and differs between ranks where it depends on the samples that a ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from drivetrain.api import Topology, UnsupportedError, collectives
 from drivetrain_deepspeed.guard import Guard, in_parts
 from drivetrain_deepspeed.layout import partition_of, partitioned
+from drivetrain_sharding import SameOrder
 
 
 def refuse_max_norm(module: nn.Module, stage: int, dp_size: int) -> None:
@@ -37,45 +39,83 @@ def refuse_max_norm(module: nn.Module, stage: int, dp_size: int) -> None:
             )
 
 
-@final
-class FirstForwards:
-    """Stage 3: compares each module's own parameters before and after its first forward in training.
+_VERSION = attrgetter("_version")
 
-    Before that, forwards in evaluation are compared too. One module's parameters are kept at a time, and those of the
+
+@final
+class WatchedForwards:
+    """Stage 3: compares torch's counts of writes around each forward of the model, and values around some.
+
+    Values are those of each module's own parameters, before and after its first forward in training, and again in the
+    model's forwards 1, 2, 4, 8, ...: torch does not count what is written through ``data``. Before the first in
+    training, forwards in evaluation are compared too. One module's parameters are kept at a time, and those of the
     modules that it is called by.
 
     A module may write to parameters of its children, too, which are gathered when it reads them. Each rank compares
-    its own part with what was gathered, and the ranks agree at the end of the model's first forward in training.
+    its own part with what was gathered, and the ranks agree at the end of such a forward of the model.
 
     Args:
         module: the user's, after DeepSpeed has set its hooks.
         theirs: handles of DeepSpeed's hooks on forwards.
         guard: of the module's parameters.
         topology: the job.
+        order: compares the first collectives over ranks.
         exact: what is gathered has the values of the parts: it was not quantised on the way.
     """
 
     def __init__(
-        self, module: nn.Module, theirs: Sequence[Any], guard: Guard, topology: Topology, *, exact: bool
+        self,
+        module: nn.Module,
+        theirs: Sequence[Any],
+        guard: Guard,
+        topology: Topology,
+        order: SameOrder,
+        *,
+        exact: bool,
     ) -> None:
         self._module, self._guard, self._topology, self._exact = module, guard, topology, exact
+        self._order = order
         self._pieces = {id(piece.parameter): piece for piece in partitioned(module)}
         self._written = 0
         """Place in `_pieces`, counted from 1, of a parameter that was written to outside of its own module."""
         self._handles: dict[nn.Module, list[Any]] = {}
         self._before: dict[nn.Module, list[tuple[Any, int, Tensor]]] = {}
-        numbers = {handle.id for handle in theirs}
-        for layer in module.modules():
-            if any(id(each) in self._pieces for each in layer.parameters()):
+        self._theirs = {handle.id for handle in theirs}
+        self._parameters = [piece.parameter for piece in self._pieces.values()]
+        self._number = 0
+        self._compare_values()
+
+    def _compare_values(self) -> None:
+        """Compare values in the next forward in training of each layer."""
+        for layer in self._module.modules():
+            if layer not in self._handles and any(id(each) in self._pieces for each in layer.parameters()):
                 before = layer.register_forward_pre_hook(self._begin)
                 after = layer.register_forward_hook(self._end)
                 # Theirs lets go of the parameters; what stands before it writes to gathered ones too.
                 hooks: Any = layer._forward_hooks  # noqa: SLF001
                 earlier = [number for number in hooks if number != after.id]
-                first = next((place for place, number in enumerate(earlier) if number in numbers), len(earlier))
+                first = next((place for place, number in enumerate(earlier) if number in self._theirs), len(earlier))
                 for number in earlier[first:]:
                     hooks.move_to_end(number)
                 self._handles[layer] = [before, after]
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of the model, with gradients.
+
+        Raises:
+            UnsupportedError: it has written to parameters.
+        """
+        number = self._number
+        self._number += 1
+        if number and not number & (number - 1):
+            self._compare_values()
+        before = list(map(_VERSION, self._parameters))
+        output = forward(*args, **kwargs)
+        after = list(map(_VERSION, self._parameters))
+        if after != before:
+            place = next(place for place, count in enumerate(before) if after[place] != count)
+            raise self._guard.lost(type(self._module).__name__, id(self._parameters[place]))
+        return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, layer: nn.Module, _: Any) -> None:
@@ -91,7 +131,7 @@ class FirstForwards:
                 continue
             # In-place operations count, also those that change nothing this time; those on `data` do not.
             if parameter._version != version or not torch.equal(parameter.detach(), values):  # noqa: SLF001
-                raise self._refusal(type(layer).__name__, id(parameter))
+                raise self._guard.lost(type(layer).__name__, id(parameter))
         if layer in self._handles:
             self._compare_parts(layer.parameters())
         if layer.training:
@@ -118,18 +158,11 @@ class FirstForwards:
         """Raise on every rank where one has noted a parameter. Collective."""
         found = torch.tensor([self._written], device=self._topology.device)
         if self._topology.world_size > 1:
+            if not self._order.over:
+                self._order.meet(f"ends the forward of {type(self._module).__name__}")
             found = collectives.all_reduce(found, "max", self._topology)
         if number := int(found):
-            raise self._refusal(type(self._module).__name__, list(self._pieces)[number - 1])
-
-    def _refusal(self, whose: str, parameter: int) -> UnsupportedError:
-        return UnsupportedError(
-            f"the forward of {whose} writes to {self._guard.named(parameter)}, and ZeRO stage 3 drops what a forward "
-            "writes to parameters",
-            cure="Compute with the changed values without writing them, or write after optimizer.step() inside "
-            "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0); zero_stage 0, 1 or 2 keep what every rank "
-            "writes alike.",
-        )
+            raise self._guard.lost(type(self._module).__name__, list(self._pieces)[number - 1])
 
     def remove(self) -> None:
         """Stop comparing: the engine goes."""

@@ -122,6 +122,8 @@ class Guard:
         self._pieces = partitioned(module)
         self._touched = False
         """The script has had to do with parameters that are whole under stage 3, and may have written to them."""
+        self._lent: dict[int, tuple[Any, int]] = {}
+        """Stage 3: parameters that a layer which the script calls by itself was given, with torch's count of writes."""
         for each in self._plain:
             each._drivetrain_guard = self  # noqa: SLF001
             if stage == 3:
@@ -136,6 +138,8 @@ class Guard:
 
     def __enter__(self) -> None:
         """The engine begins to work: parameters are plain ones."""
+        if self._lent:
+            self._check_lent()
         self._lifted += 1
         if self._on:
             self._switch(on=False)
@@ -206,6 +210,25 @@ class Guard:
                 "to read or write some, on every rank, `with deepspeed.zero.GatheredParameters(parameters, "
                 "modifier_rank=0):`.",
             )
+        if self._touched and parameter.ds_active_sub_modules:
+            self._lent.setdefault(id(parameter), (parameter, parameter._version))  # noqa: SLF001
+
+    def _check_lent(self) -> None:
+        """Raise where the forward of a layer has written to what was gathered for it."""
+        lent, self._lent = self._lent, {}
+        for number, (parameter, version) in lent.items():
+            if parameter._version != version:  # noqa: SLF001
+                raise self.lost(f"a layer of {self.model}", number)
+
+    def lost(self, whose: str, parameter: int) -> UnsupportedError:
+        """The refusal of a forward that writes to one of its parameters under stage 3."""
+        return UnsupportedError(
+            f"the forward of {whose} writes to {self.named(parameter)}, and ZeRO stage 3 drops what a forward "
+            "writes to parameters",
+            cure="Compute with the changed values without writing them, or write after optimizer.step() inside "
+            "deepspeed.zero.GatheredParameters(parameters, modifier_rank=0); zero_stage 0, 1 or 2 keep what every rank "
+            "writes alike.",
+        )
 
     def check_gradient(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where a script reads or writes ``parameter.grad`` and DeepSpeed has the gradients."""

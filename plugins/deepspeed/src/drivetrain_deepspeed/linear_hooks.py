@@ -7,14 +7,13 @@ nothing looks at one rank's numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from drivetrain.api import UnsupportedError
+from drivetrain.api import UnsupportedError, try_hook
 
 _CURE = (
     "Call accelerator.clip_grad_norm_ or accelerator.clip_grad_value_ after accelerator.backward, or use "
@@ -63,39 +62,17 @@ class LinearHooks:
 
 
 def _try(hook: Callable[[Tensor], Tensor | None], gradient: Tensor, whose: str) -> None:
-    # Powers of two, by which floats multiply exactly, far enough apart to meet thresholds.
-    far = 2.0**8 if gradient.dtype == torch.float16 else 2.0**20
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator) for _ in range(2))
-    one, other = one.to(gradient.device), other.to(gradient.device)
-    of_one = _call(hook, one, whose)
-    scaled = all(_close(_call(hook, one * by, whose) / by, of_one) for by in (-1 / far, far))
-    if not scaled or not _close(_call(hook, one + other, whose), of_one + _call(hook, other, whose)):
+    found = try_hook(hook, gradient)
+    if found == "not linear":
         raise UnsupportedError(
             f"{whose} has a hook by register_hook that is not linear, as one that clamps or normalises: DeepSpeed "
             "reduces gradients after hooks, which are given the gradient of this rank's samples alone",
             cure=_CURE,
         )
-
-
-def _call(hook: Callable[[Tensor], Tensor | None], given: Tensor, whose: str) -> Tensor:
-    """What autograd would go on with: what a hook returns, or what it has written to its argument."""
-    written = given.clone()
-    returned = hook(written)
-    if returned is not None:
-        return returned
-    if torch.equal(written, given):
+    if found == "returns nothing":
         raise UnsupportedError(
             f"{whose} has a hook by register_hook that returns nothing: DeepSpeed reduces gradients after hooks, so "
             "that what it looks at is the gradient of this rank's samples alone",
             cure="Read the norm of all gradients by accelerator.clip_grad_norm_(model.parameters(), math.inf) after "
             "accelerator.backward, or use distributed_type: ddp, where a hook is given the gradient of all ranks.",
         )
-    return written
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to rounding, measured by the largest element: sums in a hook may cancel."""
-    largest = float(other.abs().max()) if other.numel() else 0.0
-    tolerance = 64 * torch.finfo(other.dtype).eps * largest
-    return math.isfinite(largest) and one.shape == other.shape and bool(torch.allclose(one, other, 0.0, tolerance))

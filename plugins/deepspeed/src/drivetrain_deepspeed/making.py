@@ -17,8 +17,8 @@ from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_mo
 from drivetrain_deepspeed import compiling, elementwise, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
-from drivetrain_deepspeed.first_steps import compare_buckets
-from drivetrain_deepspeed.forward_writes import FirstForwards, refuse_max_norm
+from drivetrain_deepspeed.first_steps import compare_buckets, compare_gathers
+from drivetrain_deepspeed.forward_writes import WatchedForwards, refuse_max_norm
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.layout import flat_groups
 from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
@@ -98,10 +98,11 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         offload = engine.optimizer.parameter_offload
         zero = engine._config.zero_config  # noqa: SLF001
         quantised = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-        driver.extra_hooks = [
-            *refuse_hidden_outputs(module),
-            FirstForwards(module, offload.forward_hooks, guard, backend.topology, exact=not quantised),
-        ]
+        order = compare_gathers(module, engine.optimizer, backend.topology)
+        driver.watched = WatchedForwards(
+            module, offload.forward_hooks, guard, backend.topology, order, exact=not quantised
+        )
+        driver.extra_hooks = [*refuse_hidden_outputs(module), driver.watched]
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
 
@@ -138,6 +139,7 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
                 cure="Call step() of the optimizer that accelerator.prepare returned.",
             )
 
+    no_step.only_reads = True  # type: ignore[attr-defined]
     for optimizer in optimizers:
         optimizer.add_param_group = no_group  # type: ignore[method-assign,assignment]
         if stage and not isinstance(optimizer, DummyOptim):

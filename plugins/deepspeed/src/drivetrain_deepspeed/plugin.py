@@ -39,9 +39,3 @@ DEEPSPEED = BackendInfo(
 def drivetrain_backends() -> list[BackendInfo]:
     """One backend: ``deepspeed``."""
     return [DEEPSPEED]
-
-
-@hookimpl
-def drivetrain_checkpoint_formats() -> dict[str, str]:
-    """What DeepSpeed itself writes: ``drivetrain checkpoint convert --from deepspeed``, and ``--to deepspeed``."""
-    return {"deepspeed": "drivetrain_deepspeed.native:DeepSpeedFormat"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     DummyOptim,
+    GradientHook,
     PortableState,
     StepResult,
     TensorSpec,
     Trainable,
     UnsupportedError,
     UsageError,
+    hooks_of,
     original_module,
 )
 from drivetrain_deepspeed.driving import Driver
@@ -27,6 +29,7 @@ from drivetrain_deepspeed.loading import plain_loads
 from drivetrain_deepspeed.own_schedules import STATE as SCHEDULES
 from drivetrain_deepspeed.own_schedules import OwnSchedules
 from drivetrain_deepspeed.state import EngineState
+from drivetrain_sharding import check_step_hooks
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -56,6 +59,8 @@ class DeepSpeedTrainable(Trainable):
         self._ownerless: frozenset[int] = frozenset()
         self._guard: Guard | None = None
         self._known: frozenset[int] = frozenset()
+        self._step_hooks: set[int] = set()
+        """Hooks on steps that were tried."""
         if optimizers:
             self._start()
 
@@ -65,6 +70,10 @@ class DeepSpeedTrainable(Trainable):
         return self._driver
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            # Parameters gathered in inference mode could never be trained.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self.forward(*args, **kwargs)
         if self._state is None:
             self._start()
         with self._engine():
@@ -104,8 +113,16 @@ class DeepSpeedTrainable(Trainable):
                 "DeepSpeed's step takes no closure",
                 cure="Call backward before step(), and step() without arguments.",
             )
+        if self._driver is not None and self._driver.zero is not None:
+            check_step_hooks(optimizer, self._step_hooks, "this rank's parts of the parameters by ZeRO")
         with self._engine():
             return self.schedules.step(optimizer, self._trained.step)
+
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        with self._engine():
+            found = [] if self._driver is None else list(hooks_of(self.module))
+        # DeepSpeed's take gradients out of the parameters.
+        return [one for one in found if not str(getattr(one.hook, "__module__", "")).startswith("deepspeed.")]
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """An optimizer that the engine does not know of is about to step some of its parameters."""
@@ -232,6 +249,18 @@ class DeepSpeedTrainable(Trainable):
         self.optimizers, self._driver, self._state = engine.optimizers, engine.driver, engine.state
         self._guard = engine.guard
         self._known = frozenset(map(id, self.module.parameters()))
+        if self._driver is None and self._dp_size > 1:
+            for each in self.module.parameters():
+                if each.requires_grad:
+                    each.register_post_accumulate_grad_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+
+    def _refuse_gradient(self, _: Tensor) -> None:
+        raise UsageError(
+            f"a backward reached parameters of {type(self.module).__name__}, which was prepared without an optimizer: "
+            "DeepSpeed reduces none of their gradients, and ranks would train apart",
+            cure="Prepare a model together with its optimizer; freeze one that does not train with "
+            "requires_grad_(False).",
+        )
 
     def _take_in(self) -> None:
         """Bring what the script has written to where the engine finds it."""

@@ -115,12 +115,15 @@ class Writes:
 
     def _take_in_replaced(self) -> None:
         """``parameter.data = values``: DeepSpeed's flat buffer must have them."""
+        replaced = []
         for parameter, view, address in zip(self._trained, self._views, self._addresses, strict=True):
             if parameter.data_ptr() != address:
-                now = parameter.data
                 self._check_kind(parameter, view)
-                view.copy_(now)
-                parameter.data = view
+                # A copy: two parameters may have been given each other's memory.
+                replaced.append((parameter, view, parameter.data.clone()))
+        for parameter, view, values in replaced:
+            view.copy_(values)
+            parameter.data = view
 
     def _check_kind(self, parameter: nn.Parameter, view: Tensor) -> None:
         now = parameter.data

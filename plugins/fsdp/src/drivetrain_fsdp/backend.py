@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from drivetrain.api import (
     Backend,
     Buffers,
+    GradientHook,
     Mesh,
     PortableState,
-    Recording,
     StepResult,
     TensorSpec,
     Topology,
@@ -31,25 +31,35 @@ from drivetrain.api import (
     UnsupportedError,
     UsageError,
     cast_parameters,
-    check_elementwise,
     collectives,
-    deferred,
     ensure_process_group,
     is_taken,
     original_module,
     pick_device,
     plain_state_dict,
+    portable,
 )
 from drivetrain_fsdp import hidden
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
 from drivetrain_fsdp.hooks import GradientHooks
 from drivetrain_fsdp.plugin import FSDP
-from drivetrain_fsdp.remapping import FormerParameters, parameters_of, remap
+from drivetrain_fsdp.remapping import parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
-from drivetrain_fsdp.tensors import plain_gradients
+from drivetrain_fsdp.tensors import ShardedTensor, explain_missing_gradients, plain_gradients
 from drivetrain_fsdp.whole import WholeParameters
 from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
+from drivetrain_sharding import (
+    FormerParameters,
+    OwnerSteps,
+    Recording,
+    check_elementwise,
+    deferred,
+    joined_extra,
+    needs_owners,
+    refuse_as_data,
+    step_on_parts,
+)
 
 
 @final
@@ -75,9 +85,11 @@ class FSDPTrainable(TorchTrainable):
         super().__init__(model, (), engine)
         self._backend, self._sharded = backend, sharded
         self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
+        for part in self.module.modules():
+            sharded.undo.append(part.register_load_state_dict_pre_hook(_refuse_assigning).remove)  # type: ignore[no-untyped-call]
         self._former, self._whole, self._hooks = former, whole, hooks
         self._groups_known: dict[int, int] = {}
-        """By optimizer, the number of its parameter groups that are known to be element-wise."""
+        """By optimizer, the number of its parameter groups that a trial has seen."""
         self.keeps_whole = bool(whole.parameters)
         """Some trained parameters could not be cut."""
         uncut = set(whole.parameters)
@@ -116,6 +128,9 @@ class FSDPTrainable(TorchTrainable):
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._backend.backward(loss, scale * self._dp_size)
+
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        return self._hooks.listed()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         # A hook sees the gradient of each micro-batch, whole.
@@ -208,20 +223,31 @@ class FSDPTrainable(TorchTrainable):
         # A forward without a backward (model.generate) leaves some parameters whole, and their copies would go stale.
         self._backend.reshard()
         self._check_kind(optimizer)
-        return self.engine.step(optimizer, closure, local=True)
+        owners = self._backend.owners.get(id(optimizer))
+        return step_on_parts(self.engine, optimizer, closure) if owners is None else owners.step(self.engine, closure)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """An optimizer that was not prepared steps on the shards themselves, which is right if it is element-wise."""
         self._backend.reshard()
-        self._check_kind(optimizer)
+        if self._backend.shards and self._groups_known.get(id(optimizer)) != len(optimizer.param_groups):
+            check_elementwise(optimizer, "fsdp", instead="prepare it: accelerator.prepare(model, optimizer)")
+            self._groups_known[id(optimizer)] = len(optimizer.param_groups)
 
     def _check_kind(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that is not element-wise, at its first step and after ``add_param_group``."""
-        number = len(optimizer.param_groups)
-        if self._groups_known.get(id(optimizer)) != number:
-            if self._backend.topology.mesh.sizes["dp_shard"] > 1:
-                check_elementwise(optimizer, "fsdp")
-            self._groups_known[id(optimizer)] = number
+        """Find out again how an optimizer steps after ``add_param_group``; refuse one that couples parameters."""
+        if self._backend.shards and self._groups_known.get(id(optimizer)) != len(optimizer.param_groups):
+            self._note_kind(optimizer, whole=needs_owners(optimizer, "fsdp"))
+
+    def _note_kind(self, optimizer: Optimizer, *, whole: bool) -> None:
+        """Give owners to the parameters of a matrix-wise optimizer. Collective where it has state already."""
+        if whole and id(optimizer) not in self._backend.owners:
+            self._backend.owners[id(optimizer)] = OwnerSteps(optimizer)
+        self._groups_known[id(optimizer)] = len(optimizer.param_groups)
+
+    def _owned(self) -> dict[int, bool]:
+        owners = self._backend.owners
+        steps = [owners[id(optimizer)] for optimizer in self.optimizers if id(optimizer) in owners]
+        return {number: mine for each in steps for number, mine in each.owned().items()}
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         super().zero_grad(optimizer, set_to_none)
@@ -247,13 +273,19 @@ class FSDPTrainable(TorchTrainable):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self.reshard()
-        self._check_kind(optimizer)
+        whole = self._backend.shards and needs_owners(optimizer, "fsdp")
         remap(optimizer, self._former, self.module, self._backend.topology)
+        self._note_kind(optimizer, whole=whole)
         self.optimizers.append(optimizer)
 
     def portable_state(self) -> PortableState:
         self._settle()
-        return super().portable_state()
+        state = super().portable_state()
+        for optimizer in self.optimizers:
+            owners = self._backend.owners.get(id(optimizer))
+            if owners is not None and owners.group is not None:
+                state.extra = joined_extra(state.extra, owners.group)
+        return state
 
     def live_tensors(self) -> dict[str, Any]:
         self.reshard()
@@ -261,11 +293,12 @@ class FSDPTrainable(TorchTrainable):
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         self._settle()
-        return super().portable_template(saved)
+        return portable.portable_template(self.module, self.optimizers, saved, self._owned())
 
     def load_portable_state(self, state: PortableState) -> None:
         self.reshard()
-        super().load_portable_state(state)
+        portable.load_portable_state(self.module, self.optimizers, state, self._owned())
+        self.engine.load_state(state.extra)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         self._settle()
@@ -334,6 +367,15 @@ class FSDPTrainable(TorchTrainable):
         hidden.reshard(self._may_stay_whole)
 
 
+def _refuse_assigning(*args: Any) -> None:
+    _module, _state, _prefix, metadata, *_ = args
+    if metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) would put whole parameters in the place of those that fsdp shards",
+            cure="Call load_state_dict without assign=True, on every rank.",
+        )
+
+
 @final
 class FSDPBackend(Backend):
     """Each rank holds its shard of every parameter."""
@@ -365,6 +407,10 @@ class FSDPBackend(Backend):
         self.scaler = self._engine.scaler
         self._recordings: list[Recording] = []
         self.trainables: list[FSDPTrainable] = []
+        self.shards = sizes["dp_shard"] > 1
+        """Parameters are cut."""
+        self.owners: dict[int, OwnerSteps] = {}
+        """By optimizer, those that step whole parameters."""
         return self.topology
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -401,10 +447,13 @@ class FSDPBackend(Backend):
         hooks.watch(module, trainable.check_hook)
         hidden.hear_of_backwards(sharded.modules, trainable.reached)
         hidden.compare_first_steps(module, sharded.modules, self.topology)
+        hidden.refuse_other_values(sharded.modules)
         watch_forwards(module, sharded.modules)
+        explain_missing_gradients()
+        refuse_as_data(ShardedTensor)
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
-        former.close(module)
+        former.close(module, "fsdp put a sharded one")
         self.trainables.append(trainable)
         return trainable
 
@@ -453,6 +502,8 @@ class FSDPBackend(Backend):
     def forget(self, trainable: FSDPTrainable) -> None:
         """Remove a released model."""
         self.trainables = [each for each in self.trainables if each is not trainable]
+        held = {id(optimizer) for each in self.trainables for optimizer in each.optimizers}
+        self.owners = {number: owners for number, owners in self.owners.items() if number in held}
 
     def _any(self, verdict: bool) -> bool:
         flag = torch.tensor([int(verdict)], device=self.topology.device)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import Recording, Topology, UsageError
+from drivetrain.api import Topology, UsageError
 from drivetrain_fsdp.shards import Reader, from_rank_zero, part_like, replace_buffer, replace_parameter
 from drivetrain_fsdp.weights import WeightFiles, check_shape, complain_about_missing, names_of, saved_name
+from drivetrain_sharding import Recording
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import SameOrder, Topology, UnsupportedError
+from drivetrain.api import Topology, UnsupportedError
 from drivetrain_fsdp.hooks import refuse_hooks
 from drivetrain_fsdp.tensors import as_sharded
+from drivetrain_sharding import SameOrder, keep_memory
 
 
 def drop_unreduced(modules: Iterable[FSDPModule], parameters: Iterable[Tensor]) -> None:
@@ -113,6 +114,31 @@ def _init_unsharded(one: Any, init: Callable[[], None]) -> None:
     # It is created once; where an extension creates it each time, hooks are refused on the first only.
     del one.init_unsharded_param
     refuse_hooks(one._unsharded_param)  # noqa: SLF001
+    # torch may leave parameters without a name.
+    name = f"parameter {one._param_fqn}" if one._param_fqn else "a parameter"  # noqa: SLF001
+    keep_memory(one._unsharded_param, f"{name}, which is gathered for a forward and its backward,")  # noqa: SLF001
+
+
+def refuse_other_values(modules: Iterable[FSDPModule]) -> None:
+    """Raise in a forward of a unit that was given other tensors than its parameters. Not collective.
+
+    FSDP puts gathered parameters in their places, and would compute with those.
+    """
+    for group in groups(modules):
+        group.pre_forward = partial(_pre_forward, group, group.pre_forward)
+
+
+def _pre_forward(group: Any, plain: Callable[..., Any], *args: Any) -> Any:
+    for one in group.fsdp_params:
+        info = one._module_info  # noqa: SLF001
+        found = info.module._parameters.get(info.param_name)  # noqa: SLF001
+        if found is not one.sharded_param and all(found is not getattr(one, each, None) for each in _WHOLE):
+            raise UnsupportedError(
+                f"{type(info.module).__name__} was called with another tensor as its {info.param_name} "
+                "(torch.func.functional_call), and fsdp would compute with its own",
+                cure="Compute with other values in a second model that is not prepared, or use distributed_type: ddp.",
+            )
+    return plain(*args)
 
 
 def _pre_backward(plain: Callable[..., None], reached: Callable[[], None], *args: Any) -> None:

@@ -7,7 +7,7 @@ part of a backward. Here both are called once after each backward of which the p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.api import GradientHook, UnsupportedError, UsageError
 from drivetrain_fsdp.shards import box_of
 
 Hooks = dict[int, Callable[[Any], Any]]
@@ -65,6 +65,13 @@ class GradientHooks:
     def active(self) -> bool:
         """Whether some parameter has a hook."""
         return any(self._before.values()) or any(self._after.values())
+
+    def listed(self) -> Iterator[GradientHook]:
+        """Hooks of the script. Not collective."""
+        for accumulated, kept in enumerate((self._before, self._after)):
+            for name, hooks in kept.items():
+                for number, hook in hooks.items():
+                    yield GradientHook(number, name, self._parameters[name], hook, bool(accumulated))
 
     def before_backward(self) -> None:
         """Set gradients of earlier backwards aside, so that hooks see only those of the next one."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -152,7 +153,21 @@ def shard(
         if not callable(getattr(module, method, None)):
             raise UsageError(f"fsdp.forward_methods: {type(module).__name__} has no method {method!r}")
         register_fsdp_forward_method(module, method)
+        setattr(module, method, _outside_inference_mode(getattr(module, method)))
     return sharded
+
+
+def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, with gradients off where inference mode was on: parameters gathered in it could never be trained."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def check_reshard(config: FSDPConfig, ranks: int) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import Topology, temporary
+from drivetrain.api import Topology
+from drivetrain_sharding import temporary
 
 Box = tuple[slice, ...]
 Reader = Callable[[Box], Tensor]

@@ -83,7 +83,7 @@ class ShardedTensor(DTensor):
             if changes is not None:
                 return _change_whole(func, args, kwargs, changes)
             if func._schema.is_mutable:  # noqa: SLF001
-                raise
+                return _change_wholes(func, args, kwargs, problem)
             # torch has no exception class for it.
             mixed = "got mixed torch.Tensor and DTensor" in str(problem)
             # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
@@ -124,6 +124,18 @@ class ShardedTensor(DTensor):
     def storage(self) -> NoReturn:
         """Refused: a DTensor has no memory of its own. safetensors asks for it, by ``save_pretrained`` of a model."""
         _refuse_writing(self, "safetensors, or another function that asks for a tensor's storage(),")
+
+    def tolist(self) -> Any:
+        """The whole as Python numbers. Collective over all ranks."""
+        return _whole(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole as an array, which cannot be written to: the tensor would not see it. Collective over all ranks."""
+        if self.requires_grad and not force:
+            raise UsageError("numpy() of a parameter, which requires a gradient", cure="Write p.detach().numpy().")
+        array = _whole(self).clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if not self.dim() else super().__format__(spec)  # type: ignore[no-untyped-call]
@@ -166,6 +178,45 @@ def as_sharded(tensor: DTensor) -> DTensor:
     if type(tensor) is DTensor:
         tensor.__class__ = ShardedTensor
     return tensor
+
+
+def explain_missing_gradients() -> None:
+    """Make ``torch.autograd.grad`` raise in words where it finds no gradient of sharded parameters.
+
+    A loss depends on the whole parameters of its forward, which are other objects. torch raises in words of its own
+    there, or returns ``None`` under ``allow_unused``. What is put in is once in a process, and costs a call.
+    """
+    theirs: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # noqa: SLF001 (no public way)
+    if not isinstance(theirs, _ExplainedBackward):
+        torch.autograd._engine_run_backward = _ExplainedBackward(theirs)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+class _ExplainedBackward:
+    """torch's own function, and whether it found what it was asked for."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self._theirs = theirs
+
+    def __call__(self, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        inputs = () if accumulate_grad else args[4]
+        places = [place for place, one in enumerate(inputs) if isinstance(one, ShardedTensor)]
+        try:
+            found = self._theirs(*args, accumulate_grad=accumulate_grad, **kwargs)
+        except RuntimeError as problem:
+            if places and "not have been used in the graph" in str(problem):
+                raise self._refusal() from problem
+            raise
+        if places and all(found[place] is None for place in places):
+            raise self._refusal()
+        return found
+
+    def _refusal(self) -> UsageError:
+        return UsageError(
+            "torch.autograd.grad was asked for gradients of sharded parameters, on which the loss does not depend: "
+            "fsdp computes a forward with whole ones, that are made for it",
+            cure="Call accelerator.backward(loss), which leaves gradients over all ranks in p.grad of "
+            "model.parameters().",
+        )
 
 
 @contextmanager
@@ -256,6 +307,24 @@ def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chan
     return changes
 
 
+def _change_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Exception) -> None:
+    """As :func:`_change_whole` for an operation on a list of tensors, such as ``torch._foreach_copy_``.
+
+    Raises:
+        Exception: ``problem``, why the operation is not done on parts, where it writes to something else.
+    """
+    if not (isinstance(args[0], (list, tuple)) and _writes_first(func)):
+        raise problem
+    wholes = [(_whole(each) if isinstance(each, DTensor) else each).clone() for each in args[0]]
+    _run_on_whole(func, args, kwargs, wholes)
+    for each, whole in zip(args[0], wholes, strict=True):
+        _from_first_rank(whole)  # plain values among the other arguments may differ from rank to rank
+        if isinstance(each, DTensor):
+            _write(each, whole)
+        else:
+            each.copy_(whole)
+
+
 def _copy(changes: ShardedTensor, values: Any) -> ShardedTensor:
     """Copy rank 0's values, as ``prepare`` does: other ranks may have different ones. Collective over all ranks."""
     whole = torch.empty(changes.shape, dtype=changes.dtype, device=_device(changes)).copy_(values)
@@ -264,10 +333,10 @@ def _copy(changes: ShardedTensor, values: Any) -> ShardedTensor:
     return changes
 
 
-def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Tensor) -> None:
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Tensor | list[Tensor]) -> None:
     rest, named = pytree.tree_map_only(DTensor, _whole, (args[1:], kwargs))
     func(whole, *rest, **named)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and isinstance(whole, Tensor):
         _from_first_rank(whole)
 
 
@@ -332,4 +401,4 @@ def _refuse_writing(tensor: DTensor, who: str) -> NoReturn:
     )
 
 
-__all__ = ["ShardedTensor", "as_sharded", "plain_gradients"]
+__all__ = ["ShardedTensor", "as_sharded", "explain_missing_gradients", "plain_gradients"]

@@ -17,8 +17,8 @@ from drivetrain.api import UnsupportedError
 from drivetrain_fsdp import hidden
 
 _FORWARDS = 4
-"""Forwards of each unit with gradients that are checked: parts of a model may be used by turns. Later ones cost
-nothing."""
+"""First forwards of each unit with gradients whose values are compared: parts of a model may be used by turns. Of later
+ones those are whose number is a power of two; in all others torch's count of writes is."""
 
 _ROW = 1024
 """Elements of a row of :func:`_fingerprint`."""
@@ -46,17 +46,17 @@ def refuse_max_norm(module: nn.Module) -> None:
 
 
 def watch_forwards(module: nn.Module, units: Iterable[FSDPModule]) -> None:
-    """Make the first forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
+    """Make forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
     for group in hidden.groups(units):
         _Watch(type(module).__name__, group)
 
 
 class _Watch:
-    """Watches the first forwards of one unit."""
+    """Watches the forwards of one unit."""
 
     def __init__(self, model: str, group: Any) -> None:
-        self._model, self._group, self._left = model, group, _FORWARDS
-        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self._model, self._group, self._number = model, group, 0
+        self._before: list[tuple[str, Tensor, int, Tensor | None]] = []
         group.pre_forward = partial(self._pre_forward, group.pre_forward)
         group.post_forward = partial(self._post_forward, group.post_forward)
 
@@ -64,23 +64,26 @@ class _Watch:
         found = plain(*args)
         self._before = []
         if torch.is_grad_enabled():
-            whole = [(name, one) for name, one in hidden.gathered(self._group) if type(one) is nn.Parameter]
-            self._before = [(name, one, _fingerprint(one)) for name, one in whole]
+            number = self._number
+            self._number += 1
+            due = number < _FORWARDS or not number & (number - 1)
+            self._before = [
+                # In-place operations count, but for those on `data`.
+                (name, one, one._version, _fingerprint(one) if due else None)  # noqa: SLF001
+                for name, one in hidden.gathered(self._group)
+                if type(one) is nn.Parameter
+            ]
         return found
 
     def _post_forward(self, plain: Any, *args: Any) -> Any:
         before, self._before = self._before, []
-        for name, one, its in before:
-            if not torch.equal(its, _fingerprint(one)):
+        for name, one, version, its in before:
+            if (one._version != version) if its is None else not torch.equal(its, _fingerprint(one)):  # noqa: SLF001
                 raise UnsupportedError(
                     f"the forward of {self._model} writes to its parameter {name}; under fsdp that is a copy, gathered "
                     "for this forward, and the write is lost",
                     cure=_CURE,
                 )
-        if before:
-            self._left -= 1
-            if not self._left:
-                del self._group.pre_forward, self._group.post_forward
         return plain(*args)
 
 

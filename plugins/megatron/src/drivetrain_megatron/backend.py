@@ -20,14 +20,12 @@ from drivetrain.api import (
     Backend,
     Mesh,
     ProcessInfo,
-    Recording,
     ReduceOp,
     Topology,
     TorchEngine,
     Trainable,
     UsageError,
     collectives,
-    deferred,
     ensure_process_group,
     original_module,
     pick_device,
@@ -43,13 +41,13 @@ from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.deferred import settled
 from drivetrain_megatron.pipelined import PipelinedTrainable
 from drivetrain_megatron.plugin import MEGATRON
-from drivetrain_megatron.remapping import FormerParameters
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.tensor import numbers, packing
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.sharded import full_tensor
 from drivetrain_megatron.trainable import MegatronTrainable
 from drivetrain_megatron.whole import WholeState
+from drivetrain_sharding import FormerParameters, Recording, deferred
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +161,7 @@ class MegatronBackend(Backend):
         for optimizer in optimizers:
             trainable.add_optimizer(optimizer)
         if cut_by_tensor:
-            former.close(module)
+            former.close(module, "megatron put one that is cut over tensor-parallel ranks")
         if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
             trainable.lay_out(self.section.data_parallel, self.mesh)
         if self._in_parts:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import Recording, Topology, UsageError, temporary
+from drivetrain.api import Topology, UsageError
+from drivetrain_sharding import Recording, temporary
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.api import UnsupportedError
-from drivetrain_megatron.pipeline.skeleton import Elsewhere
+from drivetrain.api import GradientHook, UnsupportedError, hooks_of, try_hook
+from drivetrain_megatron.pipeline.skeleton import Elsewhere, unaware
 
 Whole = Callable[[str, Tensor], Tensor]
 Part = Callable[[Tensor, Tensor], Tensor]
@@ -106,6 +106,71 @@ def refuse(former: Mapping[str, Tensor], module: nn.Module, why: str) -> None:
             parameter.register_post_accumulate_grad_hook = refused  # type: ignore[method-assign]
 
 
+def listed(module: nn.Module) -> Iterator[GradientHook]:
+    """The script's hooks on gradients of parameters, those of other stages too. Not collective."""
+    for found in hooks_of(module):
+        its = getattr(found.hook, "of_script", found.hook)
+        if not str(getattr(its, "__module__", "")).startswith("drivetrain_megatron."):
+            yield found._replace(hook=its)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, Elsewhere):
+            for accumulated, hooks in enumerate(parameter._hooks):  # noqa: SLF001 (a class of ours)
+                for number, hook in hooks.items():
+                    its = getattr(hook, "of_script", hook)
+                    yield GradientHook(number, name, parameter, its, bool(accumulated))
+
+
+@final
+class LinearHooks:
+    """Refuses hooks that are not linear where they are called before gradients are averaged over data-parallel ranks.
+
+    Of a linear hook the average is the hook of the average. Each hook is tried once, with fixed numbers in place of the
+    gradient, so that every rank comes to the same answer, the stages that lack the parameter too.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: set[int] = set()
+        """torch numbers all hooks of a process."""
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Try the hooks that were set since the last call. Not collective.
+
+        Raises:
+            UnsupportedError: one is not linear, or only looks at gradients.
+        """
+        for number, name, parameter, hook, accumulated in listed(self._module):
+            if number not in self._known and not accumulated:
+                _try(hook, parameter, name)
+                self._known.add(number)
+
+
+def _try(hook: Callable[[Tensor], Tensor | None], parameter: Tensor, name: str) -> None:
+    found = try_hook(hook, parameter)
+    if found == "not linear":
+        raise UnsupportedError(
+            f"{name} has a hook by register_hook that is not linear, as one that clamps or normalises; with several "
+            "data-parallel ranks it is given the gradient of one rank's samples alone",
+            cure=_AFTER,
+        )
+    if found == "returns nothing":
+        raise UnsupportedError(
+            f"{name} has a hook by register_hook that returns nothing; with several data-parallel ranks what it looks "
+            "at is the gradient of one rank's samples alone",
+            cure=_AFTER,
+        )
+
+
+_AFTER = (
+    "Call accelerator.clip_grad_norm_ or clip_grad_value_ after accelerator.backward(loss), of which the first returns "
+    "the norm of all gradients; or use distributed_type: ddp, where a hook is given the gradient of all ranks."
+)
+
+
 def refuse_accumulated(module: nn.Module) -> None:
     """From now on refuse hooks that run when a gradient is accumulated, which is before it is reduced over ranks."""
     for name, parameter in module.named_parameters():
@@ -138,7 +203,7 @@ def put_off(
         raise
     for _, several, _ in waiting:
         _set(several)
-    with torch.no_grad():
+    with torch.no_grad(), unaware():
         for one, ((_, before), (_, after)), grad in waiting:
             added = one.grad if one.grad is None or not before else _changed(one.grad, before.values(), factor)
             one.grad = grad if added is None else added if grad is None else grad + added

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from drivetrain.api import STEPPED_LOCALLY, UnsupportedError
+from drivetrain.api import UnsupportedError
+from drivetrain_sharding import NEEDS_CLOSURE, STEPPED_LOCALLY, needs_closure, why_not_matrixwise
 
 _STEPS = 2
 _MOST_DIMS = 4
@@ -48,7 +49,7 @@ class OptimizerTrial:
         if inner:
             raise self._refused(optimizer, f"it steps another optimizer, {inner[0]!r}, which cannot be tried")
         with torch.random.fork_rng(devices=[]):
-            if self._pipelined and (problem := _couples(optimizer)):
+            if self._pipelined and (problem := why_not_matrixwise(optimizer)):
                 raise self._refused(optimizer, problem)
             for mesh in self._meshes:
                 problem = _differs(optimizer, mesh)
@@ -66,36 +67,20 @@ class OptimizerTrial:
         )
 
 
-def _shapes(optimizer: Optimizer, size: int) -> list[list[tuple[int, ...]]]:
-    """For each group the shapes to try: of as many dims as its parameters have."""
+def _shapes(optimizer: Optimizer, size: int, *, uneven: bool) -> list[list[tuple[int, ...]]]:
+    """For each group the shapes to try: of as many dims as its parameters have; `uneven` ranks have parts unlike."""
     found = []
     for group in optimizer.param_groups:
         dims = sorted({min(one.dim(), _MOST_DIMS) for one in group["params"] if one.dim()})
-        found.append([(2 * size, 4 * size, 2, 2)[:each] for each in dims])
+        # Optimizers that quantise the states of large parameters take those with 4,096 elements for large.
+        large = 32 if any(one.numel() >= 4096 for one in group["params"]) else 2
+        found.append([(large * size - uneven, 2 * large * size - uneven, 2, 2)[:each] for each in dims])
     return found
-
-
-def _couples(optimizer: Optimizer) -> str:
-    """Why the update of a parameter depends on the others that the optimizer holds; nothing when it does not."""
-    shapes = [[shape for shape in group for _ in range(2)] for group in _shapes(optimizer, 2)]
-    try:
-        together = _stepped(optimizer, shapes, None, 0, None)
-        alone = [
-            _stepped(optimizer, shapes, None, 0, (group, index))[group][index]
-            for group, several in enumerate(shapes)
-            for index, _ in enumerate(several)
-        ]
-    except Exception as problem:  # noqa: BLE001 (an optimizer raises anything; it is reported)
-        return _told(problem)
-    flat = [one for group in together for one in group]
-    if all(_close(one, other) for one, other in zip(flat, alone, strict=True)):
-        return ""
-    return "the update of a parameter depends on the others"
 
 
 def _differs(optimizer: Optimizer, mesh: DeviceMesh) -> str:
     """Why parts are updated otherwise than the whole; nothing when they are not. Collective over the mesh."""
-    shapes = _shapes(optimizer, mesh.size())
+    shapes = _shapes(optimizer, mesh.size(), uneven=mesh.mesh_dim_names == ("dp",))
     try:
         for dim in (0, 1):
             several = [[shape for shape in group if len(shape) > dim] for group in shapes]
@@ -103,19 +88,21 @@ def _differs(optimizer: Optimizer, mesh: DeviceMesh) -> str:
                 continue
             # What is not cut along the mesh stands beside what is.
             both = [[*group, *group] for group in several]
-            parts = _stepped(optimizer, both, mesh, dim, None)
-            whole = _stepped(optimizer, both, None, dim, None, device=mesh.device_type)
+            parts = _stepped(optimizer, both, mesh, dim)
+            whole = _stepped(optimizer, both, None, dim, device=mesh.device_type)
             for group, (mine, theirs) in enumerate(zip(parts, whole, strict=True)):
                 for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
                     expected = _part(other, mesh, dim) if index < len(several[group]) else other
                     if not _close(one, expected):
                         return "the update of an element depends on elements that other ranks hold"
     except Exception as problem:  # noqa: BLE001 (an optimizer raises anything; it is reported)
-        return _told(problem)
+        return _told(optimizer, problem)
     return ""
 
 
-def _told(problem: BaseException) -> str:
+def _told(optimizer: Optimizer, problem: BaseException) -> str:
+    if needs_closure(optimizer):
+        return f"{NEEDS_CLOSURE}, which cannot be tried"
     first_line = (str(problem).splitlines() or [""])[0]
     return f"it cannot be tried on small parameters ({type(problem).__name__}: {first_line})"
 
@@ -125,7 +112,6 @@ def _stepped(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     mesh: DeviceMesh | None,
     dim: int,
-    only: tuple[int, int] | None,
     *,
     device: str = "cpu",
 ) -> list[list[Tensor]]:
@@ -136,7 +122,6 @@ def _stepped(
         shapes: for each of its groups; of a mesh's the first half of them is cut.
         mesh: over which they are cut.
         dim: along which.
-        only: the place of the one that has gradients and is there; ``None``: all are.
         device: where to compute without a mesh.
     """
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +137,7 @@ def _stepped(
     before: list[list[Tensor]] = []
     gradients: list[tuple[Tensor, list[Tensor]]] = []
     state: defaultdict[Tensor, Any] = defaultdict(dict)
-    for number, (group, several) in enumerate(zip(optimizer.param_groups, shapes, strict=True)):
+    for group, several in zip(optimizer.param_groups, shapes, strict=True):
         groups.append([])
         before.append([])
         for index, shape in enumerate(several):
@@ -160,9 +145,8 @@ def _stepped(
             made = torch.nn.Parameter(laid_out(values[0], index, len(several)))
             before[-1].append(_local(made).detach().clone())
             groups[-1].append(made)
-            if only in (None, (number, index)):
-                gradients.append((made, [laid_out(one, index, len(several)) for one in values[1:]]))
-                _begin_state(optimizer, group, made, state)
+            gradients.append((made, [laid_out(one, index, len(several)) for one in values[1:]]))
+            _begin_state(optimizer, group, made, state)
     clone = object.__new__(type(optimizer))
     clone.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     clone.state = state
@@ -170,10 +154,11 @@ def _stepped(
         {**group, **{how: False for how in ("foreach", "fused") if how in group}, "params": params}
         for group, params in zip(optimizer.param_groups, groups, strict=True)
     ]
-    if only is not None:
-        clone.param_groups = [{**clone.param_groups[only[0]], "params": [groups[only[0]][only[1]]]}]
     clone._optimizer_step_pre_hooks = OrderedDict()
     clone._optimizer_step_post_hooks = OrderedDict()
+    train = getattr(clone, "train", None)
+    if callable(train):
+        train()  # Optimizers with modes step in this one only.
     for step in range(_STEPS):
         torch.manual_seed(step)
         for parameter, drawn in gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from drivetrain.api import (
+    GradientHook,
     PortableState,
     StepResult,
     TensorSpec,
@@ -28,15 +29,16 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.calls import ModelCall
-from drivetrain_megatron.pipeline.deferred import Node
+from drivetrain_megatron.pipeline.deferred import Deferred, Node
 from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign, without_absent
 from drivetrain_megatron.pipeline.pipeline import Pipeline
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
-from drivetrain_megatron.whole import WholeState
+from drivetrain_megatron.whole import WholeState, refuse_pickling
+from drivetrain_sharding import FormerParameters
 
 
 @final
@@ -72,6 +74,7 @@ class PipelinedTrainable(Trainable):
         self._share: Share | None = None
         self.whole: WholeState | None = None
         """Tells the state of the whole model."""
+        self._linear = gradient_hooks.LinearHooks(module)
         self._syncs, self._dividing = True, False
         self._held: list[nn.Parameter] = []
         self._absent: list[Elsewhere] = []
@@ -97,6 +100,7 @@ class PipelinedTrainable(Trainable):
         self._share = share
         if self._dp_size > 1:
             self._stepping.lay_out(self._how, self._mesh)
+        self._former.close(self.module, "the pipeline put one without values, whose stage is another")
         parameters = dict(self.module.named_parameters())
         self._held = [parameters[name] for name in parameters if share.holds(name)]
         self._absent = [one for one in parameters.values() if isinstance(one, Elsewhere)]
@@ -109,10 +113,34 @@ class PipelinedTrainable(Trainable):
         return self.pipeline.planner.interception.plain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.whole is not None:
+            self.whole.check_given()
+        self._check_values()
         return self.pipeline.forward(*args, **kwargs)
+
+    def _check_values(self) -> None:
+        """Raise where a call replaces parameters by other tensors: stages run later, with what the module has then."""
+        for part in self.module.modules():
+            for name, one in part._parameters.items():  # noqa: SLF001
+                if one is not None and not isinstance(one, nn.Parameter):
+                    raise UnsupportedError(
+                        f"{type(part).__name__} was called with another tensor as its {name} "
+                        "(torch.func.functional_call), and a pipeline computes with its own",
+                        cure="Compute with other values in a second model that is not prepared, or use "
+                        "distributed_type: ddp.",
+                    )
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._train(*deferred_loss(loss), scale)
+
+    def example_loss(self, loss: Tensor, rows: int) -> tuple[Tensor, int] | None:
+        if not isinstance(loss, Deferred) or loss.node.value is not None:
+            return loss, rows
+        if self._dp_size == 1:
+            return None
+        found = self.pipeline.example(*deferred_loss(loss))
+        # Where the pipeline does not cut batches, it is of all rows.
+        return None if found is None else (found[0], found[1] if found[1] > 1 else rows)
 
     def forward_backward(
         self,
@@ -126,6 +154,8 @@ class PipelinedTrainable(Trainable):
 
     @passing_over
     def _train(self, call: ModelCall[Any, Any], node: Node, scale: float | Tensor) -> None:
+        if self._dp_size > 1:
+            self._linear.check()
         self._engine.count_backward()
         factor, scaler = scale * self._dp_size, self._engine.scaler
         if scaler is not None:
@@ -174,6 +204,9 @@ class PipelinedTrainable(Trainable):
     @passing_over
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         self._stepping.zero_grad(optimizer, set_to_none)
+
+    def before_copy(self) -> None:
+        refuse_pickling(self.module)
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         return self._former.include(parameters) or super().shares(parameters)
@@ -231,6 +264,10 @@ class PipelinedTrainable(Trainable):
 
     def before_conversion(self) -> None:
         self.pipeline.converted = True
+
+    @passing_over
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        return list(gradient_hooks.listed(self.module))
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         raise UsageError(

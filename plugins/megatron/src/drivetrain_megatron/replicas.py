@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import laid_out_as
+from drivetrain.api import UsageError
+from drivetrain_megatron import agreement
+from drivetrain_sharding import laid_out_as
 
 _BUCKET_BYTES = 25 << 20
 """As large as torch's DDP makes them: large enough that latency does not count, small enough to copy twice."""
@@ -30,6 +32,7 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
         self._group, self._size = group, size
         self._modules: list[nn.Module] = []
+        self._rounds = 0
 
     def add(self, module: nn.Module) -> None:
         """One more model that is trained; in the same order on every rank."""
@@ -66,11 +69,38 @@ class Replicas:
 
         A rank on which a parameter has no gradient counts as zero; where none has one it stays without. Parameters in
         shards are passed over: torch has reduced their gradients.
+
+        Raises:
+            UsageError: the parameters themselves differ between replicas.
         """
         if self._size == 1:
             return
-        for bucket in buckets([one for one in parameters if one.requires_grad and not _in_shards(one)]):
+        replicated = [one for one in parameters if not _in_shards(one)]
+        self._compare(replicated)
+        for bucket in buckets([one for one in replicated if one.requires_grad]):
             self._average(bucket)
+
+    def _compare(self, parameters: list[Tensor]) -> None:
+        """Compare the values of replicas in rounds 0, 1, 2, 4, 8, ...: it reads them all, and waits for the device.
+
+        A forward that writes what it computes from a rank's own samples makes them differ; so does a script. The
+        optimizer's step under zero1 would hide it.
+        """
+        number = self._rounds
+        self._rounds += 1
+        if number & (number - 1) or not parameters:
+            return
+        told = agreement.digest(parameters, local_part(parameters[0]).device)
+        both = torch.stack([told, -told])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        highest, negated_lowest = both.tolist()
+        if highest != -negated_lowest:
+            raise UsageError(
+                "the parameters of a model are not the same on all data-parallel ranks: its forward, a hook or the "
+                "script has written to them, on each rank something else",
+                cure="Write the same on every rank: compute it from values that are gathered over them "
+                "(accelerator.gather), or seed random values alike (drivetrain.utils.set_seed).",
+            )
 
     def _average(self, bucket: list[Tensor]) -> None:
         lacking = [one for one in bucket if one.grad is None]

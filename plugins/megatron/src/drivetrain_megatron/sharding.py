@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain_megatron.pipeline.skeleton import is_absent
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import local_part
+from drivetrain_sharding import FormerParameters
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> FormerParameters:

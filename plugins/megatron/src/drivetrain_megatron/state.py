@@ -14,6 +14,7 @@ from drivetrain.api import PortableState, TensorSpec, TorchEngine, UsageError, p
 from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.tensor.packing import packing_of
+from drivetrain_sharding import joined_extra
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> PortableState:
@@ -58,18 +59,8 @@ def of_stage(state: PortableState, share: Share | None, group: dist.ProcessGroup
     if share is None:
         return state
     state.tensors = {key: value for key, value in state.tensors.items() if share.mine(_name(key))}
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, state.extra, group=group)
-    state.extra = _joined(everyones)
+    state.extra = joined_extra(state.extra, group)
     return state
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Mappings joined, level by level; of other values the last."""
-    if not all(isinstance(part, dict) for part in parts):
-        return parts[-1]
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
 
 
 def _name(key: str) -> str:

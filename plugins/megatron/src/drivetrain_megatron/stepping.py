@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
 from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.tensor.cut import CutTensor, as_cut_like, engine_side
 from drivetrain_megatron.zero1 import Parts
+from drivetrain_sharding import FormerParameters, check_step_hooks, step_on_parts
 
 
 @final
@@ -45,6 +46,7 @@ class Stepping:
         self._parts: Parts | None = None
         self._former: FormerParameters | None = None
         self.optimizers: list[Optimizer] = []
+        self._step_hooks: set[int] = set()
         self._seen_state: dict[int, int] = {}
         """By optimizer, of how many parameters it had state when that was last looked at."""
 
@@ -117,15 +119,16 @@ class Stepping:
         if self._max_norm is not None and not self._clipped:
             self.clip_grad_norm(list(self._module.parameters()), self._max_norm, 2.0)
         if self._parts is None:
-            result = self._engine.step(optimizer, closure, local=True)
+            result = step_on_parts(self._engine, optimizer, closure)
             self._show_whole_state(optimizer)
             return result
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."
             )
+        check_step_hooks(optimizer, self._step_hooks, "this rank's parts of parameters by data_parallel: zero1")
         self._parts.expose()
-        result = self._engine.step(optimizer)
+        result = step_on_parts(self._engine, optimizer)
         if not result.skipped:
             self._parts.gather()
         return result

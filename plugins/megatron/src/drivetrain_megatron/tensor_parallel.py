@@ -16,12 +16,13 @@ from drivetrain.api import UnsupportedError
 from drivetrain_megatron.compiled import refuse_compiling
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.tensor.collectives import Ring
-from drivetrain_megatron.tensor.cut import CutTensor, as_cut, local_part
+from drivetrain_megatron.tensor.cut import CutTensor, as_cut, detect_anomalies, local_part
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.packing import Packing, remember
 from drivetrain_megatron.tensor.plan import Plan, make_plan
 from drivetrain_megatron.tensor.randomness import start_alike
 from drivetrain_megatron.tensor.sharded import Sharded, full_tensor, sharded
+from drivetrain_sharding import refuse_as_data
 
 
 @dataclass
@@ -72,6 +73,8 @@ def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: Megatron
     ring = Ring(mesh.get_group(), sequence_parallel=section.sequence_parallel)
     done = TensorParallel(make_plan(module, ring.size, section.tp_plan), ring, mesh)
     start_alike(ring, mesh.device_type)
+    detect_anomalies()
+    refuse_as_data(CutTensor)
     homes = _homes(module)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     uses: dict[nn.Module, list[_Use]] = {}

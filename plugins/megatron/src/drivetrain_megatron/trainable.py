@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
+    GradientHook,
     PortableState,
     StepResult,
     TensorSpec,
@@ -25,14 +26,15 @@ from drivetrain.api import (
     multiply_gradients,
     plain_state_dict,
 )
-from drivetrain_megatron import agreement, state, tensor_parallel
+from drivetrain_megatron import agreement, gradient_hooks, state, tensor_parallel
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor.cut import engine_side
 from drivetrain_megatron.tensor_parallel import whole_tensors
-from drivetrain_megatron.whole import WholeState
+from drivetrain_megatron.whole import WholeState, refuse_pickling
+from drivetrain_sharding import FormerParameters
 
 
 @final
@@ -62,6 +64,7 @@ class MegatronTrainable(Trainable):
         self.optimizers = self._stepping.optimizers
         self._former, self._cut = former, cut
         self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
+        self._linear = gradient_hooks.LinearHooks(module)
         replicas.add(module)
         self._syncs = True
         self.whole: WholeState | None = None
@@ -72,6 +75,8 @@ class MegatronTrainable(Trainable):
         return nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.whole is not None:
+            self.whole.check_given()
         self._inputs.given((args, kwargs))
         output = self._engine.forward(self._model, args, kwargs)
         # In training, logits stay shared over tp up to the loss; what is only looked at is whole.
@@ -79,6 +84,8 @@ class MegatronTrainable(Trainable):
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._inputs.check(loss)
+        if self._dp_size > 1:
+            self._linear.check()
         self._engine.backward(loss, scale * self._dp_size)
         if self._syncs:
             with engine_side():
@@ -145,6 +152,13 @@ class MegatronTrainable(Trainable):
                 f"{name!r} of {type(parent).__name__} is cut over ranks and was replaced by a whole parameter",
                 cure="Write into it, parent.load_state_dict(...), or exchange it before prepare.",
             )
+
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        return gradient_hooks.listed(self.module)
+
+    def before_copy(self) -> None:
+        if self.whole is not None:
+            refuse_pickling(self.module)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         former = [one for group in optimizer.param_groups for one in group["params"]]

@@ -6,19 +6,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import plain_state_dict
+from drivetrain.api import UnsupportedError, UsageError, plain_state_dict
 from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.pipeline.skeleton import is_absent
 
 Gather = Callable[[Mapping[str, Tensor]], Iterable[tuple[str, Tensor]]]
 """Given tensors by their first names, yields each of them whole. Collective over all ranks."""
+
+
+def refuse_pickling(module: nn.Module) -> None:
+    """Raise where ``Trainable.before_copy``, which calls this, was called because the model is pickled.
+
+    A copy in memory has parts as the model has them; one in a file would have this rank's, beside hooks of the engine.
+    """
+    if sys._getframe(2).f_code.co_name == "__reduce_ex__":  # noqa: SLF001
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be pickled: this rank holds parts of it, and megatron hooks in it",
+            cure="On every rank write accelerator.save(accelerator.get_state_dict(model), path), or "
+            "accelerator.save_model(model, folder).",
+        )
 
 
 @final
@@ -47,6 +62,10 @@ class WholeState:
         self._meeting, self._number = meeting, number
         self._raw = False
         self._handles: list[Any] = []
+        self._fresh: list[tuple[str, Tensor, int]] = []
+        """Copies in state dicts of the script's since the last forward, with the writes that torch had counted then."""
+        self._given: list[tuple[str, ReferenceType[Tensor], int]] = []
+        """Those of before, which the script may have dropped."""
         names: dict[int, str] = {}
         for name, one in self._entries(module).items():
             names.setdefault(id(one), name)
@@ -95,6 +114,21 @@ class WholeState:
                 yield name, whole
                 del whole
 
+    def check_given(self) -> None:
+        """Raise where the script has written to a tensor of a state dict, which is a copy here. Not collective."""
+        fresh, self._fresh = self._fresh, []
+        self._given += [(name, ref(tensor), writes) for name, tensor, writes in fresh]
+        for name, kept, writes in self._given:
+            tensor = kept()
+            if tensor is not None and tensor._version != writes:  # noqa: SLF001 (what autograd itself goes by)
+                raise UsageError(
+                    f"the script wrote to {name!r} in a state_dict() of {type(self._module).__name__}: under megatron "
+                    "that is a copy of what lies on several ranks, and the model would not have it",
+                    cure="Write to the parameter itself (`with torch.no_grad(): p.copy_(values)`), or call "
+                    "model.load_state_dict(state) after the write, on every rank.",
+                )
+        self._given = [each for each in self._given if each[1]() is not None]
+
     def join(self, path: str) -> None:
         """Take part in another rank's ``state_dict()`` of the module of this name. Collective over all ranks."""
         for _ in self._gather(self._wanted(self._module.get_submodule(path), path)):
@@ -135,12 +169,17 @@ class WholeState:
         for key, value in found.items():
             first = self._first.get(scope + key.removeprefix(prefix))
             if first in whole and isinstance(value, Tensor):
-                found[key] = whole[first]
+                found[key] = copied = whole[first]
+                if isinstance(value, DTensor) or not (is_absent(value) or value.data_ptr() == copied.data_ptr()):
+                    self._fresh.append((key, copied, copied._version))  # noqa: SLF001
 
     @torch.no_grad()
     def _take(self, module: nn.Module, path: str, given: dict[str, Any], prefix: str) -> None:
         """Exchange whole tensors that a script loads for what this rank holds of them. Not collective."""
         scope = f"{path}." if path else ""
+        loaded = set(map(id, given.values()))
+        self._fresh = [each for each in self._fresh if id(each[1]) not in loaded]
+        self._given = [each for each in self._given if id(each[1]()) not in loaded]
         for name, live in self._entries(module).items():
             value = given.get(prefix + name)
             if not isinstance(value, Tensor) or value.shape != live.shape:

@@ -7,6 +7,7 @@ Until ``synchronous_steps`` are over it holds on each worker, since gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -35,6 +36,9 @@ from drivetrain_diloco import state
 from drivetrain_diloco.config import DiLoCoConfig
 from drivetrain_diloco.plugin import DILOCO
 from drivetrain_diloco.rounds import RoundEnd, Rounds
+
+_hooks = attrgetter("_backward_hooks")
+"""Those of a tensor; torch has no public way to list them."""
 
 
 class _Parameters(nn.Module):
@@ -83,6 +87,7 @@ class DiLoCoTrainable(TorchTrainable):
         self._check_trained()
         reduced = [one for one in self._backend.trainables if one.reduces_next and (one is self or one._ran)]  # noqa: SLF001
         for trainable in reduced:
+            trainable.check_replica()
             loss = trainable.arm(loss)
         self.engine.backward(loss, scale * self._backend.topology.dp_size)
         for trainable in reduced:
@@ -100,6 +105,23 @@ class DiLoCoTrainable(TorchTrainable):
         assert self.wrapper is not None
         armed: Tensor = self.wrapper(loss)
         return armed
+
+    def check_replica(self) -> None:
+        """Raise where a mean over the workers would not be one process's gradient. Collective over them."""
+        for name, parameter in self.module.named_parameters():
+            hooks = (_hooks(parameter) or {}).values()
+            if not all(map(LocalGradients.keeps, hooks)):
+                raise UnsupportedError(
+                    f"a hook on {name} would be given the gradient of this worker's samples",
+                    cure="Change p.grad between accelerator.backward(loss) and optimizer.step().",
+                )
+        total = torch.stack([one.detach().double().sum() for one in self._trained]).sum()
+        largest, negated_least = self._backend.reduce(torch.stack([total, -total]), "max").tolist()
+        if largest != -negated_least:
+            raise UsageError(
+                "in synchronous steps the parameters are no longer the same on every worker",
+                cure="Write the same values on every worker, outside of forward.",
+            )
 
     def _check_trained(self) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 
-from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError, laid_out_as
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
 from drivetrain_megatron import state
 from drivetrain_megatron.core_engine.parallel_state import ParallelState
 from drivetrain_megatron.core_engine.weights import Pair, Weights
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.replicas import local_part
 from drivetrain_megatron.zero1 import Parts
+from drivetrain_sharding import laid_out_as
 
 
 @final

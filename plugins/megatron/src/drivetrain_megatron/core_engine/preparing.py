@@ -27,13 +27,14 @@ from drivetrain_megatron.filling import Filling
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.pipeline.parting import Share, drop_foreign
 from drivetrain_megatron.pipeline.skeleton import Blanks, passing_over
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor import packing
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.packing import Packing, remember
 from drivetrain_megatron.tensor.randomness import start_alike
 from drivetrain_megatron.tensor_parallel import as_dtensor
+from drivetrain_sharding import FormerParameters
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,11 @@ from drivetrain_megatron.core_engine.weights import Weights
 from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.skeleton import is_absent, passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
-from drivetrain_megatron.remapping import FormerParameters, remap
+from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor import packing
+from drivetrain_megatron.whole import refuse_pickling
+from drivetrain_sharding import FormerParameters
 
 
 @final
@@ -152,6 +154,9 @@ class CoreTrainable(Trainable):
         if self._used:
             self._gradients.drop(one for group in optimizer.param_groups for one in group["params"])
         self._stepping.zero_grad(optimizer, set_to_none)
+
+    def before_copy(self) -> None:
+        refuse_pickling(self.module)
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         return self._former.include(parameters) or super().shares(parameters)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import laid_out_as
 from drivetrain_megatron.core_engine.calls import refuse
 from drivetrain_megatron.core_engine.description import EMBEDDING, OUTPUT, Description
 from drivetrain_megatron.core_engine.rearranging import Rearrangement
 from drivetrain_megatron.replicas import local_part
+from drivetrain_sharding import laid_out_as
 
 
 @dataclass

@@ -8,6 +8,7 @@ gradient, is tried once per recording on a few rows of random outputs; a loss th
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +63,8 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
             return program
     raise UnsupportedError(
         f"this loss on the output of a pipelined model cannot be computed on one micro-batch at a time: {problem}",
-        cure=TRAIN_STEP,
+        cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece, where a loss uses samples "
+        f"together, as pairs or contrasts. {TRAIN_STEP}",
     )
 
 
@@ -170,24 +172,90 @@ def wrong(program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Map
     }
     one = Rows((0, few.size))
     try:
-        results = run(_as_one(program), small, one, 0, {place: output.whole for place, output in outputs.items()})
+        wholes = {place: output.computed(output.whole) for place, output in outputs.items()}
+        results = run(_as_one(program), small, one, 0, wholes)
         for node in small:
             node.absent = results[id(node)]
         whole = results[id(small[-1])]
         _backward(whole)
         total = torch.zeros(())
         for index in range(len(few)):
-            results = run(program, small, few, index, {place: output.parts[index] for place, output in outputs.items()})
+            parts = {place: output.computed(output.parts[index]) for place, output in outputs.items()}
+            results = run(program, small, few, index, parts)
             part = results[id(small[-1])] / len(few)
             _backward(part)
             total = total + part.detach()
     except _CANNOT as problem:
-        return str(problem).splitlines()[0]
+        return f"on parts of the batch it raises {type(problem).__name__} ({str(problem).splitlines()[0]})"
     if not _close(whole.detach(), total):
         return "its value is not the sum or mean of its values on parts of the batch"
     if not all(_close(first, second) for output in outputs.values() for first, second in output.gradients()):
         return "its gradient is not the sum or mean of its gradients on parts of the batch"
     return ""
+
+
+def example(
+    program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]
+) -> tuple[Tensor, int]:
+    """The number on a few rows of random outputs, with its graph, and how many rows these are; 1 where none is cut.
+
+    Numbers of the recording that are multiples of the batch's rows, or their reciprocals, are those of the few.
+
+    Args:
+        program: that was found for the recording.
+        nodes: the recording.
+        rows: how the batch is cut.
+        part_outputs: as for :func:`compiled`.
+    """
+    few = Rows((0, _telling(nodes, rows.size)))
+    generator = torch.Generator().manual_seed(0)
+    outputs: dict[int, Tensor] = {}
+    for node in nodes:
+        if node.func is None:
+            output = _Output(node.absent, part_outputs[node.place], rows, few, generator)
+            outputs[node.place] = _computed(output.whole)
+    small = _shrunk(nodes, program, rows, few.size)
+    for node in small:
+        node.args, node.kwargs = rebuilt(
+            (node.args, node.kwargs), [_of_few(leaf, rows.size, few.size) for leaf in leaves((node.args, node.kwargs))]
+        )
+    results = run(_as_one(program), small, few, 0, outputs)
+    return results[id(small[-1])], few.size
+
+
+def _telling(nodes: Sequence[Node], size: int) -> int:
+    """A small number of rows by which no number of the recording can be divided that says nothing of the rows.
+
+    Else such a number might be that of the few rows, or of their elements, by chance: 12 of three rows of 4 classes.
+    """
+    if size <= 3:
+        return size
+    constants = {
+        abs(round(1 / leaf)) if isinstance(leaf, float) and 0 < abs(leaf) < 1 else abs(round(leaf))
+        for node in nodes
+        for leaf in leaves((node.args, node.kwargs))
+        if type(leaf) in (int, float) and leaf == _of_few(leaf, size, 1) and math.isfinite(leaf)
+    }
+    # None is a multiple of all rows, or it would say something of them.
+    able = (
+        few for few in (3, 2, *range(4, size)) if few < size and not any(each and each % few == 0 for each in constants)
+    )
+    return next(able, size)
+
+
+def _computed(random: Tensor) -> Tensor:
+    """The same numbers, as a result: a loss's graph then shows an output, where a leaf would be a parameter."""
+    return random.roll(0) if random.requires_grad else random
+
+
+def _of_few(leaf: Any, size: int, few: int) -> Any:
+    if type(leaf) is int and leaf >= size and leaf % size == 0:
+        return leaf // size * few
+    if type(leaf) is float and 0 < leaf < 1:
+        number = round(1 / leaf)
+        if number % size == 0 and math.isclose(number * leaf, 1.0, rel_tol=1e-6):
+            return leaf * size / few
+    return leaf
 
 
 class _Output:
@@ -210,6 +278,10 @@ class _Output:
             self.parts = [_random(shape, absent, generator) for _ in range(len(few))]
             self.whole = torch.stack([one.detach().float() for one in self.parts]).mean(0).to(absent.dtype)
             self.whole.requires_grad_(self._trained)
+
+    def computed(self, random: Tensor) -> Tensor:
+        """These numbers as :func:`_computed`; as they are where the model has reduced them: the whole is their mean."""
+        return random if self._dim is None else _computed(random)
 
     @property
     def _trained(self) -> bool:

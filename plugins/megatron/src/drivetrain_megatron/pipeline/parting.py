@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import STEPPED_LOCALLY, laid_out_as
 from drivetrain_megatron.pipeline.cutting import Cut
-from drivetrain_megatron.pipeline.skeleton import Blanks, Elsewhere
+from drivetrain_megatron.pipeline.skeleton import Blanks, Elsewhere, showing_gradients, unaware
 from drivetrain_megatron.replicas import local_part
+from drivetrain_sharding import STEPPED_LOCALLY, laid_out_as, step_hooks
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,41 @@ def exchange(optimizer: Optimizer, absent: dict[int, nn.Parameter]) -> None:
 
 @contextmanager
 def without_absent(optimizer: Optimizer) -> Iterator[None]:
-    """In here a script's own optimizer has this rank's parameters alone: not all ask whether there is a gradient."""
-    if type(optimizer) in STEPPED_LOCALLY:
-        # Torch's ask.
-        yield
-        return
-    before = [group["params"] for group in optimizer.param_groups]
-    for group, params in zip(optimizer.param_groups, before, strict=True):
-        group["params"] = [one for one in params if not isinstance(one, Elsewhere)]
+    """In here a script's own optimizer has this rank's parameters alone: not all ask whether there is a gradient.
+
+    Step hooks are given all parameters. What they do to each passes over those of other stages, which refuse to be
+    read, their gradients too: a norm would be one stage's.
+    """
+    groups = list(optimizer.param_groups)
+    whole = [group["params"] for group in groups]
+    # Torch's own ask.
+    asks = type(optimizer) in STEPPED_LOCALLY
+    here = whole if asks else [[one for one in params if not isinstance(one, Elsewhere)] for params in whole]
+    found = [(hooks, key, hooks[key]) for hooks, key in step_hooks(optimizer)]
+
+    def give(params: list[Any]) -> None:
+        for group, its in zip(groups, params, strict=True):
+            group["params"] = its
+
+    def called(hook: Callable[..., Any], *given: Any) -> Any:
+        give(whole)
+        absent = [one for params in whole for one in params if isinstance(one, Elsewhere)]
+        try:
+            with showing_gradients(absent), unaware():
+                return hook(*given)
+        finally:
+            give(here)
+
+    give(here)
+    for hooks, key, hook in found:
+        hooks[key] = partial(called, hook)
     try:
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
+        give(whole)
+        for hooks, key, hook in found:
+            if key in hooks:
+                hooks[key] = hook
 
 
 @torch.no_grad()

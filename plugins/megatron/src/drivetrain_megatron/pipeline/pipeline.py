@@ -398,6 +398,16 @@ class Pipeline:
                 results = replay.run(uncut(nodes), nodes, whole, 0, outputs)
             return self._everywhere(results.get(id(node)), node.absent)
 
+    def example(self, call: ModelCall[Arguments, Passage], loss: Node) -> tuple[Tensor, int] | None:
+        """A loss on random outputs, see :meth:`~drivetrain_megatron.pipeline.programs.Programs.example`.
+
+        Not collective, and the same on every rank.
+        """
+        way, rows = call.way, call.rows
+        if len(rows) > 1:
+            way = self.planner.passage(cut(call.arguments, rows, call.dims)[0])
+        return self._programs.example(loss, rows, dict(enumerate(leaves(way.output))))
+
     def _prepared(
         self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
     ) -> Work[Arguments, Passage]:

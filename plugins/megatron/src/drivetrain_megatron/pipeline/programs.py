@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+from torch import Tensor
+
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.pipeline import replay
 from drivetrain_megatron.pipeline.batches import Rows
-from drivetrain_megatron.pipeline.compiling import compiled
+from drivetrain_megatron.pipeline.compiling import compiled, example
 from drivetrain_megatron.pipeline.deferred import Node
 from drivetrain_megatron.pipeline.work import Recording
 
@@ -19,6 +21,8 @@ class Programs:
 
     def __init__(self) -> None:
         self._known: dict[Any, replay.Program | UnsupportedError] = {}
+        self._shown: set[Any] = set()
+        """Keys of recordings of which there was an example."""
 
     def recordings(self, loss: Node, others: Sequence[Node], rows: Rows, outputs: dict[int, Any]) -> list[Recording]:
         """How a loss, and what else the script may ask for, is computed on a micro-batch.
@@ -40,6 +44,21 @@ class Programs:
                 except UnsupportedError:
                     continue
         return found
+
+    def example(self, loss: Node, rows: Rows, outputs: dict[int, Any]) -> tuple[Tensor, int] | None:
+        """See :func:`~drivetrain_megatron.pipeline.compiling.example`; ``None`` but for the first time.
+
+        Args:
+            loss: of a batch.
+            rows: as for :meth:`recordings`.
+            outputs: likewise.
+        """
+        recording = self._recording(loss, rows, outputs)
+        told = replay.key(recording.nodes, rows)
+        if told in self._shown:
+            return None
+        self._shown.add(told)
+        return example(recording.program, recording.nodes, rows, outputs)
 
     def _recording(self, node: Node, rows: Rows, outputs: dict[int, Any]) -> Recording:
         nodes = replay.ordered([node])

@@ -17,11 +17,13 @@ from typing import Any, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.module_state import OF_TORCH
+from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,16 @@ def known_elsewhere() -> Iterator[None]:
         yield
     finally:
         _KNOWN[0] -= 1
+
+
+@contextmanager
+def unaware() -> Iterator[None]:
+    """In here :class:`Elsewhere` refuses to be read, within :func:`known_elsewhere` too: for code of the script."""
+    known, _KNOWN[0] = _KNOWN[0], 0
+    try:
+        yield
+    finally:
+        _KNOWN[0] = known
 
 
 P = ParamSpec("P")
@@ -109,6 +121,16 @@ class Elsewhere(FakeTensor):
     def grad(self, value: Any) -> None:
         """Its own stage does it."""
 
+    def passed_over(self, func: Any, args: Any, kwargs: Any) -> Elsewhere:
+        """Write nothing. What its own stage draws to write into it is drawn, so that the next numbers are alike."""
+        if getattr(func, "__name__", "") not in _DRAWS:
+            return self
+        drawn = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            named = {name: drawn if one is self else one for name, one in kwargs.items()}
+            func(*(drawn if one is self else one for one in args), **named)
+        return self
+
     def take_hooks(self, parameter: Tensor) -> None:
         """Have the hooks of the parameter that it stands for; their handles remove them here too."""
         # Torch has no public way to list them.
@@ -131,6 +153,10 @@ class Elsewhere(FakeTensor):
         hooks[handle.id] = hook
         return handle
 
+    def gradient(self) -> Elsewhere:
+        """What stands for its gradient, which refuses to be read."""
+        return Elsewhere.of(self._copied().detach(), self.fqn)
+
     def call_hooks(self) -> None:
         """Call its hooks with a gradient that refuses to be read: what they compute for it, its own stage computes.
 
@@ -141,17 +167,16 @@ class Elsewhere(FakeTensor):
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
             if not self.requires_grad:
                 return
-        gradient = Elsewhere.of(self._copied().detach(), self.fqn)
-        known, _KNOWN[0] = _KNOWN[0], 0
-        try:
-            for hook in list(self._hooks[0].values()):
-                getattr(hook, "of_script", hook)(gradient)
-            self._shown = gradient
-            for hook in list(self._hooks[1].values()):
-                hook(self)
-        finally:
-            self._shown = None
-            _KNOWN[0] = known
+        gradient = self.gradient()
+        with unaware():
+            try:
+                for hook in list(self._hooks[0].values()):
+                    getattr(hook, "of_script", hook)(gradient)
+                self._shown = gradient
+                for hook in list(self._hooks[1].values()):
+                    hook(self)
+            finally:
+                self._shown = None
 
     def refused(self, what: str) -> UsageError:
         """The error for what a script did with it."""
@@ -190,7 +215,7 @@ class Elsewhere(FakeTensor):
             if name.endswith("_") and not name.endswith("__"):
                 if isinstance(first, Elsewhere):
                     # What is trained is known on every rank: gradients cross the cuts by it.
-                    return func(*args, **kwargs) if name == "requires_grad_" else first
+                    return func(*args, **kwargs) if name == "requires_grad_" else first.passed_over(func, args, kwargs)
                 if isinstance(first, (list, tuple)):
                     return _of_those_here(func, args, kwargs)
             absent = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, Elsewhere))
@@ -210,6 +235,23 @@ class Elsewhere(FakeTensor):
                     Elsewhere.of(one, absent.fqn)
             return found
 
+
+@contextmanager
+def showing_gradients(parameters: Sequence[Elsewhere]) -> Iterator[None]:
+    """In here these have gradients, which refuse to be read; what changes each alone passes them over."""
+    for one, trains in zip(parameters, trained(parameters), strict=True):
+        one._shown = one.gradient() if trains else None  # noqa: SLF001 (a class of ours)
+    try:
+        yield
+    finally:
+        for one in parameters:
+            one._shown = None  # noqa: SLF001
+
+
+_DRAWS = frozenset(
+    {"bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_"}
+    | {"uniform_"}
+)
 
 _JOINING = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
@@ -296,8 +338,9 @@ class Skeleton:
                     part._buffers[name] = buffer.to(device)  # noqa: SLF001
         self.opaque: dict[str, Exception] = {}
         """Modules whose inside asks for values, and how; their output is taken to be shaped like their first tensor."""
+        self._written: _Written | None = None
         for name, part in self.module.named_modules():
-            _make_robust(part, name, self.opaque)
+            self._make_robust(part, name)
 
     def follow(self, module: nn.Module) -> dict[int, Any]:
         """Take over what the module keeps as it is now: mode, buffers, the script's attributes, what is frozen.
@@ -332,22 +375,81 @@ class Skeleton:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
+    def _make_robust(self, module: nn.Module, name: str) -> None:
+        inner = module.forward
 
-def _make_robust(module: nn.Module, name: str, opaque: dict[str, Exception]) -> None:
-    inner = module.forward
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._written is None:
+                self._written = _Written(self.mode)
+                try:
+                    with self._written:
+                        return forward(*args, **kwargs)
+                finally:
+                    self._written = None
+            try:
+                with quiet():
+                    return self._written.seen(inner(*args, **kwargs))
+            except (RuntimeError, NotImplementedError, *NO_VALUE) as problem:
+                given = [one for one in (*args, *kwargs.values()) if is_absent(one) and one.is_floating_point()]
+                if not given or not name:
+                    raise
+                self.opaque.setdefault(name, problem)
+                return torch.empty_like(given[0])
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with quiet():
-                return inner(*args, **kwargs)
-        except (RuntimeError, NotImplementedError, *NO_VALUE) as problem:
-            given = [one for one in (*args, *kwargs.values()) if is_absent(one) and one.is_floating_point()]
-            if not given or not name:
-                raise
-            opaque.setdefault(name, problem)
-            return torch.empty_like(given[0])
+        module.forward = forward
 
-    module.forward = forward
+
+@final
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In one forward of a skeleton: makes absent what is read from memory into which an absent value was written.
+
+    A forward may make a tensor with a value, zeros for sums, and write into it what depends on a parameter. Torch
+    passes over such a write, and whatever was in that memory would be taken for the true value.
+
+    Args:
+        mode: that of the skeleton's parameters.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._storages: dict[int, Tensor] = {}
+
+    def seen(self, output: Any) -> Any:
+        """What a module returned, as the code that follows may see it."""
+        found = leaves(output) if self._storages else []
+        return rebuilt(output, [self._shown(one) for one in found]) if any(map(self._is_written, found)) else output
+
+    def _is_written(self, value: Any) -> bool:
+        return (
+            type(value) in (Tensor, nn.Parameter)
+            and value.layout is torch.strided
+            and value.untyped_storage()._cdata in self._storages  # noqa: SLF001 (torch has no public name for it)
+        )
+
+    def _shown(self, value: Any) -> Any:
+        if not self._is_written(value):
+            return value
+        return self._mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._storages:
+            given, named = tree_map(self._shown, (args, kwargs))
+        else:
+            given, named = args, kwargs
+        result = func(*given, **named)
+        if not func._schema.is_mutable or not any(map(is_absent, tree_leaves((given, named)))):  # noqa: SLF001
+            return result
+        targets = [
+            kwargs.get(each.name) if each.kwarg_only or place >= len(args) else args[place]
+            for place, each in enumerate(func._schema.arguments)  # noqa: SLF001
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        for one in tree_leaves(targets):
+            if type(one) in (Tensor, nn.Parameter):
+                self._storages[one.untyped_storage()._cdata] = one  # noqa: SLF001
+        return targets[0] if len(targets) == 1 and isinstance(result, Tensor) else result
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from drivetrain.api import trees
 
-_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type, nn.Module, FunctionType, MethodType)
+_CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, type, nn.Module, FunctionType, MethodType)
+_LEAVES = (Tensor, *_CONSTANTS)
 
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
@@ -21,28 +22,38 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 
     An object of any other class that has tensors among its attributes, as a model may return, is a container too.
     """
-    if tree is None or isinstance(tree, (Tensor, *_PLAIN)):
+    if tree is None or isinstance(tree, _LEAVES):
         return None
     inner = trees.children(tree)
-    if inner is None and hasattr(tree, "__dict__") and any(_holds_tensors(one) for one in vars(tree).values()):
+    if inner is None and _has_tensors(tree):
         return [(f".{name}", child) for name, child in vars(tree).items()]
     return inner
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(one, Tensor) for one in value)
-    return isinstance(value, dict) and any(isinstance(one, Tensor) for one in value.values())
+def _has_tensors(tree: Any) -> bool:
+    """Whether an object of any class has tensors, or a list, tuple or dict of them, among its attributes."""
+    for value in vars(tree).values() if hasattr(tree, "__dict__") else ():
+        held = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+        if any(isinstance(one, Tensor) for one in held):
+            return True
+    return False
 
 
 def leaves(tree: Any) -> list[Any]:
     """Everything in a tree that is no container, in order."""
-    inner = children(tree)
-    if inner is None:
-        return [tree]
-    return [leaf for _, child in inner for leaf in leaves(child)]
+    found, following = [], [tree]
+    while following:
+        one = following.pop()
+        # Most containers are of these classes, and need no names for what they hold.
+        if type(one) is tuple or type(one) is list:
+            following.extend(reversed(one))
+        elif type(one) is dict:
+            following.extend(reversed(one.values()))
+        elif one is None or isinstance(one, _LEAVES) or (inner := children(one)) is None:
+            found.append(one)
+        else:
+            following.extend(child for _, child in reversed(inner))
+    return found
 
 
 def rebuilt(tree: Any, replacements: Sequence[Any]) -> Any:
@@ -51,14 +62,15 @@ def rebuilt(tree: Any, replacements: Sequence[Any]) -> Any:
 
 
 def _rebuilt(tree: Any, following: Iterator[Any]) -> Any:
-    inner = children(tree)
-    if inner is None:
+    if tree is None or isinstance(tree, _LEAVES):
         return next(following)
-    changed = [_rebuilt(child, following) for _, child in inner]
-    if trees.children(tree) is not None:
-        return trees.honor_type(tree, changed)
+    inner = trees.children(tree)
+    if inner is not None:
+        return trees.honor_type(tree, [_rebuilt(child, following) for _, child in inner])
+    if not _has_tensors(tree):
+        return next(following)
     made = copy.copy(tree)
-    vars(made).update({name.removeprefix("."): value for (name, _), value in zip(inner, changed, strict=True)})
+    vars(made).update({name: _rebuilt(child, following) for name, child in vars(tree).items()})
     return made
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
@@ -160,6 +161,20 @@ def like(cut: CutTensor, local: Tensor) -> CutTensor:
     spec = _spec_of(cut._spec, local)  # noqa: SLF001
     made = _FromLocal.apply(local, spec) if local.requires_grad else DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return as_cut(made, cut.tp_layout, cut.ring)
+
+
+def detect_anomalies() -> None:
+    """Let ``torch.autograd.detect_anomaly`` look for NaN in DTensors: torch has no rule for it. Once a process."""
+
+    def any_true(_: Any, args: Any, __: Any) -> Any:
+        found = args[0]._local_tensor.any().int()  # noqa: SLF001
+        for axis, placement in enumerate(args[0].placements):
+            if placement.is_shard():
+                dist.all_reduce(found, dist.ReduceOp.MAX, args[0].device_mesh.get_group(axis))
+        return found.bool()
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001 (rules of torch's public kind give one rank's)
+    handlers.setdefault(torch.ops.aten._is_any_true.default, any_true)  # noqa: SLF001
 
 
 def local_part(cut: DTensor) -> Tensor:
@@ -355,7 +370,8 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, CutTensor):
         return _on_whole(func, args, kwargs)
     others = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one is not target]
-    if any(_follows(one) for one in (target, *others)):
+    # What torch.nn.init calls is called without gradients.
+    if getattr(func, "__module__", "") != nn.init.__name__ and any(_follows(one) for one in (target, *others)):
         if target.is_leaf and target.requires_grad:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         raise UnsupportedError(
@@ -676,7 +692,7 @@ def _handler_of(func: Any) -> Handler:
     if name in _SPECIAL:
         return _SPECIAL[name]
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return _on_lists if "max" not in name and "powsum" not in name else _on_whole
+        return _on_whole if name in {"_foreach_max", "_foreach_powsum"} else _on_lists
     if _writes(name):
         return _in_place
     return _element_wise if _is_element_wise(name) or name == "clone" else _on_whole
@@ -711,4 +727,4 @@ _HANDLERS: dict[Any, Handler] = {}
 sharded_tensors.OTHERS.update({CutTensor: with_sharded, _View: _without_views})
 
 
-__all__ = ["CutTensor", "as_cut", "as_cut_like", "engine_side", "like", "local_part"]
+__all__ = ["CutTensor", "as_cut", "as_cut_like", "detect_anomalies", "engine_side", "like", "local_part"]

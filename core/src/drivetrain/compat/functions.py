@@ -1,0 +1,168 @@
+"""Small functions that scripts import from ``accelerate.utils``."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from packaging.version import Version, parse
+from torch import nn
+
+from drivetrain.compat.state import extract_model_from_parallel, newest_accelerator
+from drivetrain.data import loader
+from drivetrain.errors import UsageError
+
+SAFE_WEIGHTS_NAME = "model.safetensors"
+"""File name of a model that is saved in one piece."""
+
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+"""File name of the index, of a model that is saved in several."""
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare an installed package's version, or a version itself, by ``"<"``, ``">="`` and their like.
+
+    Args:
+        library_or_version: a distribution's name, or a parsed version.
+        operation: the comparison.
+        requirement_version: what to compare with.
+
+    Raises:
+        UsageError: no such comparison.
+        PackageNotFoundError: no such distribution is installed.
+    """
+    if operation not in _OPERATORS:
+        raise UsageError(f"{operation!r} compares nothing", cure=f"Write one of {', '.join(_OPERATORS)}.")
+    here = parse(version(library_or_version)) if isinstance(library_or_version, str) else library_or_version
+    return _OPERATORS[operation](here, parse(requirement_version))
+
+
+_OF_A_LOADER = {"split_batches", "dispatch_batches", "even_batches", "put_on_device", "slice_fn_for_dispatch"}
+_OF_THE_RUN = {
+    *("device", "num_processes", "process_index", "rng_types", "use_seedable_sampler", "data_seed", "non_blocking"),
+    *("use_stateful_dataloader", "torch_device_mesh"),
+}
+
+
+def prepare_data_loader(dataloader: Any, *places: Any, **settings: Any) -> Any:
+    """Prepare a loader with settings of its own, by the newest accelerator; no checkpoint holds its position.
+
+    Collective over all ranks if the loader has a random generator.
+
+    Args:
+        dataloader: as :meth:`drivetrain.Accelerator.prepare_data_loader` takes it.
+        places: device, number of processes and index: accepted, they are the run's.
+        settings: Accelerate's: ``split_batches``, ``dispatch_batches``, ``even_batches``, ``put_on_device`` and
+            ``slice_fn_for_dispatch``; the others are accepted, what they say is the run's too.
+
+    Raises:
+        UsageError: there is no accelerator, or an argument is unknown.
+    """
+    del places
+    run = newest_accelerator()
+    unknown = sorted(settings.keys() - _OF_A_LOADER - _OF_THE_RUN)
+    if run is None or unknown:
+        raise UsageError(
+            f"prepare_data_loader does not know {', '.join(unknown)}" if unknown else "there is no accelerator yet",
+            cure="Write accelerator.prepare_data_loader(loader).",
+        )
+    context = run._context  # noqa: SLF001 (the accelerator's other half)
+    own = {name: settings[name] for name in _OF_A_LOADER & settings.keys()}
+    place, cut = own.pop("put_on_device", False), own.pop("slice_fn_for_dispatch", None)
+    return loader.prepare_data_loader(
+        dataloader,
+        replace(context, config=replace(context.config, **own)),
+        put_on_device=place,
+        slice_fn_for_dispatch=cut,
+    )
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare torch's version, without what follows its ``+``."""
+    return compare_versions(Version(parse(torch.__version__).base_version), operation, version)
+
+
+def str_to_bool(value: str) -> int:
+    """Return 1 for y, yes, t, true, on and 1, 0 for n, no, f, false, off and 0, in upper or lower case.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    text = value.lower()
+    if text in {"y", "yes", "t", "true", "on", "1"}:
+        return 1
+    if text in {"n", "no", "f", "false", "off", "0"}:
+        return 0
+    raise UsageError(f"{value!r} is neither true nor false", cure="Write yes or no, true or false, on or off, 1 or 0.")
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether ``torch.compile`` made this module; a prepared model counts as what it was."""
+    return isinstance(extract_model_from_parallel(module), torch._dynamo.eval_frame.OptimizedModule)  # noqa: SLF001
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether a model, prepared or not, is one of PEFT's. A model of PEFT cannot exist before PEFT is imported."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(
+        extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
+    )
+
+
+def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
+    """Context in which a model is constructed without memory for its parameters.
+
+    Where an ``Accelerator`` exists it is :meth:`Accelerator.init_empty_weights`: ``prepare`` gives the model its
+    ordinary initial values. Where there is none, parameters are on torch's meta device and stay there until the script
+    loads values.
+
+    Args:
+        include_buffers: leave buffers without memory too.
+    """
+    accelerator = newest_accelerator()
+    return init_on_device(torch.device("meta"), include_buffers) if accelerator is None else (
+        accelerator.init_empty_weights()
+    )
+
+
+@contextmanager
+def init_on_device(device: torch.device | str, include_buffers: bool = False) -> Iterator[None]:
+    """Context in which parameters of new modules are made on a device.
+
+    Args:
+        device: as torch names it; ``"meta"`` has no memory.
+        include_buffers: make buffers and other tensors there too.
+    """
+    if include_buffers:
+        with torch.device(device):
+            yield
+        return
+    kind: Any = nn.Module
+    plain = kind.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        plain(module, name, param)
+        if param is not None:
+            made = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+            module._parameters[name] = made  # noqa: SLF001 (assignment would register it anew)
+
+    kind.register_parameter = register
+    try:
+        yield
+    finally:
+        kind.register_parameter = plain

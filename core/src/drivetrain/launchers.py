@@ -1,3 +1,0 @@
-"""Re-exports ``notebook_launcher``, for scripts that import it from ``accelerate.launchers``."""
-
-from drivetrain import __all__, __dir__, __getattr__  # noqa: F401 (what `import *` and names resolve by)

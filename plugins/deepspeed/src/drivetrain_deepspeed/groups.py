@@ -1,0 +1,134 @@
+"""Parameter groups of a script's optimizers, which stay as DeepSpeed has laid them out.
+
+Under ZeRO a group holds this rank's flat partition, under stage 3 nothing between steps. A script that clips or clamps
+``group["params"]`` would do nothing, or something else on each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn, final
+
+from torch.optim import Optimizer
+
+from drivetrain.api import UnsupportedError
+from drivetrain_deepspeed.guard import Guard
+
+_MAY_READ = ("torch.optim.", "deepspeed.", "drivetrain.", "drivetrain_")
+"""Modules that mean what the optimizer steps, whatever that is: schedules, ``zero_grad``, checkpoints."""
+
+_COMPREHENSIONS = frozenset({"<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"})
+
+
+@final
+class FixedGroups:
+    """Notices edits of ``param_groups``, and refuses what a script does to the parameters in them under ZeRO.
+
+    Args:
+        optimizers: the script's, after DeepSpeed has put its buffers into their groups.
+        guard: of the module's parameters.
+        stage: of ZeRO.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], guard: Guard, stage: int) -> None:
+        self._guard, self._stage = guard, stage
+        self._known = [(each, list(each.param_groups)) for each in optimizers]
+        self._held: list[tuple[Any, Any, list[int]]] = []
+        self.settle()
+
+    def settle(self) -> None:
+        """DeepSpeed has stepped, for which stage 3 has lists of its own."""
+        for optimizer, groups in self._known:
+            for group in groups if self._stage else ():
+                if type(group["params"]) is not _Held:
+                    group["params"] = _Held(group["params"], optimizer, self._guard, self._stage)
+        every = [(group, group["params"]) for _, groups in self._known for group in groups]
+        self._held = [(group, held, list(map(id, list.__iter__(held)))) for group, held in every]
+
+    def check(self) -> None:
+        """Raise where an optimizer has other groups than it had, or a group other parameters. Not collective."""
+        for optimizer, groups in self._known:
+            now = optimizer.param_groups
+            if len(now) != len(groups) or any(one is not other for one, other in zip(now, groups, strict=True)):
+                raise _edited(optimizer)
+        for group, held, numbers in self._held:
+            if group["params"] is not held or list(map(id, list.__iter__(held))) != numbers:
+                raise _edited(next(one for one, groups in self._known if any(group is each for each in groups)))
+
+    def restore(self) -> None:
+        """Undo edits: DeepSpeed's own end goes through the groups by their places."""
+        for optimizer, groups in self._known:
+            optimizer.param_groups = list(groups)
+
+
+def _edited(optimizer: Optimizer) -> UnsupportedError:
+    return UnsupportedError(
+        f"param_groups of {type(optimizer).__name__} was edited: it has other groups, or one of them other parameters, "
+        "than when it was prepared, and DeepSpeed has laid out the parameters by their places",
+        cure="Write settings of a group in place (`group['lr'] = 0.05`). To stop training some parameters call "
+        "p.requires_grad_(False), or give them to an optimizer of their own before prepare, whose step() is not "
+        "called any more.",
+    )
+
+
+class _Held(list[Any]):
+    """What a group holds under ZeRO: a list that a script may neither edit nor read.
+
+    Args:
+        values: this rank's flat partition, or nothing.
+        optimizer: whose group it is; its own methods may read it.
+        guard: says whether the engine is at work.
+        stage: of ZeRO.
+    """
+
+    def __init__(self, values: Sequence[Any], optimizer: Optimizer, guard: Guard, stage: int) -> None:
+        super().__init__(values)
+        self._optimizer, self._guard, self._stage = optimizer, guard, stage
+
+    def check(self, *, edits: bool) -> None:
+        """Raise where it is not the engine, torch or the optimizer that asks."""
+        if not self._guard.engine_at_work and not self._may(sys._getframe(2)):  # noqa: SLF001
+            self._refuse(edits=edits)
+
+    def _may(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_name in _COMPREHENSIONS:
+            frame = frame.f_back
+        if frame is None:
+            return True
+        return f"{frame.f_globals.get('__name__')}.".startswith(_MAY_READ) or (
+            frame.f_locals.get("self") is self._optimizer
+        )
+
+    def _refuse(self, *, edits: bool) -> NoReturn:
+        if edits:
+            raise _edited(self._optimizer)
+        raise UnsupportedError(
+            f"param_groups of {type(self._optimizer).__name__} was asked for the parameters of a group, and ZeRO stage "
+            f"{self._stage} keeps {'none there between steps' if self._stage == 3 else 'flat parts of them there'}",
+            cure="Take parameters from the model (model.parameters(), model.head.parameters()), clip with "
+            "accelerator.clip_grad_norm_ or accelerator.clip_grad_value_, and count before prepare.",
+        )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return list, (list(list.__iter__(self)),)
+
+
+def _checked(name: str, *, edits: bool) -> Callable[..., Any]:
+    plain = getattr(list, name)
+
+    def method(self: _Held, *args: Any, **kwargs: Any) -> Any:
+        self.check(edits=edits)
+        return plain(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__iter__", "__reversed__", "__getitem__", "__contains__", "__add__", "__mul__", "copy", "index"):
+    setattr(_Held, _name, _checked(_name, edits=False))
+for _name in ("append", "extend", "insert", "pop", "remove", "clear", "reverse", "sort"):
+    setattr(_Held, _name, _checked(_name, edits=True))
+for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
+    setattr(_Held, _name, _checked(_name, edits=True))

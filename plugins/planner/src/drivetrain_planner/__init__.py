@@ -1,0 +1,37 @@
+"""Memory and time models of Drivetrain's backends, and the choice between their layouts.
+
+The names below are what a backend's answer is made of; an entry point of the group ``drivetrain.estimates`` names the
+function that gives it, :func:`drivetrain_planner.choosing.ask`. None imports torch.
+"""
+
+from drivetrain_planner.estimates import (
+    Estimate,
+    EventKind,
+    Ledger,
+    OptimizerCosts,
+    PlanRequest,
+    Trace,
+    TraceEvent,
+    Traffic,
+    Work,
+    held_whole,
+    replay_whole,
+    trained_sizes,
+)
+from drivetrain_planner.naming import named
+
+__all__ = [
+    "Estimate",
+    "EventKind",
+    "Ledger",
+    "OptimizerCosts",
+    "PlanRequest",
+    "Trace",
+    "TraceEvent",
+    "Traffic",
+    "Work",
+    "held_whole",
+    "named",
+    "replay_whole",
+    "trained_sizes",
+]

@@ -1,0 +1,154 @@
+"""Asks the backends for their layouts, drops those that do not fit, and ranks the others by the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from drivetrain.api import UsageError
+from drivetrain_planner.estimates import Estimate, PlanRequest
+from drivetrain_planner.machines import Machine
+
+GROUP = "drivetrain.estimates"
+"""Entry points named after backends: each a function from a :class:`PlanRequest` to a sequence of :class:`Estimate`."""
+
+SHARE = 0.8
+"""Of a device's memory that a plan may use. Of 454 public runs none that was estimated below it ran out of memory
+(Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for what is not counted."""
+
+BESIDE = 0.3
+"""Of the shorter of computation and communication that is lost where they run beside each other."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout on one machine.
+
+    Args:
+        estimate: the backend's.
+        bytes: of a rank at its most, context included.
+        seconds: of an optimizer step, by part.
+        verdict: why it is not taken; empty for one that fits.
+    """
+
+    estimate: Estimate
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    verdict: str = ""
+
+    @property
+    def time(self) -> float:
+        """Seconds of an optimizer step."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found.
+
+    Args:
+        fitting: the fastest first.
+        rejected: the others, in the order of the backends' answers.
+        complaints: of backends that failed.
+        machine: for which.
+        request: what was planned.
+    """
+
+    fitting: Sequence[Candidate]
+    rejected: Sequence[Candidate]
+    complaints: Sequence[str]
+    machine: Machine
+    request: PlanRequest
+
+    @property
+    def best(self) -> Candidate:
+        """The layout to take. Raises :class:`UsageError` when none fits."""
+        if self.fitting:
+            return self.fitting[0]
+        told = "; ".join(f"{each.estimate.title}: {each.verdict}" for each in self.rejected)
+        raise UsageError(
+            f"no layout fits {self.request.world_size} x {self.machine.name} ({gib(self.machine.memory)} each): "
+            f"{told or 'no installed backend offers one'}",
+            cure="Take more or larger devices, a smaller micro-batch, or bf16.",
+        )
+
+
+def choose(request: PlanRequest, machine: Machine) -> Choice:
+    """Ask every backend and rank its layouts. Raises :class:`UsageError` when the model cannot be traced."""
+    request.trace((), (), None)
+    estimates, complaints = ask(request)
+    candidates = [weigh(each, request, machine) for each in estimates]
+    fitting = [each for each in candidates if not each.verdict]
+    fitting.sort(key=lambda each: (_rounded(each.time), each.estimate.rank))
+    return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
+
+
+def ask(request: PlanRequest) -> tuple[list[Estimate], list[str]]:
+    """What the installed backends answer, in the order of their names, and a sentence for each that failed.
+
+    A function is called in one process, with torch imported and no process group. A layout that cannot be is given
+    with ``refused``, so that it can be told why.
+    """
+    found: list[Estimate] = []
+    complaints: list[str] = []
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            found += point.load()(request)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - said; the plan is made without this backend
+            owner = point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
+            complaints.append(f"{owner} could not estimate its layouts: {type(error).__name__}: {error}")
+    return found, complaints
+
+
+def weigh(estimate: Estimate, request: PlanRequest, machine: Machine) -> Candidate:
+    """Bytes and seconds of one layout, and whether it fits."""
+    if estimate.refused:
+        return Candidate(estimate, verdict=estimate.refused)
+    held = estimate.peak + machine.context
+    allowed = round(SHARE * machine.memory)
+    verdict = ""
+    if held > allowed:
+        part, most = max(estimate.memory.items(), key=lambda each: each[1])
+        verdict = f"{gib(held)} > {gib(allowed)}, which is {SHARE:.0%} of {gib(machine.memory)}; {gib(most)} are {part}"
+    return Candidate(estimate, held, seconds(estimate, request, machine), verdict)
+
+
+def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[str, float]:
+    """Seconds of an optimizer step by part: computation, communication that is not hidden, the optimizer."""
+    trace = estimate.trace
+    assert trace is not None, estimate.title
+    compute = estimate.accumulation * (machine.work(trace.forward) + machine.work(trace.backward))
+    beside = sum(machine.traffic(each) for each in estimate.traffic if each.overlaps)
+    alone = sum(machine.traffic(each) for each in estimate.traffic if not each.overlaps)
+    exposed = max(compute, beside) + BESIDE * min(compute, beside) - compute
+    # Reads parameters, gradients and state, writes parameters and state.
+    moved = estimate.stepped * (3 + 2 * request.optimizer.per_element)
+    return {"computation": compute, "communication": alone + exposed, "optimizer": moved / machine.bandwidth}
+
+
+def _rounded(time: float) -> float:
+    """Two digits: layouts that differ by less are as fast, and the simpler one wins."""
+    return float(f"{time:.1e}")
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size} B"
+
+
+def settings_of(candidate: Candidate, request: PlanRequest) -> dict[str, Any]:
+    """Keys and values of a configuration file that trains with a layout; the user's own sections are kept."""
+    found: dict[str, Any] = {"num_processes": request.world_size, "mixed_precision": request.precision.name}
+    if request.device_type == "cpu":
+        found["use_cpu"] = True
+    for key, value in candidate.estimate.settings.items():
+        own = request.sections.get(key)
+        found[key] = {**own, **value} if own is not None and isinstance(value, dict) else value
+    return found

@@ -1,0 +1,115 @@
+"""``drivetrain plan choose`` and ``drivetrain plan memory``. Torch is imported when one of them runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from drivetrain.api import UsageError
+
+if TYPE_CHECKING:
+    from drivetrain_planner.choosing import Choice
+
+
+def _dashes(name: str) -> str:
+    """``--global-batch`` is ``--global_batch``."""
+    return name.replace("-", "_")
+
+
+@click.group(context_settings={"token_normalize_func": _dashes})
+def plan() -> None:
+    """Look at layouts, memory and schedules before anything runs."""
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what both commands are asked with."""
+    for add in reversed(
+        (
+            click.argument("model"),
+            click.option("--batch", metavar="PATH", help="A function, named like MODEL, that returns a micro-batch."),
+            click.option("--loss", metavar="PATH", help="A function of output and batch; the output's own loss."),
+            click.option("--processes", type=click.IntRange(1), metavar="N", help="Over all machines; one machine's."),
+            click.option("--machine", default="h100x8", show_default=True, metavar="NAME", help="Name or YAML file."),
+            click.option("--memory", metavar="SIZE", help="Of one device, such as 24GiB; the machine's."),
+            click.option("--global_batch", type=click.IntRange(1), metavar="N", help="Samples of an optimizer step."),
+            click.option("--mixed_precision", type=click.Choice(["no", "bf16", "fp16"]), help="The configuration's."),
+            click.option("--optimizer", default="AdamW", show_default=True, metavar="NAME", help="Of torch.optim."),
+            click.option("--optimizer_args", default="{}", metavar="YAML", help="Such as '{momentum: 0.9}'."),
+            click.option("--samples", type=click.IntRange(1), default=1, help="Of a Transformers micro-batch; 1."),
+            click.option("--length", type=click.IntRange(1), default=1024, help="Of its sequences; 1024."),
+            click.option("--config", "config_file", metavar="FILE", help="Keep to what this file says of backends."),
+            click.option("--json", "as_json", is_flag=True, help="Everything, for programs."),
+        )
+    ):
+        command = add(command)
+    return command
+
+
+@plan.command()
+@options
+@click.option("--explain", is_flag=True, help="Show memory and time of the chosen and the next by part.")
+@click.option("--write", metavar="FILE", type=click.Path(path_type=Path), help="Write a configuration that trains so.")
+def choose(as_json: bool, explain: bool, write: Path | None, **flags: Any) -> None:
+    """Choose a backend and its settings for a model on some machines.
+
+    MODEL is package.module:function or file.py:function, or a config.json of Transformers. It is made without memory,
+    one micro-batch is traced, and every installed backend is asked what its layouts would hold and cost.
+    """
+    from drivetrain_planner.choosing import settings_of
+    from drivetrain_planner.report import data, lines
+
+    found = _plan(flags)
+    click.echo(json.dumps(data(found), indent=2) if as_json else "\n".join(lines(found, explain=explain)))
+    best = found.best
+    if write is not None:
+        if write.exists():
+            raise UsageError(f"{write} is there already", cure="Name another file, or remove it.")
+        write.write_text(yaml.safe_dump(settings_of(best, found.request), sort_keys=False), encoding="utf-8")
+        click.echo(f"Wrote {write}. Train with it: drivetrain launch --config {write} script.py", err=True)
+
+
+@plan.command()
+@options
+def memory(as_json: bool, **flags: Any) -> None:
+    """Print what a rank would hold under each layout, one a line. MODEL as for choose."""
+    from drivetrain_planner.report import data, memory_lines
+
+    found = _plan(flags)
+    click.echo(json.dumps(data(found), indent=2) if as_json else "\n".join(memory_lines(found)))
+
+
+def _plan(flags: dict[str, Any]) -> Choice:
+    from drivetrain.api import load_config
+    from drivetrain_planner.choosing import choose as choose_layout
+    from drivetrain_planner.machines import find
+    from drivetrain_planner.requests import Asked, request
+
+    resolved = load_config(flags["config_file"]) if flags["config_file"] is not None else None
+    try:
+        arguments = yaml.safe_load(flags["optimizer_args"])
+    except yaml.YAMLError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        told = f"--optimizer_args {flags['optimizer_args']!r} are no keys and values"
+        raise UsageError(told, cure="Write them as '{lr: 0.1, momentum: 0.9}'.")
+    processes = flags["processes"]
+    machine = find(flags["machine"], processes if flags["machine"] == "cpu" else None, flags["memory"])
+    asked = Asked(
+        model=flags["model"],
+        batch=flags["batch"],
+        loss=flags["loss"],
+        processes=processes or machine.devices,
+        global_batch=flags["global_batch"],
+        mixed_precision=flags["mixed_precision"] or ("no" if resolved is None else resolved.config.mixed_precision),
+        optimizer=flags["optimizer"],
+        optimizer_args=arguments,
+        samples=flags["samples"],
+        length=flags["length"],
+        sections={} if resolved is None else resolved.sections,
+    )
+    return choose_layout(request(asked, machine), machine)

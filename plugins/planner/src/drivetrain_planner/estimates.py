@@ -1,0 +1,290 @@
+"""What a layout of a model would hold and move: what backends are asked, and what they answer. Imports no torch.
+
+One micro-batch of the model is traced on one process for a :class:`PlanRequest`. A backend answers with an
+:class:`Estimate` for each layout that it offers: it replays the trace (:attr:`Trace.events`) and adds what its engine
+holds beside the model's own tensors at each moment, in a :class:`Ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, final
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from drivetrain.api import PrecisionPolicy
+
+EventKind = Literal["enter", "leave", "loss", "backward_enter", "backward_leave", "gradient", "end"]
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "host_copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One moment of a micro-batch on one process, in the order of the run.
+
+    Args:
+        kind: ``enter`` and ``leave`` of a watched module's forward, ``loss`` between forward and backward,
+            ``backward_enter`` and ``backward_leave`` of a watched module's backward, ``gradient`` when the gradient of
+            a parameter is complete, and ``end``, when only the batch is left.
+        name: of the module or parameter.
+        most: most bytes of activations that were alive at a moment since the event before. Parameters, buffers and
+            completed gradients are not activations; the batch, temporaries and gradients of activations are.
+        live: bytes of activations alive at this event.
+    """
+
+    kind: EventKind
+    name: str
+    most: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Kernels that are alike.
+
+    Args:
+        flops: floating-point operations of one.
+        bytes: that one reads and writes.
+        itemsize: bytes of an element of its result; 2 where matrix units of half precision are used.
+        count: how many there are.
+    """
+
+    flops: int
+    bytes: int
+    itemsize: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a model, traced on one process.
+
+    Args:
+        events: see :class:`TraceEvent`.
+        forward: kernels of the forward and of the loss.
+        backward: kernels of the backward, recomputation included.
+        saved: bytes that autograd keeps for the backward when the forward ends, without parameters.
+        gradients: bytes of each parameter's gradient, by name; a parameter that gets none is absent.
+    """
+
+    events: Sequence[TraceEvent]
+    forward: Sequence[Work]
+    backward: Sequence[Work]
+    saved: int
+    gradients: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """What an optimizer holds and needs for a step.
+
+    Args:
+        name: its class.
+        per_element: bytes of state for each byte of a parameter, for state of the parameter's shape.
+        per_parameter: further bytes of state for each parameter, such as a step count.
+        step_current: bytes that a step needs for a moment, for each byte of the parameter that it updates.
+        step_previous: the same for each byte of the parameter before, whose temporaries are still there.
+        step_all: the same for each byte of all parameters together (``foreach`` implementations).
+        elementwise: each element's update depends on that element alone, so that the optimizer may step on parts.
+    """
+
+    name: str
+    per_element: float
+    per_parameter: int
+    step_current: float
+    step_previous: float
+    step_all: float
+    elementwise: bool
+
+    def state(self, sizes: Sequence[int]) -> int:
+        """Bytes of state for parameters of these bytes."""
+        return round(self.per_element * sum(sizes)) + self.per_parameter * len(sizes)
+
+    def step(self, sizes: Sequence[int]) -> int:
+        """Bytes that a step on parameters of these bytes, in this order, needs for a moment."""
+        pairs = zip(sizes, (0, *sizes), strict=False)
+        each = max((self.step_current * size + self.step_previous * before for size, before in pairs), default=0)
+        return round(each + self.step_all * sum(sizes))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is planned.
+
+    Args:
+        model: the user's module on the meta device, its parameters in the dtypes that are trained.
+        world_size: processes over all machines.
+        ranks_per_node: processes on one machine.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        precision: the run's policy.
+        micro_batch: samples in a micro-batch of one process.
+        global_batch: samples of one optimizer step.
+        optimizer: see :class:`OptimizerCosts`.
+        sections: what the user's configuration says about each backend, by its name; layouts keep to it.
+        trace: traces a micro-batch. Takes the names of modules to watch, the names of modules whose activations are
+            recomputed in backward, and the dtype in which parameters are computed with (``None`` = their own). Raises
+            :class:`drivetrain.api.UsageError` when the model cannot be traced.
+    """
+
+    model: nn.Module
+    world_size: int
+    ranks_per_node: int
+    device_type: str
+    precision: PrecisionPolicy
+    micro_batch: int
+    global_batch: int
+    optimizer: OptimizerCosts
+    sections: Mapping[str, Mapping[str, Any]]
+    trace: Callable[[Sequence[str], Sequence[str], str | None], Trace]
+
+    def accumulation(self, data_parallel: int) -> int | None:
+        """Micro-batches of one optimizer step over so many data-parallel ranks; ``None`` if they do not divide it."""
+        steps, rest = divmod(self.global_batch, self.micro_batch * data_parallel)
+        return None if rest or not steps else steps
+
+    def indivisible(self, data_parallel: int) -> str:
+        """Why so many data-parallel ranks cannot be: the sentence beside an :meth:`accumulation` of ``None``."""
+        each = f"{self.micro_batch} samples on each of {data_parallel} data-parallel ranks"
+        return f"a global batch of {self.global_batch} is not a multiple of {each}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication of one optimizer step by one rank.
+
+    Args:
+        operation: the collective, ``send`` between two ranks, or ``host_copy`` between device and host memory.
+        ranks: in the group.
+        bytes: whole size of what all calls together work on: the gathered or the reduced tensors.
+        calls: how many there are.
+        overlaps: runs beside computation.
+    """
+
+    operation: Operation
+    ranks: int
+    bytes: int
+    calls: int
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout of one backend.
+
+    Args:
+        title: what is chosen, in a few words, such as ``"fsdp, recompute"``.
+        backend: the value of ``distributed_type``.
+        family: layouts of one family are compared with each other first, such as ``"zero 2"``.
+        rank: where two layouts are as fast, the smaller rank is simpler and wins.
+        settings: the keys of a configuration file that give this layout.
+        refused: why this layout cannot be; then nothing below means anything.
+        memory: bytes of a rank by part, at the moment at which they are most.
+        resident: bytes by part that a rank holds between two steps.
+        moment: when memory is most: ``"forward"``, ``"backward"`` or ``"step"``.
+        host: bytes of host memory that are used for offloading, by part.
+        accumulation: micro-batches of one optimizer step.
+        trace: of one micro-batch.
+        traffic: of one optimizer step.
+        stepped: bytes of parameters that this rank's optimizer updates.
+        remarks: what the estimate leaves out, if anything.
+    """
+
+    title: str
+    backend: str
+    family: str
+    rank: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    resident: Mapping[str, int] = field(default_factory=dict)
+    moment: str = ""
+    host: Mapping[str, int] = field(default_factory=dict)
+    accumulation: int = 1
+    trace: Trace | None = None
+    traffic: Sequence[Traffic] = ()
+    stepped: int = 0
+    remarks: Sequence[str] = ()
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of a rank at a moment."""
+        return sum(self.memory.values())
+
+
+@final
+class Ledger:
+    """Bytes of one rank by part while a trace is replayed, and those of the moment at which they are most.
+
+    Args:
+        held: what is held all the time, by part.
+    """
+
+    def __init__(self, held: Mapping[str, int]) -> None:
+        self._held = dict(held)
+        self._activations = 0
+        self.most = 0
+        self.memory: dict[str, int] = {}
+        self.moment = ""
+        self.phase = "forward"
+
+    def add(self, part: str, size: int) -> None:
+        """Hold so many bytes more (or less) of a part; the sum of a part is never negative."""
+        self._held[part] = self._held.get(part, 0) + size
+        assert self._held[part] >= 0, (part, self._held[part], size)
+        self._note(self._activations)
+
+    def replay(self, event: TraceEvent) -> None:
+        """Take over the activations of the time up to an event, and the phase that begins with it."""
+        self._note(event.most)
+        self._activations = event.live
+        if event.kind == "loss":
+            self.phase = "backward"
+        elif event.kind == "end":
+            self.phase = "step"
+
+    def during(self, part: str, size: int) -> None:
+        """Note a moment at which so many bytes of a part are held beside everything else."""
+        self._held[part] = self._held.get(part, 0) + size
+        self._note(self._activations)
+        self._held[part] -= size
+
+    def held(self) -> dict[str, int]:
+        """Bytes by part that are held now, without activations."""
+        return {part: size for part, size in self._held.items() if size}
+
+    def _note(self, activations: int) -> None:
+        total = activations + sum(self._held.values())
+        if total > self.most:
+            self.most, self.moment = total, self.phase
+            self.memory = {part: size for part, size in (*self._held.items(), ("activations", activations)) if size}
+
+
+def held_whole(request: PlanRequest) -> dict[str, int]:
+    """Bytes of a rank that holds the whole model, by part: parameters, buffers and the optimizer's state."""
+    trained = trained_sizes(request.model)
+    return {
+        "parameters": sum(one.numel() * one.element_size() for one in request.model.parameters()),
+        "buffers": sum(one.numel() * one.element_size() for one in request.model.buffers()),
+        "optimizer states": request.optimizer.state(trained),
+    }
+
+
+def trained_sizes(model: nn.Module) -> list[int]:
+    """Bytes of each parameter that is trained."""
+    return [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
+
+
+def replay_whole(ledger: Ledger, trace: Trace, accumulation: int) -> None:
+    """Replay micro-batches after which every gradient stays whole on the rank, up to the optimizer's step.
+
+    From the second micro-batch on gradients are there from the start, and new ones are added to them and freed.
+    """
+    if accumulation > 1:
+        ledger.add("gradients", sum(trace.gradients.values()))
+    for event in trace.events:
+        ledger.replay(event)
+        if event.kind == "gradient" and accumulation == 1:
+            ledger.add("gradients", trace.gradients[event.name])

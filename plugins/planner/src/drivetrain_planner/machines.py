@@ -1,0 +1,159 @@
+"""Machines as numbers, and how long work and communication take on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.api import UsageError
+from drivetrain_planner.estimates import Traffic, Work
+from drivetrain_planner.inputs import size
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks.
+
+    Args:
+        latency: seconds of a call.
+        bandwidth: bytes in a second that one rank sends.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of machine.
+
+    Args:
+        name: of one device.
+        device_type: ``"cuda"``, ``"cpu"``, ...
+        memory: bytes of one device.
+        devices: on one machine.
+        flops: floating-point operations in a second, in float32 matrix products.
+        half_flops: the same in bfloat16 and float16.
+        bandwidth: bytes in a second between a device and its memory.
+        launch: seconds that a kernel takes at least.
+        inside: between devices of one machine.
+        outside: between machines.
+        context: bytes that the driver and libraries hold on a device, beside tensors.
+    """
+
+    name: str
+    device_type: str
+    memory: int
+    devices: int
+    flops: float
+    half_flops: float
+    bandwidth: float
+    launch: float
+    inside: Link
+    outside: Link
+    context: int = 2**30
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+
+    def work(self, kernels: Sequence[Work]) -> float:
+        """Seconds of these kernels one after the other: each is bound by arithmetic, by memory, or by its launch."""
+        total = 0.0
+        for each in kernels:
+            rate = self.half_flops if each.itemsize <= 2 else self.flops
+            total += each.count * max(each.flops / rate, each.bytes / self.bandwidth, self.launch)
+        return total
+
+    def traffic(self, one: Traffic) -> float:
+        """Seconds of one kind of communication in a step: latency of its calls, and bytes of a ring."""
+        if one.ranks < 2 and one.operation != "host_copy":
+            return 0.0
+        link = self.inside if one.ranks <= self.devices else self.outside
+        share = (one.ranks - 1) / one.ranks if one.ranks > 1 else 1.0
+        sent = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(one.operation, 1.0)
+        return one.calls * link.latency + sent * one.bytes / link.bandwidth
+
+
+_GIB = 2**30
+
+MACHINES = {
+    "h100": Machine(
+        *("h100", "cuda", 80 * 10**9, 1, 300e12, 550e12, 2.6e12, 4e-6), Link(2e-5, 300e9), Link(4e-5, 40e9)
+    ),
+    "h200": Machine(
+        *("h200", "cuda", 141 * 10**9, 1, 300e12, 550e12, 3.8e12, 4e-6), Link(2e-5, 300e9), Link(4e-5, 40e9)
+    ),
+    "a100": Machine(
+        *("a100", "cuda", 80 * 10**9, 1, 110e12, 220e12, 1.6e12, 5e-6), Link(2e-5, 200e9), Link(4e-5, 20e9)
+    ),
+    "a100-40gb": Machine(
+        *("a100-40gb", "cuda", 40 * 10**9, 1, 110e12, 220e12, 1.2e12, 5e-6), Link(2e-5, 200e9), Link(4e-5, 20e9)
+    ),
+    "rtx4090": Machine(
+        *("rtx4090", "cuda", 24 * _GIB, 1, 60e12, 140e12, 0.85e12, 5e-6), Link(3e-5, 12e9), Link(5e-5, 1e9)
+    ),
+    "cpu": Machine(*("cpu", "cpu", 16 * _GIB, 1, 4e10, 2e10, 8e9, 1e-5), Link(2e-4, 1e9), Link(5e-4, 1e8), context=0),
+}
+"""By name: about half of the makers' peaks in arithmetic, and four fifths of their memory bandwidth; float32 of NVIDIA
+devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are."""
+
+
+def find(asked: str, devices: int | None = None, memory: str | None = None) -> Machine:
+    """A machine by name (``h100x8``: eight devices), or from a YAML file of the fields of :class:`Machine`.
+
+    Args:
+        asked: name or file. In a file ``base`` names the machine whose numbers hold where it says nothing.
+        devices: on one machine, where they are not said.
+        memory: of one device; replaces the machine's.
+
+    Raises:
+        UsageError: it is not known, or the file holds something else.
+    """
+    path = Path(asked)
+    machine = _read(path) if path.suffix in (".yaml", ".yml") else _known(asked)
+    if devices is not None and machine.devices == 1:
+        machine = replace(machine, devices=devices)
+    return machine if memory is None else replace(machine, memory=size(memory))
+
+
+def _known(asked: str) -> Machine:
+    name, _, count = asked.lower().rpartition("x")
+    if name in MACHINES and count.isdecimal() and int(count):
+        return replace(MACHINES[name], devices=int(count))
+    if asked.lower() in MACHINES:
+        return MACHINES[asked.lower()]
+    raise UsageError(
+        f"there is no machine {asked!r}",
+        cure=f"Name one of {', '.join(MACHINES)}, with x8 after it for eight devices, or a YAML file of its numbers.",
+    )
+
+
+def _read(path: Path) -> Machine:
+    try:
+        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as problem:
+        raise UsageError(f"{path} cannot be read: {problem}", cure="Name a YAML file, or a machine.") from problem
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds no keys and values", cure="Write `base: h100` and what differs from it.")
+    base = _known(str(values.pop("base", "cpu")))
+    unknown = sorted(set(values) - set(vars(base)))
+    if unknown:
+        known = ", ".join(vars(base))
+        raise UsageError(f"{path}: unknown {', '.join(unknown)}", cure=f"The keys are base, {known}.")
+    try:
+        for key in ("inside", "outside"):
+            if key in values:
+                values[key] = Link(**{name: float(value) for name, value in values[key].items()})
+        for key in ("flops", "half_flops", "bandwidth", "launch"):
+            if key in values:
+                values[key] = float(values[key])
+        for key in ("memory", "context"):
+            if key in values:
+                values[key] = size(str(values[key]))
+    except (TypeError, ValueError, AttributeError) as problem:
+        cure = "Links are `{latency: 2e-5, bandwidth: 1e9}`, sizes such as 24GiB, everything else numbers."
+        raise UsageError(f"{path}: {problem}", cure=cure) from problem
+    return replace(base, **{"name": path.stem, **values})

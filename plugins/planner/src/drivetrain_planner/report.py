@@ -1,0 +1,123 @@
+"""A choice as text for people and as data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain_planner.choosing import Candidate, Choice, gib
+
+RUNNERS_UP = 3
+
+
+def lines(choice: Choice, *, explain: bool = False) -> list[str]:
+    """The chosen layout, the next ones, and what rejected each other one."""
+    request, machine = choice.request, choice.machine
+    devices = f"{request.world_size} x {machine.name} with {gib(machine.memory)} each"
+    precision = "no mixed precision" if request.precision.name == "no" else request.precision.name
+    samples = f"{request.micro_batch} samples in a micro-batch, {request.global_batch} in a step"
+    found = [
+        f"{type(request.model).__name__}, {_parameters(choice)} parameters, on {devices}",
+        f"{samples}, {precision}, {request.optimizer.name}",
+        "",
+    ]
+    shown = choice.fitting[: RUNNERS_UP + 1]
+    if shown:
+        rows = [("", "layout", "a rank's most", "when", "a step", "micro-batches")]
+        rows += [
+            (
+                "->" if each is shown[0] else "",
+                each.estimate.title,
+                gib(each.bytes),
+                each.estimate.moment,
+                _time(each.time),
+                str(each.estimate.accumulation),
+            )
+            for each in shown
+        ]
+        found += [*_table(rows), ""]
+    if choice.rejected:
+        found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected]
+        found.append("")
+    if explain:
+        for each in shown:
+            found += [*explained(each, choice), ""]
+    found += [f"warning: {complaint}" for complaint in choice.complaints]
+    found.append(
+        "Memory is counted, kernels' own workspace and fragmentation aside; seconds rank layouts and promise nothing."
+    )
+    return found
+
+
+def explained(candidate: Candidate, choice: Choice) -> list[str]:
+    """One layout's memory and time by part, with bars."""
+    parts = {**candidate.estimate.memory, "context": choice.machine.context}
+    whole = max(choice.machine.memory, candidate.bytes)
+    rows = [
+        (f"  {part}", gib(size), "#" * round(40 * size / whole))
+        for part, size in sorted(parts.items(), key=lambda each: -each[1])
+        if size
+    ]
+    times = ", ".join(f"{part} {_time(value)}" for part, value in candidate.seconds.items())
+    remarks = [f"  {remark}" for remark in candidate.estimate.remarks]
+    return [f"{candidate.estimate.title}, in the {candidate.estimate.moment}: {times}", *_table(rows), *remarks]
+
+
+def memory_lines(choice: Choice) -> list[str]:
+    """One line a layout, whether it fits or not."""
+    rows: list[tuple[str, ...]] = [
+        ("layout", "parameters", "gradients", "optimizer", "activations", "other", "all", "fits")
+    ]
+    for each in sorted((*choice.fitting, *choice.rejected), key=lambda one: one.estimate.rank):
+        if each.estimate.refused:
+            continue
+        memory = dict(each.estimate.memory)
+        shown = [memory.pop(part, 0) for part in ("parameters", "gradients", "optimizer states", "activations")]
+        other = sum(memory.values()) + choice.machine.context
+        cells = [gib(size) for size in (*shown, other, each.bytes)]
+        rows.append((each.estimate.title, *cells, "no" if each.verdict else "yes"))
+    found = _table(rows)
+    found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected if each.estimate.refused]
+    return found
+
+
+def data(choice: Choice) -> dict[str, Any]:
+    """Everything, as JSON knows it."""
+    return {
+        "machine": choice.machine.name,
+        "world_size": choice.request.world_size,
+        "fitting": [_candidate(each) for each in choice.fitting],
+        "rejected": [_candidate(each) for each in choice.rejected],
+        "complaints": list(choice.complaints),
+    }
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {
+        "title": one.estimate.title,
+        "backend": one.estimate.backend,
+        "settings": dict(one.estimate.settings),
+        "bytes": one.bytes,
+        "memory": dict(one.estimate.memory),
+        "resident": dict(one.estimate.resident),
+        "moment": one.estimate.moment,
+        "seconds": one.seconds,
+        "verdict": one.verdict,
+    }
+
+
+def _parameters(choice: Choice) -> str:
+    count = sum(one.numel() for one in choice.request.model.parameters())
+    for unit, power in (("B", 9), ("M", 6), ("k", 3)):
+        if count >= 10**power:
+            return f"{count / 10**power:.2f}{unit}"
+    return str(count)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,76 @@
+"""From names and numbers to what the backends are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.api import UsageError, cast_parameters, policy_for
+from drivetrain_planner.estimates import PlanRequest
+from drivetrain_planner.inputs import build, example
+from drivetrain_planner.machines import Machine
+from drivetrain_planner.optimizers import optimizer_costs
+from drivetrain_planner.tracing import Tracer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user says.
+
+    Args:
+        model: see :func:`drivetrain_planner.inputs.build`.
+        batch: see :func:`drivetrain_planner.inputs.example`.
+        loss: likewise.
+        processes: over all machines.
+        global_batch: samples of one optimizer step; ``None`` = one micro-batch of each process.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        optimizer: a class of ``torch.optim``.
+        optimizer_args: of its constructor.
+        samples: of a micro-batch that is made for a Transformers configuration.
+        length: of its sequences.
+        sections: of backends, from the user's configuration.
+    """
+
+    model: str
+    processes: int
+    batch: str | None = None
+    loss: str | None = None
+    global_batch: int | None = None
+    mixed_precision: str = "no"
+    optimizer: str = "AdamW"
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 1
+    length: int = 1024
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def request(asked: Asked, machine: Machine) -> PlanRequest:
+    """Make the model on the meta device and what traces it.
+
+    Raises:
+        UsageError: a name leads nowhere, or processes do not fill the machines.
+    """
+    if asked.processes > machine.devices and asked.processes % machine.devices:
+        raise UsageError(
+            f"{asked.processes} processes do not fill machines of {machine.devices} devices",
+            cure=f"Ask for a multiple of {machine.devices}, or for at most {machine.devices}.",
+        )
+    policy = policy_for(asked.mixed_precision)
+    model = build(asked.model)
+    if not any(one.requires_grad for one in model.parameters()):
+        raise UsageError(f"{type(model).__name__} has no parameter that is trained", cure="Name the model to train.")
+    cast_parameters(model, policy)
+    fed = example(asked.batch, asked.loss, asked.model, asked.samples, asked.length)
+    return PlanRequest(
+        model=model,
+        world_size=asked.processes,
+        ranks_per_node=min(machine.devices, asked.processes),
+        device_type=machine.device_type,
+        precision=policy,
+        micro_batch=fed.samples,
+        global_batch=asked.global_batch or fed.samples * asked.processes,
+        optimizer=optimizer_costs(asked.optimizer, dict(asked.optimizer_args), machine.device_type),
+        sections=asked.sections,
+        trace=Tracer(model, fed, policy).trace,
+    )

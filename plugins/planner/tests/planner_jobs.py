@@ -1,0 +1,140 @@
+"""What is really held: a training step on the CPU with every allocation counted. Runs on each rank."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+import yaml
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+STEPS = 3
+"""Steps until every step holds what the one before held."""
+
+MEASURED = 3
+"""Steps that a census counts; the least counts, since what gloo's threads free late can only add."""
+
+
+def optimizer_of(model, name):
+    return {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-3),
+    }[name]()
+
+
+class Storages(TorchDispatchMode):
+    """Sums the sizes of all storages that are alive, at every operator: they are made, resized and freed unseen."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+        self.most = {"backward": 0, "step": 0}
+        self.phase = ""
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
+                number = storage._cdata
+                if number not in self.alive:
+                    self.alive[number] = weakref.ref(storage, lambda _, number=number: self.alive.pop(number, None))
+        self.look()
+        return result
+
+    def look(self):
+        found = [one() for one in list(self.alive.values())]
+        self.bytes = sum(storage.nbytes() for storage in found if storage is not None)
+        if self.phase:
+            self.most[self.phase] = max(self.most[self.phase], self.bytes)
+        return self.bytes
+
+
+def censused(settings, model, optimizer="adamw", micro_batch=4):
+    """As :func:`counted`, by a census of storages: gloo's threads free what this thread has made."""
+    from planner_models import MODELS
+
+    from drivetrain import Accelerator
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.yaml")
+        path.write_text(yaml.safe_dump({**settings, "use_cpu": True}))
+        accelerator = Accelerator(config=str(path))
+    make, batches = MODELS[model]
+    torch.manual_seed(0)
+    # T5's blocks return a view, to which nothing is added in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    with Storages() as storages:
+        network = make()
+        network.train()
+        stepper = optimizer_of(network, optimizer)
+        network, stepper = accelerator.prepare(network, stepper)
+        batch = batches(micro_batch)
+        measured = []
+        for step in range(STEPS - 1 + MEASURED):
+            storages.most = {"backward": 0, "step": 0}
+            before = storages.look()
+            for _ in range(accelerator.gradient_accumulation_steps):
+                storages.phase = "backward" if step >= STEPS - 1 else ""
+                with accelerator.accumulate(network):
+                    loss = network(**batch).loss
+                    accelerator.backward(loss)
+                    del loss
+                    storages.phase = "step" if storages.phase else ""
+                    stepper.step()
+                    stepper.zero_grad()
+                    storages.phase = ""
+            measured.append({"most": max(storages.most.values()), "before": before, **storages.most})
+    accelerator.end_training()
+    return min(measured[STEPS - 1 :], key=lambda each: each["most"])
+
+
+def counted(settings, model, optimizer="adamw", micro_batch=4):
+    """Most bytes of the third step by torch's own allocations, made and freed by this thread."""
+    from planner_models import MODELS
+
+    from drivetrain import Accelerator
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.yaml")
+        path.write_text(yaml.safe_dump({**settings, "use_cpu": True}))
+        accelerator = Accelerator(config=str(path))
+    make, batches = MODELS[model]
+    torch.manual_seed(0)
+    marks = {}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        network = make()
+        network.train()
+        stepper = optimizer_of(network, optimizer)
+        network, stepper = accelerator.prepare(network, stepper)
+        batch = batches(micro_batch)
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                marks["begin"] = time.time_ns()
+            for _ in range(accelerator.gradient_accumulation_steps):
+                with accelerator.accumulate(network):
+                    loss = network(**batch).loss
+                    accelerator.backward(loss)
+                    del loss
+                    stepper.step()
+                    stepper.zero_grad()
+        marks["end"] = time.time_ns()
+    kept = prof.profiler.kineto_results.events()
+    events = sorted((event.start_ns(), event.nbytes()) for event in kept if event.name() == "[memory]")
+    live, trail = 0, []
+    for at, size in events:
+        live += size
+        if marks["begin"] <= at <= marks["end"]:
+            trail.append(live)
+    accelerator.end_training()
+    return {"most": max(trail)}

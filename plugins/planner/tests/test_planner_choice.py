@@ -1,0 +1,229 @@
+"""What is chosen, and what is said about it; no process group."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from test_planner_memory import estimates_of, request_for
+from torch import nn
+
+from drivetrain.api import UsageError, load_config
+from drivetrain_planner import Estimate
+from drivetrain_planner.choosing import choose
+from drivetrain_planner.commands import plan
+from drivetrain_planner.machines import find
+from drivetrain_planner.optimizers import optimizer_costs
+from drivetrain_planner.requests import Asked, request
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = torch.relu(block(inputs))
+        return inputs
+
+class Reading(Net):
+    def forward(self, inputs):
+        return super().forward(inputs) * inputs.sum().item()
+
+def batch():
+    return torch.ones(8, 64)
+
+def loss(output, batch):
+    return output.pow(2).mean()
+"""
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    return ["train.py:Net", "--batch", "train.py:batch", "--loss", "train.py:loss"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(plan, [*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    ).save_pretrained(folder)  # fmt: skip
+    machine = find("h100x8")
+    asked = Asked(str(folder), 8, length=8192, mixed_precision="bf16")
+    return choose(request(asked, machine), machine)
+
+
+def test_llama_8b_on_eight_80_gb_cards(llama_8b):
+    """The worked example of the planner's notes: replicas never, fsdp only when it recomputes."""
+    assert [each.estimate.title for each in llama_8b.fitting] == ["fsdp, recompute"]
+    rejected = {each.estimate.title: each for each in llama_8b.rejected}
+    assert set(rejected) >= {"ddp", "zero 1", "zero 2", "zero 3", "fsdp", "single"}
+    # 16 bytes a parameter, and DDP's buckets.
+    ddp = rejected["ddp"].estimate.resident
+    parameters = 8_030_261_248
+    assert ddp["parameters"] == 4 * parameters
+    assert ddp["optimizer states"] == pytest.approx(8 * parameters, rel=1e-6)
+    assert ddp["buckets"] == pytest.approx(4 * parameters, rel=1e-6)
+    fsdp = rejected["fsdp"].estimate.resident
+    assert fsdp["parameters"] == pytest.approx(4 * parameters / 8, rel=1e-6)
+    # A Llama layer keeps s b h (12 + 4 g + 8 f / h) bytes, and float32 copies in its two norms 8 s b h more; then come
+    # logits in float32.
+    samples, width, layers = 8192, 4096, 32
+    kept = layers * samples * width * (12 + 4 * 0.25 + 8 * 14336 / 4096 + 8)
+    logits = 4 * samples * 128256
+    assert rejected["fsdp"].estimate.trace.saved == pytest.approx(kept + logits, rel=0.02)
+
+
+def test_flops_of_llama_8b(llama_8b):
+    """6 P T for the matrices but the embedding's, and attention of the whole square: 4 + 10 layers s^2 width."""
+    trace = next(each for each in llama_8b.rejected if each.estimate.title == "fsdp").estimate.trace
+    matrices = 8_030_261_248 - 128256 * 4096
+    tokens = 8192
+    attention = 14 * 32 * tokens * tokens * 4096
+    counted = sum(each.flops * each.count for each in (*trace.forward, *trace.backward))
+    assert counted == pytest.approx(6 * matrices * tokens + attention, rel=0.05)
+
+
+def test_a_choice_is_written_and_read_back(net, tmp_path):
+    done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--global_batch", "32", "--write", "train.yaml")
+    assert done.exit_code == 0, done.output
+    written = yaml.safe_load((tmp_path / "train.yaml").read_text())
+    assert written["distributed_type"] == "ddp"
+    assert written["gradient_accumulation_steps"] == 2
+    assert load_config(tmp_path / "train.yaml").config.num_processes == 2
+    assert "->  ddp" in done.output
+    assert "not single: it trains in one process, and 2 are asked for" in done.output
+    again = run("choose", *net, "--machine", "cpu", "--processes", "2", "--write", "train.yaml")
+    assert isinstance(again.exception, UsageError)
+
+
+def test_json_has_every_layout(net):
+    found = json.loads(run("choose", *net, "--machine", "cpu", "--processes", "3", "--json").stdout)
+    assert {each["backend"] for each in found["fitting"]} >= {"ddp", "fsdp"}
+    assert found["fitting"][0]["bytes"] == sum(found["fitting"][0]["memory"].values())
+
+
+def test_memory_has_a_line_for_each_layout(net):
+    done = run("memory", *net, "--machine", "cpu", "--processes", "2")
+    assert [line.split("  ")[0] for line in done.output.splitlines()][1:4] == ["ddp", "fsdp", "fsdp, recompute"]
+
+
+def test_a_batch_that_does_not_divide_is_refused(net):
+    done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--global_batch", "24")
+    assert isinstance(done.exception, UsageError)
+    assert "a global batch of 24 is not a multiple of 8 samples on each of 2 data-parallel ranks" in str(done.exception)
+
+
+def test_what_is_too_large_says_by_how_much(net):
+    done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--memory", "150KB")
+    assert isinstance(done.exception, UsageError)
+    assert " KiB > 117.2 KiB, which is 80% of 146.5 KiB; " in str(done.exception)
+
+
+def test_the_users_section_is_kept(net, tmp_path):
+    (tmp_path / "mine.yaml").write_text("fsdp: {activation_checkpointing: true, reshard_after_forward: true}\n")
+    found = json.loads(
+        run("choose", *net, "--machine", "cpu", "--processes", "2", "--config", "mine.yaml", "--json").stdout
+    )
+    assert [each["title"] for each in found["fitting"] if each["backend"] == "fsdp"] == ["fsdp, recompute"]
+
+
+def test_a_model_that_reads_values_is_refused(net):
+    done = run("choose", "train.py:Reading", *net[1:], "--machine", "cpu")
+    assert isinstance(done.exception, UsageError)
+    assert "Reading cannot be traced without values" in str(done.exception)
+
+
+def test_t5_cannot_be_computed_twice():
+    assert "cannot be traced" in estimates_of(request_for("t5", 2), "fsdp, recompute").refused
+
+
+@pytest.fixture
+def plugin(monkeypatch, tmp_path):
+    """Installs a distribution whose entry point is a function, for one test."""
+    folder = tmp_path / "stranger-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[drivetrain.estimates]\nhalf = stranger:estimates\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def register(function):
+        module = ModuleType("stranger")
+        module.estimates = function
+        monkeypatch.setitem(sys.modules, "stranger", module)
+
+    return register
+
+
+def chosen(net):
+    machine = find("cpu", 2)
+    return choose(request(Asked(net[0], 2, batch=net[2], loss=net[4]), machine), machine)
+
+
+def test_a_strangers_layout_takes_part(net, plugin):
+    def estimates(request):
+        trace = request.trace((), (), None)
+        settings = {"distributed_type": "half"}
+        return [Estimate("half", "half", "half", 5, settings=settings, memory={"all": 1}, trace=trace)]
+
+    plugin(estimates)
+    assert chosen(net).best.estimate.title == "half"
+
+
+def test_a_plugin_that_fails_is_named(net, plugin):
+    def estimates(request):
+        raise RuntimeError("no idea")
+
+    plugin(estimates)
+    found = chosen(net)
+    assert found.complaints == ["stranger 1.0 could not estimate its layouts: RuntimeError: no idea"]
+    assert found.fitting
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "state"), [("AdamW", {}, 2.0), ("sgd", {}, 0.0), ("SGD", {"momentum": 0.9}, 1.0)]
+)
+def test_an_optimizers_state_is_counted(name, arguments, state):
+    costs = optimizer_costs(name, arguments)
+    assert costs.per_element == state
+    parameters = [nn.Parameter(torch.ones(7, 3)), nn.Parameter(torch.ones(50))]
+    optimizer = getattr(torch.optim, costs.name)(parameters, lr=0.1, **arguments)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert costs.state([each.nbytes for each in parameters]) == sum(each.nbytes for each in held)
+
+
+def test_state_of_another_shape_is_refused():
+    with pytest.raises(UsageError, match="which the planner does not count"):
+        optimizer_costs("Adafactor")
+
+
+def test_machines(tmp_path):
+    assert find("h100x8").devices == 8
+    text = "base: rtx4090\ndevices: 2\nmemory: 48GiB\ninside: {latency: 1e-5, bandwidth: 2e10}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    mine = find(str(tmp_path / "mine.yaml"))
+    assert (mine.memory, mine.devices, mine.inside.bandwidth, mine.flops) == (48 * 2**30, 2, 2e10, 60e12)
+    with pytest.raises(UsageError, match="there is no machine 'h1000'"):
+        find("h1000")

@@ -1,0 +1,48 @@
+"""Helpers for backends that cut parameters into parts: optimizers, models made without memory, checks over ranks."""
+
+from drivetrain_sharding.deferred_init import Recording, deferred, temporary
+from drivetrain_sharding.elementwise import (
+    ELEMENTWISE,
+    NEEDS_CLOSURE,
+    check_elementwise,
+    needs_closure,
+    needs_owners,
+    why_not_matrixwise,
+)
+from drivetrain_sharding.former import FormerParameters
+from drivetrain_sharding.local_steps import (
+    STEPPED_LOCALLY,
+    check_step_hooks,
+    laid_out_as,
+    step_hooks,
+    step_on_parts,
+    steps_locally,
+)
+from drivetrain_sharding.owners import OwnerSteps
+from drivetrain_sharding.plain_data import keep_memory, refuse_as_data
+from drivetrain_sharding.same_order import SameOrder
+from drivetrain_sharding.state import joined_extra
+
+__all__ = [
+    "ELEMENTWISE",
+    "NEEDS_CLOSURE",
+    "STEPPED_LOCALLY",
+    "FormerParameters",
+    "OwnerSteps",
+    "Recording",
+    "SameOrder",
+    "check_elementwise",
+    "check_step_hooks",
+    "deferred",
+    "joined_extra",
+    "keep_memory",
+    "laid_out_as",
+    "needs_closure",
+    "needs_owners",
+    "refuse_as_data",
+    "step_hooks",
+    "step_on_parts",
+    "steps_locally",
+    "temporary",
+    "why_not_matrixwise",
+]

@@ -1,0 +1,1 @@
+"""Trackers of Drivetrain for TensorBoard, Weights & Biases, MLflow and Trackio."""

@@ -1,0 +1,28 @@
+"""Names the trackers whose library is installed. Imports none of them, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from drivetrain.api import hookimpl
+
+TRACKERS = {
+    "mlflow": "drivetrain_trackers.mlflow:MLflowTracker",
+    "tensorboard": "drivetrain_trackers.tensorboard:TensorBoardTracker",
+    "trackio": "drivetrain_trackers.runs:TrackioTracker",
+    "wandb": "drivetrain_trackers.runs:WandBTracker",
+}
+"""By the name of their library, which is also that of the extra that brings it."""
+
+
+@hookimpl
+def drivetrain_trackers() -> Mapping[str, str]:
+    """Those that can run here: of another the core says which command installs it."""
+    return {name: target for name, target in TRACKERS.items() if _is_installed(name)}
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    # A folder without code, such as the one `wandb` writes its runs to, is a namespace package and has no origin.
+    return spec is not None and spec.origin is not None
