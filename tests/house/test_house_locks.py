@@ -17,7 +17,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 
 LOCKED = {
-    "locks/dev.txt": ["requirements-build.txt", "requirements-dev.txt", "requirements-bench.txt", "requirements-optimizers.txt"],
+    "locks/dev.txt": [f"requirements-{name}.txt" for name in ("build", "dev", "bench", "optimizers")],
     "locks/xla.txt": ["plugins/xla/environment/torch.txt", "plugins/xla/environment/requirements.txt"],
 }
 """Each lock file with the requirements that `make lock` makes it from."""
