@@ -17,6 +17,9 @@ from drivetrain import Accelerator, load_config
 from drivetrain.api import DrivetrainError, UnsupportedError
 from drivetrain_testing import spawn
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 WIDTH, BATCH, STEPS = 5, 12, 4
 
 

@@ -275,6 +275,22 @@ def listed_before_prepare(accelerator):
     return fit(accelerator, model, optimizer, batches, after)
 
 
+@script()
+def clips_what_was_listed_before_prepare(accelerator):
+    """``params_to_clip`` is made beside the optimizer, before ``prepare``, as in recipes for diffusion models."""
+    model = build()
+    listed = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(listed, lr=0.5)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    norms = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(x), y))
+        norms.append(float(accelerator.clip_grad_norm_(listed, 0.1)))
+        optimizer.step()
+    return result(accelerator, norms, model=model)
+
+
 class ClampsLater(Net):
     """From its sixth forward on it clamps its head."""
 

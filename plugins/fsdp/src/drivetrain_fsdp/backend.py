@@ -59,6 +59,7 @@ from drivetrain_sharding import (
     needs_owners,
     refuse_as_data,
     step_on_parts,
+    successors,
 )
 
 
@@ -206,11 +207,13 @@ class FSDPTrainable(TorchTrainable):
             )
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        parameters = successors(parameters)
         self._backend.check_held(parameters)
         with plain_gradients(parameters):
             return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        parameters = successors(parameters)
         self._backend.check_held(parameters)
         with plain_gradients(parameters):
             super().clip_grad_value(parameters, clip_value)

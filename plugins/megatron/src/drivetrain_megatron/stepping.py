@@ -18,7 +18,7 @@ from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.tensor.cut import CutTensor, as_cut_like, engine_side
 from drivetrain_megatron.zero1 import Parts
-from drivetrain_sharding import FormerParameters, check_step_hooks, step_on_parts
+from drivetrain_sharding import FormerParameters, check_step_hooks, step_on_parts, successors
 
 
 @final
@@ -100,12 +100,12 @@ class Stepping:
                     cure="Write it in one place.",
                 )
         with engine_side():
-            return self._engine.clip_grad_norm(self.held(parameters), max_norm, norm_type, self.optimizers)
+            return self._engine.clip_grad_norm(self.held(successors(parameters)), max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
         with engine_side():
-            self._engine.clip_grad_value(self.held(parameters), clip_value, self.optimizers)
+            self._engine.clip_grad_value(self.held(successors(parameters)), clip_value, self.optimizers)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of what this optimizer will step with."""

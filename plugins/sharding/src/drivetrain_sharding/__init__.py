@@ -9,7 +9,7 @@ from drivetrain_sharding.elementwise import (
     needs_owners,
     why_not_matrixwise,
 )
-from drivetrain_sharding.former import FormerParameters
+from drivetrain_sharding.former import FormerParameters, successors
 from drivetrain_sharding.local_steps import (
     STEPPED_LOCALLY,
     check_step_hooks,
@@ -43,6 +43,7 @@ __all__ = [
     "step_hooks",
     "step_on_parts",
     "steps_locally",
+    "successors",
     "temporary",
     "why_not_matrixwise",
 ]

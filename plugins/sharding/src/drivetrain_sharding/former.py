@@ -35,11 +35,12 @@ class FormerParameters:
             instead: who put what in their place: ``"fsdp put a sharded one"``.
         """
         present = set(map(id, module.parameters()))
-        for _, alive in self._names.values():
+        for name, alive in self._names.values():
             one: Any = alive()
             if type(one) is nn.Parameter and id(one) not in present:
                 one.__class__ = _Replaced
                 vars(one)["drivetrain_instead"] = instead
+                vars(one)["drivetrain_place"] = weakref.ref(module), name
 
     def replaced(self, parameters: Iterable[Tensor], module: nn.Module) -> bool:
         """Whether any of these was one of them and is in the module no more."""
@@ -67,6 +68,7 @@ class _Replaced(nn.Parameter):
     """A parameter that is no longer part of the model."""
 
     drivetrain_instead: str
+    drivetrain_place: tuple[weakref.ref[nn.Module], str]
 
     @classmethod
     def __torch_function__(
@@ -90,6 +92,20 @@ class _Replaced(nn.Parameter):
         """Allow setting it to ``None``."""
         if value is not None:
             _refuse("grad", self)
+
+
+def successors(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that a model has now in place of those that were replaced; others stay. Not collective.
+
+    For calls that mean "these parameters of the model", whenever they were listed, as gradient clipping does.
+    """
+    return [_successor(one) if isinstance(one, _Replaced) else one for one in parameters]
+
+
+def _successor(one: _Replaced) -> Tensor:
+    place, name = one.drivetrain_place
+    module = place()
+    return one if module is None else module.get_parameter(name)
 
 
 def _replaced(value: Any) -> Iterable[_Replaced]:
