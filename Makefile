@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-xla test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-repeat test-xla test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -35,12 +35,19 @@ $(STAMP): $(DECLARED) | $(BIN)/python
 train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with its accuracy, checkpoint and picture
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
 
-# Two processes or more share the files; each prints what it did as it goes. A part: .venv/bin/python -m pytest core/tests/data
+# Ranks wait for each other much of the time, so there is a worker more than cores. Each takes whole files, since what a
+# file's fixtures prepare is prepared once. A part, in one process: .venv/bin/python -m pytest core/tests/data
+WORKERS := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 8 ? n : 8 )))
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o console_output_style=classic -p suite_progress -p suite_second_run \
+	--numprocesses $(WORKERS) --dist loadfile
 test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
-	$(BIN)/python tests/run.py -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMP)  ## the whole suite, most of an hour on two cores
-	$(BIN)/python tests/run.py $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-repeat: $(STAMP)  ## run tests N=20 times while all cores are busy: ARGS="core/tests/launch -k hangups"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/repeat.py $(or $(N),20) $(ARGS)
 
 # torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.
 test-xla: $(XLA_PYTHON)  ## the tests of the TPU backend, by real torch_xla on the CPU; installs a gigabyte once a machine

@@ -16,6 +16,9 @@ from drivetrain_testing import RankFailedError, user_model
 from drivetrain_testing.kit import Kit, passed_together, run_case, user_model_cases
 from drivetrain_testing.requirements import BaseRequirements
 
+# Programs beside the library.
+pytestmark = pytest.mark.slow
+
 
 def places():
     for report in get_registry().reports():

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import suite
 
 if find_spec("accelerate") is None:

@@ -11,6 +11,9 @@ import pytest
 
 from drivetrain_testing import spawn
 
+# Programs beside the library.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -13,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from parity_common import Result, Script, build, loader, mean, result
 from parity_worlds import Matrix, Place
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 Make = Callable[[nn.Module], Any]
 """One optimizer of a model's parameters, or a list of several."""

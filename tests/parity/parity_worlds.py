@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -21,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from parity_common import Result, Script, load
 from parity_plain import Plain
 

@@ -7,9 +7,6 @@ import contextlib
 import io
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import parity_optimizers
 import parity_worlds as worlds

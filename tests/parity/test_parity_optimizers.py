@@ -5,15 +5,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import parity_optimizers as optimizers
 import parity_worlds as worlds
+import pytest
 from parity_optimizers import MATRIX, OPTIMIZERS, PLACES
 
 

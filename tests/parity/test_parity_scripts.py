@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import parity_worlds as worlds
+import pytest
+import torch
 from parity_common import load
 from parity_worlds import DIFFERENT, PLACES, RAW, REFUSED, SAME, Outcome
 

@@ -18,12 +18,9 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import checkpoint_jobs
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import checkpoint_jobs
 
 from drivetrain.checkpoint import Naming, Saver, inspect, load
 from drivetrain.checkpoint.tensors import read_tensor

@@ -7,6 +7,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
+# Starts a launcher with several programs in each test; test_launch_local.py starts some too.
+pytestmark = pytest.mark.slow
+
 WORKER = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
 
 

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+# Starts a launcher with several programs in each test; test_launch_local.py starts some too.
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import os, signal, sys, time, torch
     from drivetrain import Accelerator

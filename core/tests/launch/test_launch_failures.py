@@ -11,6 +11,9 @@ import pytest
 from drivetrain.launch.failures import read_workers, script_line
 from drivetrain.launch.worker import LAST_CALL
 
+# Starts a launcher with several programs in each test; test_launch_local.py starts some too.
+pytestmark = pytest.mark.slow
+
 TRAIN = """
     import os, sys, time, torch
     from drivetrain import Accelerator

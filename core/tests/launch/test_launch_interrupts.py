@@ -14,6 +14,9 @@ import pytest
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 
+# Starts a launcher with several programs in each test; test_launch_local.py starts some too.
+pytestmark = pytest.mark.slow
+
 TRAIN = """
     import sys, time, torch
     from torch import nn

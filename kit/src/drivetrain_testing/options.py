@@ -62,3 +62,13 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> None:
         from drivetrain_testing.outcomes import watch
 
         watch(collector.config, collector.obj)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist found of conformance modules."""
+    from drivetrain_testing.outcomes import NAME, receive
+
+    found = getattr(node, "workeroutput", {}).get(NAME)
+    if found is not None:
+        receive(node.config, found)

@@ -8,6 +8,7 @@ line chose some tests (``-k``, ``::``, ...) what did not run is no failure, but 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Generator
 from importlib import metadata
@@ -34,17 +35,23 @@ def users_model(config: pytest.Config) -> str:
 
 
 def watch(config: pytest.Config, module: ModuleType) -> None:
-    """Follow a conformance module from its collection to the closing table. May be called twice.
+    """Follow a conformance module from its collection to the closing table. May be called twice."""
+    if module.Requirements.certifies:
+        _watcher(config).modules[module.__name__] = module
 
-    Not in a worker of pytest-xdist, which runs a part of the tests: there is no verdict then, and no table.
-    """
-    if not module.Requirements.certifies or hasattr(config, "workerinput"):
-        return
+
+def receive(config: pytest.Config, found: str) -> None:
+    """Take over what a worker of pytest-xdist reports at its end."""
+    _watcher(config).received.extend(json.loads(found))
+
+
+def _watcher(config: pytest.Config) -> Outcomes:
     watcher = config.pluginmanager.get_plugin(NAME)
     if watcher is None:
         watcher = Outcomes(config)
         config.pluginmanager.register(watcher, NAME)
-    watcher.modules[module.__name__] = module
+    assert isinstance(watcher, Outcomes)
+    return watcher
 
 
 @final
@@ -53,6 +60,8 @@ class Outcomes:
 
     def __init__(self, config: pytest.Config) -> None:
         self.modules: dict[str, ModuleType] = {}
+        self.received: list[dict[str, Any]] = []
+        """From workers of pytest-xdist; in one module's tests can be spread over several of them."""
         self._config = config
         self._ended: dict[str, dict[tuple[str, str], str]] = {}
         self._problems: dict[str, list[str]] = {}
@@ -65,10 +74,6 @@ class Outcomes:
         if isinstance(item, pytest.Function) and item.originalname in selection.TESTS and self._follows(item.module):
             self._note(item, found)
         return found
-
-    def saw(self, module: str) -> bool:
-        """Whether any test of the suite ran for this module."""
-        return module in self._ended
 
     def _follows(self, module: ModuleType) -> bool:
         return self.modules.get(module.__name__) is module
@@ -105,15 +110,19 @@ class Outcomes:
         """Write the report; a run that does not conform fails the session."""
         if self._config.option.collectonly:
             return
-        chosen = _chosen_by_hand(session)
-        self._runs = [self._run(module, complete=not chosen) for module in self.modules.values()]
+        found = [self._found(module, chosen=_chosen_by_hand(session)) for module in self.modules.values()]
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput[NAME] = json.dumps([each for each in found if each["run"]["cases"]])
+            return
+        self._runs = _merged(found + self.received)
         path = self._config.getoption("drivetrain_report", "")
         if path:
             report.write(Path(path), drivetrain.__version__, self._runs)
         if session.exitstatus == pytest.ExitCode.OK and any(run.verdict == "fails" for run in self._runs):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _run(self, module: ModuleType, *, complete: bool) -> report.Run:
+    def _found(self, module: ModuleType, *, chosen: bool) -> dict[str, Any]:
+        """What is known of a module: its run, the tests that did not run, and whether somebody chose that."""
         requirements = module.Requirements
         info, distribution, version = selection.description(requirements)
         ended = self._ended.get(module.__name__, {})
@@ -134,18 +143,14 @@ class Outcomes:
             capabilities=_plain(dataclasses.asdict(info.capabilities)),
             gaps=selection.gaps(requirements),
             problems=list(dict.fromkeys(self._problems.get(module.__name__, []))),
-            complete=complete or not missing,
         )
         for (test, name), outcome in ended.items():
             case, world = test.replace("test_", "suite."), name or "once"
             if test == "test_conformance":
                 case, _, world = name.rpartition("-")
             run.cases.setdefault(case, {})[world] = outcome
-        if missing and complete:
-            names = sorted(f"{test}[{name}]" if name else test for test, name in missing)
-            rest = f" and {len(names) - _TELL} more" if len(names) > _TELL else ""
-            run.problems.append(f"{len(names)} tests of the suite did not run: {', '.join(names[:_TELL])}{rest}")
-        return run
+        missing_names = sorted(f"{test}[{name}]" if name else test for test, name in missing)
+        return {"run": dataclasses.asdict(run), "missing": missing_names, "chosen": chosen}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the closing table and a badge for each backend."""
@@ -156,6 +161,28 @@ class Outcomes:
             terminalreporter.write_line(line)
         for runs in report.by_backend(self._runs).values():
             terminalreporter.write_line(f"badge: {report.badge(runs, drivetrain.__version__)}")
+
+
+def _merged(found: list[dict[str, Any]]) -> list[report.Run]:
+    """One run for each module, whatever processes its tests ran in."""
+    runs: dict[str, report.Run] = {}
+    missing: dict[str, set[str]] = {}
+    for each in found:
+        part = report.Run(**each["run"])
+        run = runs.setdefault(part.name, part)
+        missing[part.name] = missing.get(part.name, set(each["missing"])) & set(each["missing"])
+        run.complete = run.complete and not each["chosen"]
+        if run is not part:
+            run.problems += [problem for problem in part.problems if problem not in run.problems]
+            for case, worlds in part.cases.items():
+                run.cases.setdefault(case, {}).update(worlds)
+    for name, run in runs.items():
+        names = sorted(missing[name])
+        if names and run.complete:
+            rest = f" and {len(names) - _TELL} more" if len(names) > _TELL else ""
+            run.problems.append(f"{len(names)} tests of the suite did not run: {', '.join(names[:_TELL])}{rest}")
+        run.complete = run.complete or not names
+    return list(runs.values())
 
 
 def _chosen_by_hand(session: pytest.Session) -> bool:

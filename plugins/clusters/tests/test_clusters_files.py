@@ -15,6 +15,9 @@ import yaml
 from drivetrain.api import CommandLine, LaunchPlan
 from drivetrain_clusters import batch_file
 
+# Starts a launcher with several programs in each test; test_launch_local.py starts some too.
+pytestmark = pytest.mark.slow
+
 WORKER = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
 OURS = ("DRIVETRAIN_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_")
 

@@ -22,6 +22,9 @@ from drivetrain_deepspeed.compiling import guard
 from drivetrain_testing import models, spawn
 from drivetrain_testing.scenario import full_state, share
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 3e-6
 """Float32 sums in another order, and an Adam that rounds otherwise than torch's; seen are 4e-7 after six steps."""
 

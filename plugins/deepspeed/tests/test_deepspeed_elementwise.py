@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed import elementwise
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 
 class Own(Optimizer):
     """A stranger's, by what it does with a gradient."""

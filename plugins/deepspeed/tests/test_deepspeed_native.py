@@ -25,6 +25,9 @@ from drivetrain.api import CheckpointError
 from drivetrain_convert import convert, convert_to
 from drivetrain_testing import spawn
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 CUT, STEPS = 3, 6
 
 

@@ -25,6 +25,9 @@ from drivetrain.api import DrivetrainError, UnsupportedError, UsageError
 from drivetrain_testing import models, spawn
 from drivetrain_testing.scenario import full_state, share
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-5
 """What is promised: float32 sums in another order, through AdamW, after four steps."""
 

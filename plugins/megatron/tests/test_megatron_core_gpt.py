@@ -17,6 +17,9 @@ from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.megatron_core import whole_models
 from drivetrain_testing import spawn
 
+# test_megatron_core_calls.py and the conformance tests of Megatron-Core train smaller models.
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron.core", reason="needs drivetrain-megatron[core]")
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 37, 32, 8, 4, 3

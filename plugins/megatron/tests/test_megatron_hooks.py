@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_and_prepared import PIPELINES, TENSOR, WIDTH, Net, accelerator, batch, classify, follow, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_testing import RankFailedError, spawn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from plain_and_prepared import PIPELINES, TENSOR, WIDTH, Net, accelerator, batch, classify, follow, refused
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
 
 WORLDS = pytest.mark.parametrize(("world", "section"), PIPELINES)
 

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
-
-from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_testing import spawn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from plain_and_prepared import (
     ATOL,
     CLASSES,
@@ -37,6 +24,17 @@ from plain_and_prepared import (
     refused,
     same_state,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain.api import UnsupportedError, UsageError
+from drivetrain_testing import spawn
+
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
 
 # ---- where a batch is cut --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,9 @@ from drivetrain import Accelerator
 from drivetrain.api import DrivetrainError
 from drivetrain_testing import spawn
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 7, 12, 6, 4, 3
 TOLERANCE = 2e-5
 

@@ -14,6 +14,9 @@ from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError
 from drivetrain_testing import spawn
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 WORDS, WIDTH, LENGTH = 12, 8, 5
 ATOL = 5e-6
 """Float32: a batch in parts adds the same numbers in another order."""

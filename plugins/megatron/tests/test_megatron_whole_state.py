@@ -16,6 +16,9 @@ from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron import meeting
 from drivetrain_testing import spawn
 
+# The conformance tests of the same backend hold a script of each kind.
+pytestmark = pytest.mark.slow
+
 WORDS, WIDTH, LENGTH = 12, 8, 5
 ATOL = 5e-6
 """Float32: a batch in parts, and matrices on other ranks, add the same numbers in another order."""

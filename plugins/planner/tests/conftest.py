@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from drivetrain_testing import preload
 
-sys.path.insert(0, str(Path(__file__).parent))
 if find_spec("transformers") is not None:
     preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "resnet", "t5", "vit")))
 if find_spec("deepspeed") is not None:

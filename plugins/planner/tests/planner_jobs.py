@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 import warnings
@@ -14,8 +13,6 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 STEPS = 3
 """Steps until every step holds what the one before held."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 import trainer_jobs as jobs
 
 from drivetrain_testing import spawn

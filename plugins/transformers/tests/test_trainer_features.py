@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+import feature_jobs
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import feature_jobs
 
 from drivetrain_testing import spawn
 

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import trainer_jobs as jobs
 
 from drivetrain_testing import spawn

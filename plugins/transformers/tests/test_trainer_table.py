@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import trainer_table as table
 
 if any(find_spec(name) is None for name in ("accelerate", "transformers", "peft")):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import trainer_jobs as jobs
 from test_trainer_backends import BACKENDS, close, slug
 
 from drivetrain_testing import RankFailedError, spawn
+
+# test_trainer_backends.py shows Trainer itself under every backend.
+pytestmark = pytest.mark.slow
 
 if any(find_spec(name) is None for name in ("accelerate", "transformers", "trl")):
     pytest.skip("Transformers, Accelerate and TRL are not installed", allow_module_level=True)

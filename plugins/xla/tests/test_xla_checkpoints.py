@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `make test-xla`")
 
-sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
 from drivetrain_testing import spawn

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("torch_xla", reason="torch_xla is in the environment of `make test-xla`")
 
-sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
 from drivetrain_testing import spawn

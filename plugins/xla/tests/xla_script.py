@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import xla_jobs as jobs
 
 from drivetrain import Accelerator

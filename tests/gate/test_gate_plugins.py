@@ -1,0 +1,85 @@
+"""The plugins of `make test`: which failures are run again and forgiven, and what is printed meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ADDRESS = "[Errno 98] Address already in use"
+ONCE = """
+    import pathlib
+    def test_it():
+        mark = pathlib.Path("ran")
+        if not mark.exists():
+            mark.touch()
+            raise OSError({message!r})
+"""
+ALWAYS = """
+    def test_it():
+        raise OSError({message!r})
+"""
+
+
+@pytest.fixture
+def judged(pytester):
+    """Run tests under the plugins, in a process of their own and with the options given."""
+
+    def run(source, *options, message=ADDRESS):
+        pytester.makepyfile(test_inner=source.format(message=message))
+        plugins = ("-p", "suite_progress", "-p", "suite_second_run", "-o", "console_output_style=classic")
+        return pytester.runpytest_subprocess(*plugins, "-p", "no:cacheprovider", *options)
+
+    return run
+
+
+WORKERS = pytest.mark.parametrize("options", [(), ("-n", "2", "--dist", "loadfile")], ids=["alone", "workers"])
+
+
+@WORKERS
+def test_a_declared_error_that_does_not_come_again_is_forgiven_aloud(judged, options):
+    found = judged(ONCE, *options)
+    assert found.ret == 0
+    again = "PASSED WHEN RUN AGAIN, ALONE: test_inner.py::test_it"
+    found.stdout.fnmatch_lines(["*FAILED test_inner.py::test_it", again])
+
+
+@WORKERS
+def test_a_declared_error_that_comes_again_fails(judged, options):
+    found = judged(ALWAYS, *options)
+    assert found.ret == 1
+    found.stdout.fnmatch_lines(["FAILED AGAIN, alone: test_inner.py::test_it"])
+
+
+def test_any_other_error_fails_though_it_does_not_come_again(judged):
+    found = judged(ONCE, message="the sum is wrong")
+    assert found.ret == 1
+    found.stdout.no_fnmatch_line("*RUN AGAIN*")
+
+
+def test_one_other_failure_takes_the_second_run_from_all(judged):
+    assert judged(ONCE + "\n    def test_other():\n        raise ValueError\n").ret == 1
+
+
+def test_more_than_two_are_no_bad_luck(judged):
+    many = "\n".join(ONCE.replace("test_it", f"test_{each}").replace('"ran"', f'"ran{each}"') for each in range(3))
+    found = judged(many)
+    assert found.ret == 1
+    found.stdout.no_fnmatch_line("*RUN AGAIN*")
+
+
+@WORKERS
+def test_a_file_is_told_when_its_last_test_ended(judged, options):
+    source = """
+        import pytest
+        def test_one(): pass
+        @pytest.mark.skip
+        def test_two(): pass
+        @pytest.mark.xfail
+        def test_three(): raise ValueError
+        def test_four(): pass
+    """
+    found = judged(source, *options, message="")
+    assert found.ret == 0
+    file = "  0:?? 100%  test_inner.py: 2 passed, 2 skipped in * s"
+    found.stdout.fnmatch_lines([file, "* processor seconds in 4 tests", "*2 passed, 1 skipped, 1 xfailed*"])
