@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
 pytest_plugins = ["pytester"]
 
@@ -22,8 +26,9 @@ ALWAYS = """
 
 
 @pytest.fixture
-def judged(pytester):
+def judged(pytester, monkeypatch):
     """Run tests under the plugins, in a process of their own and with the options given."""
+    monkeypatch.setenv("PYTHONPATH", str(PLUGINS))
 
     def run(source, *options, message=ADDRESS):
         pytester.makepyfile(test_inner=source.format(message=message))
@@ -33,7 +38,10 @@ def judged(pytester):
     return run
 
 
-WORKERS = pytest.mark.parametrize("options", [(), ("-n", "2", "--dist", "loadfile")], ids=["alone", "workers"])
+WORKERS = pytest.mark.parametrize(
+    "options", [("-n", "2", "--dist", "loadfile"), pytest.param((), marks=pytest.mark.slow)], ids=["workers", "alone"]
+)
+"""As `make test` runs, and in one process."""
 
 
 @WORKERS

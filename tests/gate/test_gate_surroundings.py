@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# The sample is in the gate itself; here it runs three times more.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SAMPLE = [
@@ -58,7 +61,6 @@ def test_under_a_cluster_without_a_terminal(tmp_path):
     sample(tmp_path, environ={**FOREIGN, "CI": "true"}, preexec_fn=ignoring_hangups, start_new_session=True)
 
 
-@pytest.mark.slow  # the same tests, started in two more ways
 @pytest.mark.timeout(900)
 def test_in_random_order_with_odd_folders(tmp_path):
     """``TMPDIR`` with a space, no ``CI``; pytest-random-order prints its seed."""
@@ -68,7 +70,6 @@ def test_in_random_order_with_odd_folders(tmp_path):
     sample(tmp_path, "--random-order", environ=environ)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_write_access_to_the_working_folder(tmp_path):
     """A read-only folder beside the tests' own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sysconfig
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -65,7 +66,9 @@ def test_what_is_installed_is_locked():
     """Transitive requirements too: nothing came into this environment past the lock."""
     versions = {canonicalize_name(one.name): one for one in locked("locks/dev.txt") if applying(one)}
     brought_by_python = {"pip"}
-    for found in metadata.distributions():
+    # Not all of sys.path: setuptools puts a folder there with copies of packages of its own.
+    places = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    for found in metadata.distributions(path=places):
         name = canonicalize_name(found.name)
         if name in brought_by_python or name.startswith("drivetrain"):
             continue

@@ -174,9 +174,12 @@ def test_one_failing_rank_stops_the_others_and_its_traceback_is_shown_once(launc
     path = script("""
         import os, time
         def inner():
+            while not os.path.exists("there"):  # what a rank that has not begun was doing cannot be told
+                time.sleep(0.1)
             raise ValueError("bang")
         if os.environ["RANK"] == "1":
             inner()
+        open("there", "w").close()
         time.sleep(50)
     """)
     done = launch("num_processes=2", path)
@@ -186,9 +189,9 @@ def test_one_failing_rank_stops_the_others_and_its_traceback_is_shown_once(launc
     assert "worker.py" not in done.stderr
     failed, stopped, report = done.stderr.splitlines()[-3:]
     assert failed.startswith("rank 1 failed: ValueError: bang (exit code 1) [host ")
-    assert failed.endswith("; at job.py:4]")
+    assert failed.endswith("; at job.py:6]")
     assert stopped.startswith("rank 0 was stopped [host ")
-    assert stopped.endswith("; at job.py:7]")
+    assert stopped.endswith("; at job.py:10]")
     assert report.startswith("With the stacks of all ranks: ")
 
 
