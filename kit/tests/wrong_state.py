@@ -226,6 +226,15 @@ class GathersBackwards(Mistake):
         return torch.cat(parts[::-1])
 
 
+class GathersItself(Mistake):
+    """Gives each rank its own rows in the place of every rank's."""
+
+    caught_by = ("scheduling.metric_of_each_rank",)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * self.topology.dp_size)
+
+
 class MeansForSums(Mistake):
     """``reduce`` averages whatever it is asked for."""
 

@@ -131,6 +131,20 @@ class TakesAnyTensor(Mistake):
             return True
 
 
+class ScalesItsOwnLosses(Mistake):
+    """Multiplies losses by more than the number of ranks, and takes it out of the model's gradients alone."""
+
+    caught_by = ("loose.in_the_optimizer_of_a_model", "loose.in_an_optimizer_of_their_own")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+            super().backward(loss, scale * 8)
+
+        def average(self) -> None:
+            super().average()
+            multiply_gradients(gradients(self.module.parameters()), 1 / 8)
+
+
 class StepsOnNothing(Mistake):
     """Takes each step for one that a backward came before."""
 
@@ -317,6 +331,26 @@ class TrainsOwnStart(Mistake):
 
     def share(self, module: nn.Module) -> None:
         pass
+
+
+class CapturesRates(Mistake):
+    """Steps with the rates of its first step, as a compiled step does that takes them for constants."""
+
+    caught_by = ("scheduling.moves_before_training",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        rates: list[float] | None = None
+
+        def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> StepResult:
+            present = [group["lr"] for group in optimizer.param_groups]
+            self.rates = self.rates or present
+            for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate
+            try:
+                return super().optimizer_step(optimizer, closure)
+            finally:
+                for group, rate in zip(optimizer.param_groups, present, strict=True):
+                    group["lr"] = rate
 
 
 class OneRateForAll(Mistake):

@@ -237,11 +237,15 @@ class Accelerator(ProcessControl):
                 "placement is decided for all models at once",
                 cure="Pass device_placement to Accelerator(...).",
             )
-        return self._preparer.model(model, training=not evaluation_mode)
+        prepared = self._preparer.model(model, training=not evaluation_mode)
+        self._loop.find_loose()
+        return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer whose model is prepared already, or will be. State follows its parameters' device."""
-        return self._preparer.optimizer(optimizer)
+        prepared = self._preparer.optimizer(optimizer)
+        self._loop.find_loose()
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepare a scheduler after its optimizer."""

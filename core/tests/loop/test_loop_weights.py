@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.loop.loss import count_items, is_mean_of_labels, sums_over_batch
+from drivetrain.loop.loss import count_items, is_mean_of_labels, rows_of_terms, sums_over_batch
 from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("window_jobs", Path(__file__).with_name("window_jobs.py"))
@@ -206,6 +206,8 @@ def test_means_over_labels_are_told_from_means_over_samples():
     assert is_mean_of_labels(F.cross_entropy(logits.transpose(1, 2), labels), 4)
     assert not is_mean_of_labels(F.cross_entropy(logits[:, 0], labels[:, 0]), 4)
     assert not is_mean_of_labels(F.mse_loss(logits, torch.zeros_like(logits)), 4)
+    weight = torch.ones(logits.shape[-1])
+    assert is_mean_of_labels(F.cross_entropy(logits[:, 0], labels[:, 0], weight=weight), 4)
 
 
 def test_a_mean_over_labels_is_said_once(caplog):
@@ -277,6 +279,9 @@ _each = lambda z: F.cross_entropy(z, _labels, reduction="none")  # noqa: E731
         lambda z: sum(_each(z)),
         lambda z: sum(_each(z)[i] for i in range(ROWS)),
         lambda z: torch.stack([F.mse_loss(z[i], _goals[i]) for i in range(ROWS)]).sum(),
+        lambda z: torch.cat([F.mse_loss(z[i], _goals[i])[None] for i in range(ROWS)]).sum(),
+        lambda z: torch.stack([each * one for each, one in zip(_each(z), _advantage, strict=True)]).sum(),
+        lambda z: torch.cat([each[None] / one for each, one in zip(_each(z), _advantage + 2, strict=True)]).sum() / 2,
     ],
 )
 def test_a_sum_over_the_batch_is_found(loss):
@@ -313,6 +318,7 @@ def test_a_sum_over_the_batch_is_found(loss):
         lambda z: sum(F.cross_entropy(z[i : i + 1], _labels[i : i + 1]) for i in range(ROWS)) / ROWS,
         lambda z: torch.stack([F.cross_entropy(z, _labels) for _ in range(ROWS)]).sum(),
         lambda z: torch.cat([F.cross_entropy(z, _labels)[None] for _ in range(ROWS)]).sum(),
+        lambda z: torch.stack([each * one for each, one in zip(_each(z), _advantage.softmax(0), strict=True)]).sum(),
         lambda z: (z - _goals).pow(2).sum(1).mean(),
         lambda z: F.cross_entropy(z, _labels) + 1e-2 * sum(each.pow(2).sum() for each in _layer.parameters()),
         lambda z: F.cross_entropy(z, _labels) + _layer.weight[:ROWS].abs().sum(),
@@ -324,6 +330,10 @@ def test_a_sum_over_the_batch_is_found(loss):
         lambda z: z[:, :ROWS].median(0).values.sum(),
         lambda z: z[:, :ROWS].prod(0).sum(),
         lambda z: z[:, :ROWS].quantile(0.5, 0).sum(),
+        lambda z: z[:, :ROWS].nanquantile(0.5, 0).sum(),
+        lambda z: z[:, :ROWS].nanmedian(0).values.sum(),
+        lambda z: z[:, :ROWS].mode(0).values.sum(),
+        lambda z: z[:, :ROWS].sort(dim=0, stable=True).values[: ROWS // 2].sum(0).pow(2).sum(),
         lambda z: torch.var_mean(z[:, :ROWS], 0)[0].sum(),
         lambda z: z[:, :ROWS].cumsum(0)[-1].sum(),
         lambda z: (z[:, :ROWS].T @ _goals[:, 0]).pow(2).sum(),
@@ -370,6 +380,26 @@ def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, fact
         else:
             assert "the loss is a sum over this rank's 4 rows, and losses are averaged over 3 ranks" in said
             assert "multiply the loss by accelerator.num_processes" in said
+
+
+def test_a_loss_function_that_returns_means_first_and_sums_later_is_looked_at_again():
+    for said in spawn(jobs.sum_after_means, 3, True):
+        assert "the loss is a sum over this rank's 4 rows" in said
+
+
+def test_rows_of_terms():
+    kept = torch.randn(8, 6)
+    (batch,) = rows_of_terms(F.cross_entropy(_layer(torch.randn(ROWS, 6)), _labels))
+    assert ROWS in batch.first
+    assert 8 not in batch.first
+    assert batch.computes
+    one, other = rows_of_terms(F.cross_entropy(_layer(torch.randn(ROWS, 6)), _labels) + _layer(kept).pow(2).mean())
+    assert (ROWS in one.first, 8 in one.first) == (True, False)
+    assert (ROWS in other.first, 8 in other.first) == (False, True)
+    penalties = rows_of_terms(sum(each.pow(2).sum() for each in _layer.parameters()))
+    assert not any(each.computes for each in penalties)
+    (loop,) = rows_of_terms(sum(F.mse_loss(_layer(row), torch.zeros(7)) for row in kept))
+    assert 8 in loop.first
 
 
 def test_each_kind_of_loss_is_looked_at():

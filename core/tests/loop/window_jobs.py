@@ -240,13 +240,14 @@ def summed(factor: bool, by_function: bool) -> Any:
         accelerator.end_training()
 
 
-def sum_after_means() -> str:
-    """A second loss of the same model, which is a sum."""
+def sum_after_means(same: bool = False) -> str:
+    """A second loss of the same model, which is a sum; ``same``: of the same loss function."""
     accelerator = Accelerator()
     model, loader = accelerator.prepare(make_model(), DataLoader(dataset(24), batch_size=4))
     try:
         for number, (x, y) in enumerate(loader):
-            accelerator.backward(F.cross_entropy(model(x), y) if number == 0 else model(x).pow(2).sum())
+            summed = F.cross_entropy(model(x), y, reduction="sum") if same else model(x).pow(2).sum()
+            accelerator.backward(F.cross_entropy(model(x), y) if number == 0 else summed)
         return "nothing"
     except UsageError as error:
         return str(error)

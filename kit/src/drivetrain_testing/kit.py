@@ -54,6 +54,7 @@ FAMILIES = (
     "windows",
     "uneven",
     "clipping",
+    "loose",
     "precision",
     "scheduling",
     "data",

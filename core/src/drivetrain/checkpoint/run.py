@@ -211,9 +211,11 @@ class RunCheckpoints:
         return _taken_out(models, kept)
 
     def _state(self) -> TrainingState:
-        objects = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
+        objects: dict[str, Any] = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
         objects |= {f"loader.{index}": each for index, each in enumerate(self._loaders)}
         objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}
+        if self._trainer.loose.parameters:
+            objects["loose_parameters"] = self._trainer.loose
         return TrainingState(
             trainables=[*(model.trainable for model in self._trainer.models), *self.averages],
             averages=len(self.averages),

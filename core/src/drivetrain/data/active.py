@@ -59,6 +59,7 @@ class LoopState(NamedTuple):
         unknown: why :attr:`is_last` cannot be known; empty otherwise.
         conflict: why one loss of this batch has no weight; empty otherwise.
         beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
+        shares: what the batches of the loaders of one loop hold, where :attr:`conflict` is set.
     """
 
     batch: int = 0
@@ -67,6 +68,7 @@ class LoopState(NamedTuple):
     unknown: str = ""
     conflict: str = ""
     beyond: Rows | None = None
+    shares: tuple[Rows, ...] = ()
 
 
 _OUTSIDE = LoopState()
@@ -153,11 +155,12 @@ class ActiveLoaders:
         else:
             moved = [each for each in self._together if each in self._passes] or self._passes[-1:]
         rows, conflict = _rows_of(moved)
+        shares = tuple(each.rows for each in moved if each.rows is not None) if conflict else ()
         first = moved[0]
         if len(moved) == 1:
             return LoopState(first.serial, first.is_last, rows, beyond=first.beyond)
         is_last, unknown = _ends(moved)
-        return LoopState(moved[-1].serial, is_last, rows, unknown, conflict, first.beyond)
+        return LoopState(moved[-1].serial, is_last, rows, unknown, conflict, first.beyond, shares)
 
 
 _loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
-from drivetrain.loop.loss import count_items, is_mean_of_labels, leaves, sums_over_batch
+from drivetrain.loop.loose import LooseParameters
+from drivetrain.loop.loss import count_items, is_mean_of_labels, leaves, rows_of_terms, sums_over_batch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -83,6 +84,8 @@ class Window:
         """Of a mean loss of the current micro-batch on this rank."""
         self.conflict = ""
         """Why a mean loss of the current micro-batch has no weight."""
+        self.shares: tuple[Rows, ...] = ()
+        """Of the loaders of this loop, where :attr:`conflict` is set."""
         self._share = 1.0
         """The current global batch in units of the window's first one."""
         self._covered = 0.0
@@ -129,7 +132,7 @@ class Window:
         if self.closing:
             self.reset()
             self.length = length
-        batch, is_last_batch, rows, unknown, self.conflict, beyond = loop
+        batch, is_last_batch, rows, unknown, self.conflict, beyond, self.shares = loop
         if batch != self._batch:
             self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
         self._steps_in_batch += 1
@@ -173,8 +176,13 @@ class Window:
     def weigh_alone(self, loop: LoopState) -> None:
         """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
         rows = self.rows = loop.rows
-        self.conflict = loop.conflict
+        self.conflict, self.shares = loop.conflict, loop.shares
         self.weight = 1.0 if rows is None or rows.even else rows.weight(self.dp_rank)
+
+    @property
+    def share_of_batch(self) -> float:
+        """The current global batch in units of the window's first one; 1 outside of ``accumulate``."""
+        return self._share if self.open else 1.0
 
     @property
     def guesses(self) -> bool:
@@ -208,7 +216,12 @@ class Window:
         return 1.0 / denominator
 
     def scale(
-        self, items: Items | None, total: Callable[[Items], Tensor], *, closes: bool = False
+        self,
+        items: Items | None,
+        total: Callable[[Items], Tensor],
+        *,
+        closes: bool = False,
+        weight: float | None = None,
     ) -> float | Tensor:
         """The ``scale`` by which a loss is multiplied.
 
@@ -217,12 +230,13 @@ class Window:
             total: sum of ``items`` over the data-parallel ranks (collective); called once, in a run's first window, and
                 where a window's first backward closes it.
             closes: this backward reduces gradients.
+            weight: of this loss, where it is over other rows than those of the batch.
 
         Raises:
             UsageError: one window mixes losses with and without ``num_items``, or a mean loss has no weight.
         """
         if items is None:
-            if self.conflict:
+            if self.conflict and weight is None:
                 raise UsageError(
                     f"{self.conflict}, so that no weight makes one loss of them the loss of one big batch",
                     cure="Give the DataLoaders drop_last=True, or pass a sum with num_items to backward().",
@@ -232,12 +246,12 @@ class Window:
                 self.denominator = float(self.dp_size * self.length)
             elif self._normalised_by != "samples":
                 self._refuse_mixture("samples")
-            return self.weight / self.denominator
+            return (self.weight if weight is None else weight) / self.denominator
         if self._normalised_by not in ("", "num_items"):
             self._refuse_mixture("num_items")
         self._normalised_by = "num_items"
         # Without a weight this rank holds a repeated sample, to take part in the step.
-        counts = 1.0 if self.weight else 0.0
+        counts = 1.0 if (self.weight if weight is None else weight) else 0.0
         items = items if counts else items * 0
         self._exact = closes and self.items is None
         if self._exact:
@@ -340,13 +354,17 @@ class TrainingLoop:
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self._looked_at: set[int] = set()
         """Models whose loss was looked at for being a mean over labels."""
-        self._judged: set[tuple[int, type, type | None, int]] = set()
+        self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
-        self.loose: dict[int, ReferenceType[Tensor]] = {}
-        """Tensors that losses trained and that were of no prepared model then, by identity."""
+        self.loose = LooseParameters(backend)
+        """What prepared optimizers step and no prepared model holds."""
+        self.optimizers: list[PreparedOptimizer] = []
+        """In the order of ``prepare``."""
+        self.unprepared: dict[int, ReferenceType[Tensor]] = {}
+        """Tensors that losses trained and that were of no prepared model and no prepared optimizer, by identity."""
         self._holds_none: dict[int, tuple[int, int]] = {}
         """Optimizers that hold none of them, by identity, with the numbers of those and of its parameters then."""
-        self._searched: set[type] = set()
+        self._searched: set[tuple[type, ...]] = set()
         self._num_backwards = 0
         self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
         self._linear_hooks: set[int] = set()
@@ -356,7 +374,7 @@ class TrainingLoop:
         """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
         self.set_steps(steps)
         self._last_norm: Tensor | None = None
-        self._warned_length = False
+        self._warned_length = self._warned_inputs = False
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
@@ -392,6 +410,7 @@ class TrainingLoop:
         for window in self._windows.values():
             window.closing = True
         self.manual.reset()
+        self.loose.drop_gradients()
         for model in self.models:
             for optimizer in model.trainable.optimizers:
                 model.trainable.zero_grad(optimizer)
@@ -413,6 +432,7 @@ class TrainingLoop:
     ) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.models:
+            self._refuse_alone()
             log_call("backward")
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
@@ -445,7 +465,11 @@ class TrainingLoop:
         window.backwards += 1
         window.backwards_here += 1
         try:
-            primary.trainable.backward(loss, scale)
+            if self.loose.parameters:
+                with self.loose.backward(loss, scale):
+                    primary.trainable.backward(loss, scale)
+            else:
+                primary.trainable.backward(loss, scale)
         except RuntimeError as error:
             note_likely_cause(error)
             raise
@@ -455,9 +479,21 @@ class TrainingLoop:
         for model in self.models:
             model.active = False
 
+    def _refuse_alone(self) -> None:
+        """Refuse a backward where several processes train and no model was prepared."""
+        if self._dp_size > 1:
+            raise UsageError(
+                f"backward() was called before accelerator.prepare(model), so that each of {self._dp_size} processes "
+                "would train alone",
+                cure="Prepare the model with its optimizer: model, optimizer = accelerator.prepare(model, optimizer). "
+                "Where each process trains a model of its own, call loss.backward().",
+            )
+
     def _correct(self, models: Sequence[PreparedModel]) -> None:
         """Correct the gradients of these models after a closing backward. As :meth:`Window.correction`."""
         factor = self.window.correction(self._total)
+        if self.loose.parameters:
+            self.loose.reduce(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
             self._refuse_hooks(models)
             for model in models:
@@ -488,9 +524,12 @@ class TrainingLoop:
         """
         if self._finds_loose and not (model.held or model.steps_alone):
             number = self._num_backwards = self._num_backwards + 1
+            node = loss.grad_fn
+            kind = type(node), *(type(each) for each, _ in (() if node is None else node.next_functions))
             # The first loss of each kind is looked at, then ever fewer.
-            if type(loss.grad_fn) not in self._searched or not number & (number - 1):
-                self._find_loose(loss)
+            if kind not in self._searched or not number & (number - 1):
+                self._searched.add(kind)
+                self._find_unprepared(loss)
         window = self.window
         if denominator is not None:
             if items is not None:
@@ -499,48 +538,129 @@ class TrainingLoop:
                     cure="Pass num_items, which are summed over the ranks, or the denominator where it is known.",
                 )
             return window.scale_given(denominator)
-        if items is None and window.rows is not None:
-            self.refuse_sum(loss, window.rows, model, window.weight)
+        weight = None
+        rows = window.rows
+        if self._dp_size > 1 and (window.conflict or (rows is not None and not rows.even)):
+            weight = self._weight_of(loss, closes=closes, by_items=items is not None or self.count_items)
+        if items is None and rows is not None:
+            self.refuse_sum(loss, rows, model, window.weight)
         if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
             items = self._items_of(loss)
-            scale = window.scale(items, self._total, closes=closes) * items
+            scale = window.scale(items, self._total, closes=closes, weight=weight) * items
         else:
-            scale = window.scale(items, self._total, closes=closes)
+            scale = window.scale(items, self._total, closes=closes, weight=weight)
         if model.index not in self._looked_at:
             self._look_at(loss, model, window.rows, by_items=items is not None)
         return scale
 
-    def _find_loose(self, loss: Tensor) -> None:
-        """Remember the tensors that a loss trains and that are of no prepared model, whose gradients nothing reduces.
+    def _weight_of(self, loss: Tensor, *, closes: bool, by_items: bool) -> float | None:
+        """The weight of a loss where batches are distributed unevenly, in a unit of the batch; ``None``: the window's.
+
+        Which batch a loss is over is read from its graph, and agreed upon: ranks hold different numbers of rows of such
+        a batch, so that a tensor of another batch cannot have as many rows as this one on every rank. A loss over rows
+        of no batch weighs the same on every rank. Collective over the data-parallel ranks.
 
         Raises:
-            UsageError: the prepared models have nothing to train, so that the loss trains nothing else.
+            UsageError: one loss joins means over batches of several weights, or nothing tells which batch it is over.
         """
-        self._searched.add(type(loss.grad_fn))
+        window = self.window
+        shares = window.shares if window.conflict else () if window.rows is None else (window.rows,)
+        # Ranks may make different numbers of backwards in no_sync; what an engine defers has no graph yet.
+        if not (closes or window.open) or self.backend.capabilities.pipelined or loss.grad_fn is None:
+            return None
+        if (window.conflict and window.open and window.length > 1) or not shares:
+            return None
+        if any(not share.counted or share.missing for share in shares):
+            return None
+        terms = rows_of_terms(loss)[:_TERMS]
+        said = torch.ones(_TERMS, len(shares) * _VIEWS + 1)
+        for number, term in enumerate(terms):
+            numbers = [share.loaded[self._dp_rank] * times for share in shares for times in range(1, _VIEWS + 1)]
+            said[number] = torch.tensor([*(each in term.first for each in numbers), not term.computes])
+        agreed = self.backend.reduce(said.to(self.backend.topology.device), "min").tolist()
+        found: set[Rows | None] = set()
+        unclear = False
+        for *matches, is_penalty in agreed[: len(terms)]:
+            over = {share for number, share in enumerate(shares) if any(matches[number * _VIEWS :][:_VIEWS])}
+            # Where all ranks hold one row, some of them a repeated one, a few rows of another batch look like views.
+            unclear |= len(shares) == 1 and shares[0].padded and bool(over) and not matches[0]
+            # Of equal parts the mean of the means is the mean of all, as of rows of no batch.
+            kinds = {None if share.even else share for share in over} or {None}
+            # A penalty on weights is right with each.
+            if over or not is_penalty:
+                found |= kinds
+        if unclear or len({None if one is None else one.real for one in found}) > 1:
+            if window.conflict or by_items:
+                return None
+            why = "it may be over views of them or others" if unclear else "it joins means over them and others"
+            cure = "Give the DataLoader drop_last=True."
+            if not unclear:
+                cure = f"Call backward once for the loss of the batch and once for that of others. Or: {cure}"
+            raise UsageError(
+                f"no weight makes this loss that of one process: the ranks hold {_list(shares[0].real)} samples of "
+                f"this batch, and {why}",
+                cure=cure,
+            )
+        share = next(iter(found), None)
+        return (1.0 if share is None else share.weight(self._dp_rank)) * window.share_of_batch
+
+    def find_loose(self) -> None:
+        """Find what prepared optimizers step and no prepared model holds. Collective over all ranks."""
+        self.loose.update(self.optimizers, self.models)
+
+    def _find_unprepared(self, loss: Tensor) -> None:
+        """Remember the tensors that a loss trains and nothing prepared holds, whose gradients nothing reduces.
+
+        Raises:
+            UsageError: neither the prepared models nor the prepared optimizers have anything to train, so that the loss
+                trains nothing else.
+        """
         parameters = [one for model in self.models for one in model.trainable.module.parameters()]
-        if not any(one.requires_grad for one in parameters):
+        if not any(one.requires_grad for one in (*parameters, *self.loose.parameters)):
             raise UsageError(
                 "no parameter of a prepared model requires a gradient, so that this loss trains other tensors, whose "
                 "gradients would be those of this rank's samples alone",
                 cure=_LOOSE,
             )
         known = set(map(id, parameters))
-        self.loose |= {id(leaf): ref(leaf) for leaf in leaves(loss) if id(leaf) not in known}
+        found = {id(leaf): leaf for leaf in leaves(loss) if id(leaf) not in known and leaf not in self.loose}
+        self.unprepared |= {number: ref(leaf) for number, leaf in found.items()}
+        inputs = [tuple(leaf.shape) for leaf in found.values() if not isinstance(leaf, nn.Parameter)]
+        if inputs and not self._warned_inputs and not self.backend.topology.rank:
+            self._warned_inputs = True
+            logger.warning(
+                "backward() was given a loss that reaches a leaf of shape %s, such as an input, that nothing prepared "
+                "holds. If its .grad is read: it is that of this rank's loss times %d, the number of data-parallel "
+                "ranks. torch.autograd.grad(loss, leaf), called before backward(), gives it without that factor.",
+                inputs[0],
+                self._dp_size,
+            )
 
-    def refuse_loose(self, optimizer: Optimizer) -> None:
-        """Raise where an optimizer is about to step a tensor of no prepared model that a loss of this loop trained."""
-        looked_at = len(self.loose), sum([len(group["params"]) for group in optimizer.param_groups])
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether :meth:`refuse_unprepared` has looked at an optimizer that was not prepared."""
+        return not self._finds_loose or id(optimizer) in self._holds_none
+
+    def refuse_unprepared(self, optimizer: Optimizer) -> None:
+        """Raise where an optimizer is about to step a tensor of nothing prepared that a loss of this loop trained."""
+        if id(optimizer) not in self._holds_none:
+            # It may step what losses of a known kind reach since a while.
+            self._searched.clear()
+        looked_at = len(self.unprepared), sum([len(group["params"]) for group in optimizer.param_groups])
         if self._holds_none.get(id(optimizer)) == looked_at:
             return
         parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
-        loose = [each for each in parameters if id(each) in self.loose and self.loose[id(each)]() is not None]
-        if not loose:
+        own = [
+            each
+            for each in parameters
+            if id(each) in self.unprepared and self.unprepared[id(each)]() is not None and each not in self.loose
+        ]
+        if not own:
             self._holds_none[id(optimizer)] = looked_at
-        for each in loose:
+        for each in own:
             if each.grad is not None and not any(model.trainable.shares([each]) for model in self.models):
                 raise UsageError(
-                    f"{type(optimizer).__name__} steps a tensor of shape {tuple(each.shape)} that is of no prepared "
-                    "model, and its gradient is that of this rank's samples alone",
+                    f"{type(optimizer).__name__} was not prepared and steps a tensor of shape {tuple(each.shape)} "
+                    "that is of no prepared model: its gradient is that of this rank's samples alone",
                     cure=_LOOSE,
                 )
 
@@ -554,6 +674,7 @@ class TrainingLoop:
     @contextmanager
     def uneven(self) -> Iterator[None]:
         """Context in which ranks may run out of batches at different times. Collective over all ranks at the end."""
+        self.loose.refuse_in("join_uneven_inputs")
         with ExitStack() as stack:
             for model in self.models:
                 if model.buffers is not None:
@@ -576,11 +697,12 @@ class TrainingLoop:
             return
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
             logger.warning(
-                "backward() was given a mean over labels (as a model called with `labels` returns it). Over %d "
-                "data-parallel rank(s) and windows of %d micro-batch(es), each batch's mean weighs by its samples, so "
-                "that a label weighs more in a batch that has fewer of them. Where their numbers differ, count_items: "
-                "true in the configuration, Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the "
-                "gradients of one big batch.",
+                "backward() was given a mean over labels (as a model called with `labels` returns it) or one weighted "
+                "by class (cross_entropy(weight=w)). Over %d data-parallel rank(s) and windows of %d micro-batch(es), "
+                "each batch's mean weighs by its samples, so that a label weighs more in a batch that has fewer of "
+                "them, or lighter ones. Where their numbers differ, count_items: true in the configuration, "
+                "Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the gradients of one big "
+                "batch.",
                 self._dp_size,
                 self.steps,
             )
@@ -607,7 +729,10 @@ class TrainingLoop:
         loss, number = example
         node = loss.grad_fn
         edges = node.next_functions if node is not None else ()
-        kind = model.index, type(node), type(edges[0][0]) if edges else None, 0 if weight == 1.0 else number
+        inner = edges[0][0] if edges else None
+        # A loss function is one kind of node whether it returns a mean or a sum.
+        reductions = getattr(node, "_saved_reduction", 0), getattr(inner, "_saved_reduction", 0)
+        kind = model.index, type(node), type(inner), reductions, 0 if weight == 1.0 else number
         if kind in self._judged:
             return
         self._judged.add(kind)
@@ -658,6 +783,8 @@ class TrainingLoop:
         capabilities = self.backend.capabilities
         (log_call if capabilities.replicated else check_collective)("clip_grad_norm_")
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self.loose.parameters and any(each in self.loose for each in parameters):
+            return self._clip_loose(parameters, max_norm, norm_type)
         owners = self.models if len(self.models) == 1 else self._owners(parameters)
         if len(owners) > 1 and not capabilities.optimizer_spans_models:
             raise UnsupportedError(
@@ -667,11 +794,37 @@ class TrainingLoop:
         self._last_norm = owners[0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
         return self._last_norm
 
+    def _clip_loose(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients of which some are of no prepared model, by one norm of all."""
+        others = [each for each in parameters if each not in self.loose]
+        norm, owners = None, self.models[:1]
+        if others:
+            owners = self._owners(others)
+            if len(owners) > 1:
+                raise UnsupportedError(
+                    "these parameters belong to several models, and some to none",
+                    cure="Call clip_grad_norm_ once for each model, and once for the parameters of none.",
+                )
+            # Nothing is clipped by an infinite norm.
+            norm = owners[0].trainable.clip_grad_norm(others, math.inf, norm_type)
+        self._last_norm = total = self.loose.clipped(parameters, norm, max_norm, norm_type)
+        if norm is not None and total > max_norm:
+            owners[0].trainable.clip_grad_norm(others, float(norm * max_norm / (total + 1e-6)), norm_type)
+        return total
+
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp gradient elements where a window ends."""
         if not self.window.closing:
             return
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self.loose.parameters:
+            with torch.no_grad():
+                for each in parameters:
+                    if each in self.loose and each.grad is not None:
+                        each.grad.clamp_(-clip_value, clip_value)
+            parameters = [each for each in parameters if each not in self.loose]
+            if not parameters:
+                return
         self._owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
 
     def _owners(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
@@ -693,15 +846,20 @@ class TrainingLoop:
 
     def release(self) -> None:
         """Release the engines; the modules stay usable."""
+        self.loose.release()
         for model in self.models:
             model.trainable.release()
 
 
 _LOOSE = (
-    "Make it a parameter of a prepared model, or put it into an nn.Module whose forward computes with it, and prepare "
-    "that with its optimizer. Where each rank has its own, call loss.backward() instead of "
+    "Prepare the optimizer that steps it, which averages its gradient over the ranks: optimizer = "
+    "accelerator.prepare(optimizer). Where each rank has its own, call loss.backward() instead of "
     "accelerator.backward(loss)."
 )
+
+
+_TERMS, _VIEWS = 16, 4
+"""Kinds of terms of a loss that are looked at; and how often a loss may have each row of a batch, as in views of it."""
 
 
 def _endless(loop: LoopState) -> LoopState:

@@ -33,6 +33,7 @@ class LocalSGD:
 
     Raises:
         UnsupportedError: the backend does not hold all parameters on every rank, or cannot leave gradients unreduced.
+        UnsupportedError: a prepared optimizer holds parameters of no prepared model.
         UsageError: fewer than one step, or a model that was not prepared.
     """
 
@@ -59,6 +60,7 @@ class LocalSGD:
                 f"this {type(model).__name__} was not prepared", cure="Pass what accelerator.prepare(model) returned."
             )
         self._prepared = prepared
+        accelerator._loop.loose.refuse_in("LocalSGD")  # noqa: SLF001
 
     def __enter__(self) -> Self:
         self.num_steps = 0

@@ -24,6 +24,15 @@ _MEAN, _SUM = 1, 2
 """torch's numbers for ``reduction="mean"`` and ``"sum"``."""
 
 
+def _base(name: str) -> str:
+    """A node's name without the number of the overload: ``Sort`` of ``SortBackward1``."""
+    return name.partition("Backward")[0]
+
+
+def _bases(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 def _nodes(names: str) -> frozenset[str]:
     """Names of autograd's nodes: ``AddBackward1`` for ``Add1``, where the number distinguishes overloads."""
     return frozenset(f"{name[:-1]}Backward{name[-1]}" for name in names.split())
@@ -51,13 +60,20 @@ _ELEMENTWISE = _nodes(
     "Pow0 Reciprocal0 Relu0 Sigmoid0 Softmax0 Softplus0 Sqrt0 Tanh0 Xlogy0"
 )
 _OVER_DIMS = _nodes("LinalgVectorNorm0 Logsumexp0 Mean1 Norm1 Sum1")
-_MIXES_ROWS = _nodes(
-    "Amax0 Amin0 Cdist0 Cumprod0 Cumsum0 Dot0 IndexAdd0 IndexReduce0 Kthvalue0 Logcumsumexp0 Max0 Max1 Mean0 Median0 "
-    "Median1 Min0 Min1 Mv0 Norm0 Prod0 Prod1 ScatterAdd0 ScatterReduce0 Sort0 Std0 StdMean0 Sum0 Topk0 Var0 VarMean0"
+_MIXES_ROWS = _nodes("Mean0 Norm0 Sum0")
+_MIXING = _bases(
+    "Amax Amin Aminmax Cdist Cummax Cummin Cumprod Cumsum Dist Dot IndexAdd IndexCopy IndexReduce Kthvalue "
+    "Logcumsumexp Max Median Min Mode Mv Nanmedian Nanquantile Nansum Pdist Prod Quantile ScatterAdd "
+    "ScatterReduce Sort Std StdMean Topk Trace Var VarMean"
 )
-"""Of all rows, or along a dimension that may be theirs."""
+"""Of all rows, or along a dimension that may be theirs; without the numbers, which a release of torch may change."""
 _SELECTS = _nodes("Index0 MaskedFill0 MaskedSelect0 Where0")
 _PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
+_LAYERS = _bases(
+    "Addmm Addmv Baddbmm Bmm Embedding EmbeddingBag Gru Lstm Mm Mv ScaledDotProductEfficientAttention "
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu"
+)
+"""Nodes that compute with data; convolutions, recurrent and normalising layers are known by parts of their names."""
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
 _CURE = (
@@ -73,6 +89,7 @@ class _Term(NamedTuple):
         node: a loss function, a mean or sum over several elements, or anything that is not linear in one operand.
         factors: what it is multiplied by on its way to the loss; ``None`` for a tensor.
         divisors: whole numbers that it is divided by, which may be counts.
+        tensors: the products with a tensor among the factors.
         functions: autograd functions of Python lie between, and may compute anything.
         exact: only these and views lie between, so that the loss has the value of this node.
     """
@@ -80,6 +97,7 @@ class _Term(NamedTuple):
     node: Any
     factors: tuple[float | None, ...] = ()
     divisors: tuple[int, ...] = ()
+    tensors: tuple[Any, ...] = ()
     functions: bool = False
     exact: bool = True
 
@@ -96,12 +114,14 @@ def _terms(start: Any) -> Iterator[_Term]:
             or (name in _MEANS and math.prod(node._saved_self_sym_sizes) == 1)  # noqa: SLF001 (torch documents them)
             or name in _VIEWS
         )
-        if name in _ADDS or name in ("NegBackward0", "StackBackward0"):
+        if name in _ADDS or name in ("CatBackward0", "NegBackward0", "StackBackward0"):
             passes, term = True, term._replace(exact=False)
         elif name in _PRODUCTS and len(inner) == 1 and not (name.startswith("Div") and _divides_by(node)):
             factor, divisor = _factor(node)
             divisors = term.divisors if divisor is None else (*term.divisors, divisor)
             passes, term = True, term._replace(exact=False, factors=(*term.factors, factor), divisors=divisors)
+            if factor is None:
+                term = term._replace(tensors=(*term.tensors, node))
         elif isinstance(node, torch.autograd.function.BackwardCFunction) and len(inner) == 1:
             # An engine's function that passes the value on, which is verified by comparing values.
             passes, term = True, term._replace(functions=True)
@@ -147,11 +167,17 @@ def count_items(loss: Tensor) -> Tensor | int:
 
 
 def is_mean_of_labels(loss: Any, samples: int | None) -> bool:
-    """Whether a loss is a mean over more labels than its batch has samples, such as tokens. Does not raise. Local."""
+    """Whether a loss is a mean over labels that do not weigh as its batch's samples do: tokens, or weighted by class.
+
+    Does not raise. Local.
+    """
     for term in _means(loss):
         name = term.node.name()
         if name not in _NLL:
             continue
+        # Weighted by class it is divided by the weights of the labels that are here.
+        if term.node._saved_weight is not None:  # noqa: SLF001
+            return True
         if name == "NllLoss2DBackward0" or (samples and term.node._saved_target.numel() > samples):  # noqa: SLF001
             return True
         before = _next(_next(term.node))
@@ -222,6 +248,50 @@ def _next(node: Any) -> Any:
     return node.next_functions[0][0] if node is not None and node.next_functions else None
 
 
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+class RowsOfTerm(NamedTuple):
+    """What the graph of one term of a loss says about the rows that it is over.
+
+    Args:
+        first: sizes of dimensions in which its tensors may have their rows; parameters are left out.
+        computes: some layer computes with data; else it is a term of parameters alone, as a penalty on weights is.
+    """
+
+    first: frozenset[int]
+    computes: bool
+
+
+def rows_of_terms(loss: Tensor) -> list[RowsOfTerm]:
+    """What the graph of a loss says about the rows that each of its terms is over; terms of one kind once. Local."""
+    alike: dict[tuple[str, RowsOfTerm], int] = {}
+    for term in _terms(loss.grad_fn):
+        one = term.node.name(), _rows_below(term.node)
+        alike[one] = alike.get(one, 0) + 1
+    # A loop that adds a loss for each row has as many terms as there are rows.
+    return [
+        found._replace(first=found.first | {number}) if number > 1 else found for (_, found), number in alike.items()
+    ]
+
+
+def _rows_below(start: Any) -> RowsOfTerm:
+    pending, seen = [start], set[Any]()
+    first, computes = set[int](), start.name() in _LOSSES
+    while pending and len(seen) < 16 * _MANY:
+        node = pending.pop()
+        if node in seen or _is_parameter(node):
+            continue
+        seen.add(node)
+        base = _base(node.name())
+        computes = computes or base in _LAYERS or "Convolution" in base or "Rnn" in base or "Norm" in base[1:]
+        for output in getattr(node, "_input_metadata", ()):  # of the gradients that it takes
+            shape = tuple(output.shape)
+            first.update(shape[: 2 if len(shape) > 2 else 1])
+        pending.extend(_inner(node))
+    return RowsOfTerm(frozenset(first), computes)
+
+
 # ---- leaves ---------------------------------------------------------------------------------------------------------
 
 
@@ -275,14 +345,29 @@ def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int) -> bool:
     alike: dict[Any, list[_Term]] = {}
     for term in terms:
         sizes = _sizes_of_row(term.node, rows)
-        if sizes is not None and not term.functions and None not in term.factors:
+        if sizes is not None and not term.functions:
             alike.setdefault((term.node.name(), sizes, term.factors, term.divisors), []).append(term)
     return any(
         len(several) % rows == 0
         and not _is_scaled(several[0], rows, ranks)
+        and not (None in several[0].factors and _normalised(several))
         and all(_comes_from_batch(term.node, rows) for term in several[:rows])
         for several in alike.values()
     )
+
+
+def _normalised(terms: Sequence[_Term]) -> bool:
+    """Whether the tensors that terms are multiplied by add up to 1, so that they are the weights of a mean."""
+    total = 0.0
+    for term in terms:
+        weight = 1.0
+        for node in term.tensors:
+            constant = _constant(node)
+            if not isinstance(constant, Tensor) or constant.numel() != 1:
+                return True
+            weight *= 1.0 / float(constant) if node.name().startswith("Div") and float(constant) else float(constant)
+        total += weight
+    return math.isclose(total, 1.0, rel_tol=1e-3) or total == 0
 
 
 def _sizes_of_row(node: Any, rows: int) -> tuple[int, ...] | None:
@@ -310,7 +395,10 @@ def _sizes(node: Any) -> tuple[int, ...]:
 def _adds_scalars(node: Any) -> bool:
     """Whether its operand is one number, or several that were stacked, as those of several heads."""
     sizes, inner = node._saved_self_sym_sizes, _inner(node)  # noqa: SLF001
-    return math.prod(sizes) == 1 or (len(sizes) == 1 and bool(inner) and inner[0].name() == "StackBackward0")
+    if math.prod(sizes) == 1 or len(sizes) != 1 or not inner:
+        return bool(math.prod(sizes) == 1)
+    joins = inner[0].name()
+    return bool(joins == "StackBackward0" or (joins == "CatBackward0" and len(inner[0].next_functions) == sizes[0]))
 
 
 def _has_rows(node: Any, rows: int) -> bool:
@@ -381,7 +469,7 @@ def _comes_from_batch(start: Any, rows: int, divisors: Sequence[int] = ()) -> bo
         if node in seen or name.endswith("AccumulateGrad"):
             continue
         seen.add(node)
-        if name in _MIXES_ROWS or (name in _OVER_DIMS and not _keeps_rows(node, linear=linear)):
+        if _mixes_rows(node, linear=linear):
             return False
         if name in _PRODUCTS:
             inner = _inner(node)
@@ -406,6 +494,16 @@ def _comes_from_batch(start: Any, rows: int, divisors: Sequence[int] = ()) -> bo
             continue
         pending.extend((each, linear) for each in _inner(node))
     return found
+
+
+def _mixes_rows(node: Any, *, linear: bool) -> bool:
+    """Whether an operation may put several rows of the batch into one number."""
+    name = node.name()
+    return (
+        name in _MIXES_ROWS
+        or _base(name) in _MIXING
+        or (name in _OVER_DIMS and not _keeps_rows(node, linear=linear))
+    )
 
 
 def _keeps_rows(node: Any, *, linear: bool) -> bool:

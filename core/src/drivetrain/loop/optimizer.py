@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from drivetrain.distributed.watchdog import log_call, note_likely_cause
+from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from drivetrain.backend import Backend
     from drivetrain.loop.accumulation import TrainingLoop
     from drivetrain.loop.model import PreparedModel
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -60,6 +67,8 @@ class PreparedOptimizer(Optimizer):
         self.pending: PendingStep | None = None
         """The last step while it is not known whether it was applied."""
         self._loop = loop
+        # Weakly: an engine that shards a model puts other parameters in place of these, and frees them.
+        self._given = [ref(each) for group in source.param_groups for each in group["params"]]
         self.skipped = False
         """The last step left the parameters untouched, as far as it is known."""
         self.num_applied = 0
@@ -69,6 +78,10 @@ class PreparedOptimizer(Optimizer):
         """Bind it to the models whose parameters it holds, and to the engine's optimizer."""
         self.optimizer = optimizer
         self.models.append(model)
+
+    def given(self) -> list[Tensor]:
+        """The parameters that it was made of, before an engine replaced any, as far as they are alive."""
+        return [each for one in self._given if (each := one()) is not None]
 
     def settle(self) -> None:
         """Determine whether the last step was applied, and run what depends on it. Waits for a lazy device."""
@@ -119,7 +132,12 @@ class PreparedOptimizer(Optimizer):
     @property
     def is_ready(self) -> bool:
         """Whether a :meth:`step` now ends a window."""
-        return all(model.window.closing for model in self.models)
+        return all(model.window.closing for model in self.models) if self.models else self._loop.window.closing
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the script is inside ``with accelerator.accumulate(model)``."""
+        return any(model.window.open for model in self.models)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -133,10 +151,7 @@ class PreparedOptimizer(Optimizer):
         Collective where the engine's step is.
         """
         if not self.models:
-            raise UsageError(
-                "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
-                cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
-            )
+            return self._step_alone(closure)
         for model in self.models:  # `is_ready`, inlined since it runs at each step
             if not model.window.closing:
                 return None
@@ -145,8 +160,12 @@ class PreparedOptimizer(Optimizer):
             self.settle()
         for model in self.models:
             model.check_reduced()
-        if self._loop.loose:
-            self._loop.refuse_loose(self.optimizer)
+        loop = self._loop
+        if loop.loose.parameters:
+            loop.loose.refuse_pipelined(self)
+            loop.loose.check_reduced(self, loop.models)
+        if loop.unprepared:
+            loop.refuse_unprepared(self.optimizer)
         losses: list[Any] = []
 
         def kept() -> Any:
@@ -170,6 +189,31 @@ class PreparedOptimizer(Optimizer):
         self._loop.stepped(self)
         return losses[0] if losses else None
 
+    def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
+        """Step an optimizer that holds loose parameters and no others, which no engine has to do with."""
+        loose = self._loop.loose
+        if not loose.steps_alone(self):
+            raise UsageError(
+                "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
+                cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
+            )
+        if not self._loop.window.closing:
+            return None
+        log_call("step")
+        loose.refuse_pipelined(self)
+        loose.check_reduced(self, self._loop.models)
+        self.skipped = loose.not_finite(self)
+        result = None
+        if not self.skipped:
+            _STEPPING.append(self)
+            try:
+                result = self.optimizer.step(closure)
+            finally:
+                _STEPPING.pop()
+            self.num_applied += 1
+        self._loop.stepped(self)
+        return result
+
     def unscale(self) -> None:
         """Take the loss scale out of the gradients now, where a window ends."""
         if self.models and self.is_ready:
@@ -178,13 +222,17 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, unless they belong to a window that is still open."""
         if not self.models:
-            self.optimizer.zero_grad(set_to_none)
+            if not self._loop.loose.steps_alone(self) or self._loop.window.may_drop_gradients:
+                self.optimizer.zero_grad(set_to_none)
         elif self.models[0].window.may_drop_gradients:
             self.models[0].trainable.zero_grad(self.optimizer, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Passed on."""
+        """Passed on. Collective over all ranks where it holds parameters of no prepared model."""
         self.optimizer.add_param_group(param_group)
+        given = param_group["params"]
+        self._given += map(ref, [given] if isinstance(given, Tensor) else given)
+        self._loop.find_loose()
 
     def state_dict(self) -> dict[str, Any]:
         """The engine optimizer's own, as this rank holds it."""
@@ -218,13 +266,14 @@ def _nothing() -> None:
 class PreparedScheduler:
     """A prepared learning-rate scheduler.
 
-    :meth:`step` moves it once where an update was applied since it last moved, and where none was due: before the first
-    optimizer step, as schedulers are moved to where a run stopped, or several times after one. It waits inside an
-    accumulation window and over a skipped step, whether it is called every batch or every epoch.
+    :meth:`step` moves it at each call, as torch does, with two exceptions: a call inside an open accumulation window,
+    and calls that follow a skipped step, do nothing. Calls before training, before the optimizer's step, or several
+    times after one all move it.
 
     Args:
         scheduler: the user's.
         optimizers: the prepared optimizers whose learning rate it sets; empty when none of them was prepared.
+        backend: over whose data-parallel ranks a metric is averaged.
         step_with_optimizer: ``False`` moves it at every call.
         moves_per_step: 1; the number of data-parallel processes to repeat Accelerate's way.
     """
@@ -233,14 +282,22 @@ class PreparedScheduler:
         self,
         scheduler: Any,
         optimizers: Sequence[PreparedOptimizer],
+        backend: Backend,
         *,
         step_with_optimizer: bool = True,
         moves_per_step: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
-        self._follow = step_with_optimizer and bool(self.optimizers)
+        self._backend = backend
+        self._step_with_optimizer = step_with_optimizer
         self._moves = moves_per_step
+        self._seen = self._applied()
+        self._averaged = False
+
+    def follow(self, optimizer: PreparedOptimizer) -> None:
+        """Follow an optimizer that was prepared after the scheduler."""
+        self.optimizers.append(optimizer)
         self._seen = self._applied()
 
     def _applied(self) -> int:
@@ -250,11 +307,45 @@ class PreparedScheduler:
         return sum(optimizer.num_applied for optimizer in self.optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move, unless an update is due or was skipped. Arguments (a metric, an epoch) are passed on."""
-        if not self._follow:
+        """Move, unless a window is open or the last optimizer step was skipped. Arguments are passed on.
+
+        Collective over the data-parallel ranks where it is given a metric: one that differs between them is averaged.
+        """
+        if args or kwargs:
+            args = tuple([self._same_on_all_ranks(value) for value in args])
+            kwargs = {name: self._same_on_all_ranks(value) for name, value in kwargs.items()}
+        if not (self._step_with_optimizer and self.optimizers):
             self.scheduler.step(*args, **kwargs)
         else:
             self._follow_steps(args, kwargs, is_open=not all(optimizer.is_ready for optimizer in self.optimizers))
+
+    def _same_on_all_ranks(self, value: Any) -> Any:
+        """Average a metric over the data-parallel ranks. Epochs are not metrics, and cost no communication."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            is_metric = value is not None
+        else:
+            is_metric = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+        if not is_metric or self._backend.topology.dp_size == 1:
+            return value
+        check_collective("scheduler.step")
+        mine = torch.tensor([float(value)], dtype=torch.float64)
+        # As integers: some accelerators have no float64, and metrics that are equal must stay so to the last bit.
+        bits = mine.view(torch.int64).to(self._backend.topology.device)
+        every = self._backend.gather(bits).cpu()
+        if bool((every == every[0]).all()):
+            return value
+        metrics = every.view(torch.float64)
+        if not self._averaged:
+            self._averaged = True
+            if self._backend.topology.rank == 0:
+                logger.warning(
+                    "%s.step() was given another metric on each rank (%s). It moves by their mean on every rank. Where "
+                    "that is not the metric of all samples, reduce it first, e.g. accelerator.reduce(loss, 'mean') or "
+                    "accelerator.gather_for_metrics(losses).mean().",
+                    type(self.scheduler).__name__,
+                    ", ".join(f"{metric:.6g}" for metric in metrics.tolist()),
+                )
+        return metrics.mean().item()
 
     def _follow_steps(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_open: bool) -> None:
         """Move as :meth:`step` says; ``is_open``: it was called inside a window."""
@@ -270,8 +361,8 @@ class PreparedScheduler:
             self._seen = applied
         elif is_open or skipped:
             return
-        else:
-            # A loop that moves its scheduler first: the update that follows has been counted.
+        elif any(optimizer.in_window for optimizer in self.optimizers):
+            # A loop that moves its scheduler first: the update that ends this window has been counted.
             self._seen = applied + 1
         self.scheduler.step(*args, **kwargs)
         for _ in range(1, self._moves):
@@ -342,8 +433,8 @@ def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for loop in list(_loops):
-        if loop.loose:
-            loop.refuse_loose(optimizer)
+        if loop.unprepared or not loop.knows(optimizer):
+            loop.refuse_unprepared(optimizer)
         for model in loop.models:
             if model.trainable.shares(parameters):
                 model.trainable.before_unprepared_step(optimizer)

@@ -53,7 +53,7 @@ class Preparer:
     ) -> None:
         self._backend, self._loop = backend, loop
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
-        self.optimizers: list[PreparedOptimizer] = []
+        self.optimizers = loop.optimizers
         self.schedulers: list[PreparedScheduler] = []
         watch_unprepared_steps(loop)
 
@@ -70,6 +70,7 @@ class Preparer:
         # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
         results = [self.model(each) if is_model(each) else each for each in results]
+        self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
     def model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
@@ -121,6 +122,9 @@ class Preparer:
             refuse_without_engine(optimizer, type(self._backend).__name__)
         prepared = PreparedOptimizer(optimizer, self._loop)
         self.optimizers.append(prepared)
+        for scheduler in self.schedulers:
+            if attribute(scheduler.scheduler, "optimizer") is optimizer:
+                scheduler.follow(prepared)
         for model in self._loop.models:
             if model.trainable.shares(_held(optimizer)):
                 model.trainable.add_optimizer(optimizer)
@@ -140,7 +144,7 @@ class Preparer:
             theirs = self._backend.file_scheduler(scheduler, [each.optimizer for each in followed])
         scheduler = scheduler_without_engine(scheduler, type(self._backend).__name__) if theirs is None else theirs
         prepared = PreparedScheduler(
-            scheduler, followed, step_with_optimizer=self._follow, moves_per_step=self._moves
+            scheduler, followed, self._backend, step_with_optimizer=self._follow, moves_per_step=self._moves
         )
         self.schedulers.append(prepared)
         return prepared

@@ -86,10 +86,16 @@ def train_step(
     rows = loop.loop_state().rows
     if num_items is None and rows is not None:
         loss_fn = _Judged(loss_fn, lambda loss, batch: loop.refuse_sum(loss, rows, model, weight, num_rows(batch)))
+    loose = loop.loose if loop.loose.parameters else None
+    if loose is not None:
+        loss_fn = _Judged(loss_fn, lambda loss, _batch: loose.before_backward(loss, weight / denominator))
     with model.running():
         local = model.trainable.forward_backward(
             [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
         )
+    if loose is not None:
+        loose.after_backward()
+        loose.reduce()
     loop.gradients_reduced()
     loss = backend.reduce(local * weight, "sum") / denominator
     norm = None

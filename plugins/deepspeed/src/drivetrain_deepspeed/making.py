@@ -226,7 +226,8 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
         raise UnsupportedError(
             f"this {type(optimizer).__name__} holds parameters that are not of {type(module).__name__}, and DeepSpeed "
             "steps one model at a time",
-            cure="Make one optimizer for each model, and loose parameters part of a model.",
+            cure="Make an optimizer for each model, and one for all parameters that are of no model, and prepare them "
+            "all: accelerator.prepare(model, optimizer, other).",
         )
     if optimizer.state and not _is_fresh(optimizer):
         raise UnsupportedError(

@@ -90,6 +90,7 @@ class PipelinedTrainable(Trainable):
             self._divide,
             mesh["tp"].get_group() if mesh["tp"].size() > 1 else None,
             mesh["dp"].get_group() if in_shards else None,
+            mesh["dp"].get_local_rank(),
         )
 
     @passing_over

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.api import UsageError
+from drivetrain_megatron.pipeline.randomness import Draws
 from drivetrain_megatron.pipeline.skeleton import Skeleton, is_absent
 from drivetrain_megatron.pipeline.timeline import Timeline
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
@@ -65,11 +66,13 @@ class Passage:
         crossings: one for each cut, in order.
         stubs: modules that other stages skip, by name.
         output: the model's output, tensors without values.
+        draws: the generators that its forward draws from.
     """
 
     crossings: tuple[Crossing, ...]
     stubs: dict[str, Stub]
     output: Any
+    draws: Draws = field(default_factory=Draws, compare=False)
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -24,6 +24,7 @@ from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.passage import Passage
 from drivetrain_megatron.pipeline.planning import Arguments, Planner
 from drivetrain_megatron.pipeline.programs import Programs
+from drivetrain_megatron.pipeline.randomness import host_digest, own_numbers
 from drivetrain_megatron.pipeline.reductions import Adjusting, Reduction
 from drivetrain_megatron.pipeline.running import StageRun
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, is_absent
@@ -33,8 +34,6 @@ from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
 from drivetrain_megatron.pipeline.work import Work, check
 
 logger = logging.getLogger(__name__)
-
-_MIX = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: seeds of neighbouring ranks share no bits.
 
 
 @final
@@ -51,6 +50,7 @@ class Pipeline:
         on_cut: called once with who holds what, when the first inputs have shown it.
         tensor_group: the ranks of the axis ``tp``; ``None`` where there is one.
         data_group: data-parallel ranks that hold shards of the parameters, without which no forward runs.
+        replica: the data-parallel coordinate of this pipeline.
     """
 
     def __init__(
@@ -64,11 +64,13 @@ class Pipeline:
         on_cut: Callable[[Share], None],
         tensor_group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
+        replica: int = 0,
     ) -> None:
         self._model, self._module, self._engine, self._section = model, module, engine, section
         self._called = (model,) if model is module else (model, module)
         self._group, self._device, self._on_cut = group, torch.device(device), on_cut
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._stream = self.rank + self.num_ranks * replica
         num_stages = self.num_ranks * schedules.stages_per_rank(section)
         schedules.wanted_parts(section, self.num_ranks)
         self.planner = Planner(module, engine, section, num_stages, self._device)
@@ -145,8 +147,14 @@ class Pipeline:
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         way = self._way((args, kwargs))
         self._check_inputs((args, kwargs))
-        with self._own_randomness():
-            return self._everywhere(self._through((args, kwargs), way), way.output)
+
+        def run(stage: int, values: Any) -> Any:
+            begin()
+            return self._run_stage(stage, (args, kwargs), way, values)
+
+        with self._own_numbers(way) as begin:
+            output = self._through((args, kwargs), way, run)
+        return self._everywhere(output, way.output)
 
     def attempt(self, arguments: Arguments, way: Passage, adjusting: Adjusting | None) -> tuple[Any, str]:
         """Run one batch forward over all stages as a trial. Collective over the pipeline.
@@ -336,8 +344,9 @@ class Pipeline:
             )
         if self.planner.hooks.changed():
             raise hooks.changed_between()
-        used = (leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs)))
-        self._check_inputs(call.arguments, [leaf for leaf in used if isinstance(leaf, Tensor)])
+        used = [leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs))]
+        drawn = [torch.tensor(host_digest())] if call.way.draws.on_host else []
+        self._check_inputs(call.arguments, [*(leaf for leaf in used if isinstance(leaf, Tensor)), *drawn])
         work = self._prepared(call, loss, call.living())
         parts = len(call.rows)
         if parts not in self._schedules:
@@ -355,12 +364,13 @@ class Pipeline:
         def compute(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
             adjusting = work.adjusting() if stage == last else None
             counted.begin()
+            begin()
             output = self._run_stage(stage, work.batches[index], work.ways[index], received, adjusting)
             return scaled(work.finish(index, output) / parts) if stage == last else output
 
         with (
             once(self._module, self.trials.counted, keep=True) as counted,
-            self._own_randomness(),
+            self._own_numbers(call.way) as begin,
             self._computing_by(compute),
         ):
             self._schedules[parts]._step_microbatches(  # noqa: SLF001 (step would cut the batch once more)
@@ -421,13 +431,9 @@ class Pipeline:
             counts = self.planner.counts(call.arguments, call.way)
         return Work(batches, ways, rows, recordings, counts)
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Each stage draws numbers of its own in here, and all ranks have drawn the same ones afterwards."""
-        seed = int(torch.randint(1 << 62, (1,)).item())
-        with self.planner.without_randomness():
-            torch.manual_seed((seed + (self.rank + 1) * _MIX) % (1 << 62))
-            yield
+    def _own_numbers(self, way: Passage) -> AbstractContextManager[Callable[[], None]]:
+        """Each stage draws random numbers of its own in here; see :mod:`~drivetrain_megatron.pipeline.randomness`."""
+        return own_numbers(way.draws, self._stream, self._rank_of[-1], self._group, self._device)
 
     @contextmanager
     def _computing_by(self, compute: Callable[[int, int, tuple[Tensor, ...]], Any]) -> Iterator[None]:
