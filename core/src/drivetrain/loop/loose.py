@@ -74,9 +74,10 @@ class LooseParameters:
         for optimizer in optimizers:
             mine = [
                 each
-                for each in optimizer.given()
+                for each in optimizer.given
                 if id(each) not in held and not any(model.trainable.shares([each]) for model in models)
             ]
+            optimizer.given = mine
             if mine:
                 self._optimizers.append(optimizer)
                 found.update((id(each), each) for each in mine)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ class PreparedOptimizer(Optimizer):
         self.pending: PendingStep | None = None
         """The last step while it is not known whether it was applied."""
         self._loop = loop
-        # Weakly: an engine that shards a model puts other parameters in place of these, and frees them.
-        self._given = [ref(each) for group in source.param_groups for each in group["params"]]
+        self.given: list[Tensor] = [each for group in source.param_groups for each in group["params"]]
+        """Parameters that it was made of and that no prepared model is known to hold."""
         self.skipped = False
         """The last step left the parameters untouched, as far as it is known."""
         self.num_applied = 0
@@ -78,10 +78,6 @@ class PreparedOptimizer(Optimizer):
         """Bind it to the models whose parameters it holds, and to the engine's optimizer."""
         self.optimizer = optimizer
         self.models.append(model)
-
-    def given(self) -> list[Tensor]:
-        """The parameters that it was made of, before an engine replaced any, as far as they are alive."""
-        return [each for one in self._given if (each := one()) is not None]
 
     def settle(self) -> None:
         """Determine whether the last step was applied, and run what depends on it. Waits for a lazy device."""
@@ -231,7 +227,7 @@ class PreparedOptimizer(Optimizer):
         """Passed on. Collective over all ranks where it holds parameters of no prepared model."""
         self.optimizer.add_param_group(param_group)
         given = param_group["params"]
-        self._given += map(ref, [given] if isinstance(given, Tensor) else given)
+        self.given += [given] if isinstance(given, Tensor) else given
         self._loop.find_loose()
 
     def state_dict(self) -> dict[str, Any]:

@@ -95,6 +95,10 @@ class Preparer:
         if self._compile is not None:
             module.compile(**self._compile)
         plain_class = type(module)
+        # An engine may free parameters or exchange them, so nothing else may refer to them.
+        held = set(map(id, module.parameters()))
+        for optimizer in mine:
+            optimizer.given = [each for each in optimizer.given if id(each) not in held]
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
         model = PreparedModel(
             trainable,

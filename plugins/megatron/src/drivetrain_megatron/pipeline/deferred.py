@@ -253,7 +253,14 @@ def apply(node: Node, value_of: Callable[[Node], Any]) -> Any:
 
 
 def _absents(tree: Any) -> Any:
-    return _mapped(tree, lambda one: one.node.absent if one.node.value is None else one.node.value)
+    return rebuilt(tree, [_absent(leaf) for leaf in leaves(tree)])
+
+
+def _absent(leaf: Any) -> Any:
+    if isinstance(leaf, Deferred):
+        return leaf.node.absent if leaf.node.value is None else leaf.node.value
+    # Making a fake tensor of a computed one reads its gradient, of which torch warns.
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
 
 
 def _read(tree: Any) -> Any:
