@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from types import ModuleType
 
 # ---- Formatting of messages
 
@@ -65,6 +66,16 @@ def likely_cause(message: str) -> str:
         "loss), or use distributed_type: ddp, which allows ranks to differ. desync_watchdog: true finds calls of the "
         "script that differ."
     )
+
+
+def _installed(distribution: str) -> str:
+    """The distribution with its version, where it is installed."""
+    from importlib import metadata  # only where something is missing
+
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return distribution
 
 
 # ---- Exceptions
@@ -182,10 +193,53 @@ class BackendBrokenError(BackendError, ImportError):
 class BackendBlockedError(BackendError, RuntimeError):
     """The backend is installed but cannot run here: a requirement, a device, the size of the world.
 
-    Cause: a missing or too old engine, no device of the kind it needs, or a number of processes that does not fit.
+    Cause: a missing or too old engine, a release of it whose internals differ, no device of the kind it needs, or a
+    number of processes that does not fit.
 
     Cure: the message says what to install or to change.
     """
+
+    @classmethod
+    def check_names(cls, owner: object, names: Iterable[str], *, library: str, tested: str, user: str) -> None:
+        """Raise where an object of another library lacks attributes that a plugin uses. Not collective.
+
+        A plugin declares the private names of its engine that it reads, replaces or sets, and checks them before it
+        does: one that the engine has renamed would end in an ``AttributeError`` in the middle of a step, and one that
+        is set in a wrong number.
+
+        Args:
+            owner: a module, a class, or an object, which is named by its class.
+            names: of its attributes.
+            library: the distribution that it should be from, such as ``"deepspeed"``.
+            tested: the release that the plugin is tested with.
+            user: the distribution that uses the names.
+
+        Raises:
+            BackendBlockedError: a name is missing.
+        """
+        missing = [name for name in names if not hasattr(owner, name)]
+        if missing:
+            raise cls.of_renamed(owner, f"has no {listed(missing)}", library=library, tested=tested, user=user)
+
+    @classmethod
+    def of_renamed(cls, owner: object, lack: str, *, library: str, tested: str, user: str) -> BackendBlockedError:
+        """The error for a release of another library that is not as a plugin expects it.
+
+        Args:
+            owner: as for :meth:`check_names`.
+            lack: what is wrong with it, a verb first.
+            library: the distribution that it should be from.
+            tested: the release that the plugin is tested with.
+            user: the distribution that needs it.
+        """
+        named = owner if isinstance(owner, (type, ModuleType)) else type(owner)
+        place = named.__name__ if isinstance(named, ModuleType) else f"{named.__module__}.{named.__qualname__}"
+        return cls(
+            f"{place} {lack}, which {user} needs of {_installed(library)}",
+            whose=_installed(user),
+            cure=f"If another package has replaced it, import that package later or not at all; else install the "
+            f"release that {user} is tested with, pip install {library}=={tested}, or a newer {user}, and report it.",
+        )
 
 
 class ContractMismatchError(BackendError, RuntimeError):

@@ -16,6 +16,7 @@ from weakref import WeakMethod, ref
 from pydantic import BaseModel
 
 from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, RunSettings
+from drivetrain.backends import torch_names
 from drivetrain.config import ResolvedConfig, load_config, worker_config
 from drivetrain.config.locate import DEFAULT
 from drivetrain.config.schema import MeshConfig
@@ -343,6 +344,7 @@ def start_backend(
         name=info.name,
         sync_batch_norm=config.sync_batch_norm if sync_batch_norm is None else sync_batch_norm,
     )
+    torch_names.check()
     backend = registry.load_backend(info)(settings)
     backend.start()
     return backend

@@ -124,9 +124,9 @@ def is_taken(parameter: Tensor) -> bool:
         node = get_gradient_edge(parameter).node
     try:
         torch._C._will_engine_execute_node(node)  # noqa: SLF001
-    except RuntimeError as problem:
-        # torch does not answer for a leaf of torch.autograd.grad, and says why.
-        if "autograd.grad" not in str(problem):
+    except RuntimeError:
+        # torch does not answer outside of a backward, and within one not for a leaf of torch.autograd.grad.
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             raise
         return True
     return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.api import (
@@ -26,17 +25,10 @@ from drivetrain.api import (
     pick_device,
     place_model,
 )
-from drivetrain_ddp import hooks
+from drivetrain_ddp import hooks, private_names
 from drivetrain_ddp.config import DDPConfig
 from drivetrain_ddp.plugin import DDP
 from drivetrain_ddp.reducer import GradientReducer
-
-# The reducer synchronises buffers, not DDP's own forward. Up to torch 2.12 only the old name exists.
-_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel).parameters
-)
 
 
 @final
@@ -163,8 +155,11 @@ class DDPBackend(Backend):
         arguments = {name: value for name, value in options.items() if name not in hooks.OPTIONS}
         # On a device of its own, as torch wants it said; a model spread over several says nothing.
         index = None if self.topology.device == "cpu" else [int(self.topology.device.partition(":")[2] or 0)]
-        arguments |= {"static_graph": static_graph, "init_sync": starts, _BUFFERS: False}
+        # The reducer synchronises buffers, not DDP's own forward.
+        without_buffers = private_names.without_buffers(DistributedDataParallel)
+        arguments |= {"static_graph": static_graph, "init_sync": starts, **without_buffers}
         wrapper = DistributedDataParallel(module, device_ids=index, **arguments)
+        private_names.check(wrapper)
         hooks.register(wrapper, **{name: options[name] for name in hooks.OPTIONS if name in options})
         return wrapper
 

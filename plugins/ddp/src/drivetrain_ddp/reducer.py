@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
 from drivetrain_ddp.script_hooks import ScriptHooks

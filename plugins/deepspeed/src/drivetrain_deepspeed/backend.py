@@ -26,7 +26,7 @@ from drivetrain.api import (
     original_module,
     pick_device,
 )
-from drivetrain_deepspeed import effects, quiet, schedules
+from drivetrain_deepspeed import effects, private_names, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
 from drivetrain_deepspeed.engine_config import EngineConfig
 from drivetrain_deepspeed.loss_scale import LossScale
@@ -52,6 +52,7 @@ class DeepSpeedBackend(FileConfiguredBackend):
         device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
         self.deepspeed = quiet.load(kind)
+        private_names.check_package(self.deepspeed)
         self._group = ensure_process_group(settings.process, kind, settings.process_group, alone=True)
         mesh = Mesh(settings.mesh or {"dp_shard": settings.process.world_size})
         self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_module
-from drivetrain_deepspeed import compiling, elementwise, quiet, rank_state
+from drivetrain_deepspeed import compiling, elementwise, private_names, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
 from drivetrain_deepspeed.first_steps import compare_buckets, compare_gathers
@@ -77,6 +77,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         elementwise.check_described(str(described["type"]), backend.config.stage)
         given = {"model_parameters": optimizers[0].given_groups()}
     engine = _initialize(backend, model, config, **given)
+    private_names.check_engine(engine)
     steps = list(optimizers)
     if described is not None:
         steps = [engine.basic_optimizer]

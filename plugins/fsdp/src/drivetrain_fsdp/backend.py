@@ -39,7 +39,7 @@ from drivetrain.api import (
     plain_state_dict,
     portable,
 )
-from drivetrain_fsdp import hidden
+from drivetrain_fsdp import hidden, private_names
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
 from drivetrain_fsdp.hooks import GradientHooks
@@ -53,6 +53,7 @@ from drivetrain_sharding import (
     FormerParameters,
     OwnerSteps,
     Recording,
+    check_dtensor,
     check_elementwise,
     deferred,
     joined_extra,
@@ -387,6 +388,7 @@ class FSDPBackend(Backend):
 
     def start(self) -> Topology:
         settings = self.settings
+        check_dtensor("drivetrain-fsdp")
         self.section: FSDPConfig = settings.section or FSDPConfig()
         device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
@@ -443,6 +445,7 @@ class FSDPBackend(Backend):
         sharded = shard(module, cut, self.section, settings.precision, self._mesh, self.topology)
         at = torch.device("cpu" if self.section.cpu_offload else self.topology.device)
         filling.fill_parameters(module, self.topology, at)
+        private_names.check(sharded.modules)
         hidden.give_sharded_tensors(sharded.modules)
         whole = [parameter for parameter in module.parameters() if parameter in set(cut.whole)]
         trained = WholeParameters([each for each in whole if each.requires_grad], self.topology)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drivetrain.api import Topology, UnsupportedError
+from drivetrain_fsdp import private_names
 from drivetrain_fsdp.hooks import refuse_hooks
 from drivetrain_fsdp.tensors import as_sharded
 from drivetrain_sharding import SameOrder, keep_memory
@@ -113,6 +114,7 @@ def _init_unsharded(one: Any, init: Callable[[], None]) -> None:
     init()
     # It is created once; where an extension creates it each time, hooks are refused on the first only.
     del one.init_unsharded_param
+    private_names.check_gathered(one)
     refuse_hooks(one._unsharded_param)  # noqa: SLF001
     # torch may leave parameters without a name.
     name = f"parameter {one._param_fqn}" if one._param_fqn else "a parameter"  # noqa: SLF001
@@ -194,7 +196,4 @@ def reshard(units: Iterable[Any]) -> None:
 def groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
     """FSDP's parameter groups: the parameters of each module that are in none of its inner units."""
     for module in modules:
-        state: Any = module._get_fsdp_state()  # noqa: SLF001
-        several = getattr(state, "_fsdp_param_groups", None)
-        # Up to torch 2.12 a module had one group at most.
-        yield from several if several is not None else [g for g in (state._fsdp_param_group,) if g is not None]  # noqa: SLF001
+        yield from private_names.groups_of(module)

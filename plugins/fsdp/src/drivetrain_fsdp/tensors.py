@@ -84,8 +84,7 @@ class ShardedTensor(DTensor):
                 return _change_whole(func, args, kwargs, changes)
             if func._schema.is_mutable:  # noqa: SLF001
                 return _change_wholes(func, args, kwargs, problem)
-            # torch has no exception class for it.
-            mixed = "got mixed torch.Tensor and DTensor" in str(problem)
+            mixed = _mixes((args, kwargs))
             # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
             if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
                 return _compute_whole(func, args, kwargs)
@@ -256,6 +255,12 @@ def _as_sharded(result: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _storage(tensor: DTensor) -> int:
     address: int = tensor._local_tensor.untyped_storage()._cdata  # noqa: SLF001 (an address that empty tensors have, too)
     return address
+
+
+def _mixes(arguments: Any) -> bool:
+    """Whether there is a plain tensor which DTensor does not take for a number that is the same on all ranks."""
+    tensors = (one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor))
+    return any(one.numel() != 1 for one in tensors if not isinstance(one, DTensor))
 
 
 def _changes(func: Any, args: tuple[Any, ...]) -> ShardedTensor | None:

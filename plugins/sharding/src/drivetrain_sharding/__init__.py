@@ -20,6 +20,7 @@ from drivetrain_sharding.local_steps import (
 )
 from drivetrain_sharding.owners import OwnerSteps
 from drivetrain_sharding.plain_data import keep_memory, refuse_as_data
+from drivetrain_sharding.private_names import check_dtensor
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
 
@@ -31,6 +32,7 @@ __all__ = [
     "OwnerSteps",
     "Recording",
     "SameOrder",
+    "check_dtensor",
     "check_elementwise",
     "check_step_hooks",
     "deferred",

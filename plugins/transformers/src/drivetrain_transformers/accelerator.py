@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from weakref import ref
 
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from drivetrain import (
     Accelerator,
@@ -18,6 +19,7 @@ from drivetrain import (
     GradientState,
 )
 from drivetrain.api import PortableState, TensorSpec, UnsupportedError, UsageError, checkpoint
+from drivetrain_transformers import private_names
 
 if TYPE_CHECKING:
     from drivetrain_transformers.trainer import Trainer
@@ -121,9 +123,8 @@ class TrainerAccelerator(Accelerator):
             return
         for model in self._models:
             for part in model.modules():
-                if hasattr(part, "generation_config"):
-                    # What Transformers asks before generate() decides whether ranks wait for each other.
-                    part._is_fsdp_managed_module = True  # noqa: SLF001
+                if isinstance(part, GenerationMixin):
+                    private_names.generate_together(part)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """As its base, but keeps the Trainer's own model and optimizer if they are prepared together.

@@ -18,6 +18,7 @@ from accelerate.utils import operations as their_operations
 
 from drivetrain import Accelerator, PartialState, gather, gather_object
 from drivetrain.api import UsageError
+from drivetrain_transformers import private_names
 
 
 @final
@@ -76,6 +77,7 @@ def set_up(args: transformers.TrainingArguments) -> torch.device:
     Raises:
         UsageError: the arguments choose an engine.
     """
+    private_names.check()
     refuse_engine(args)
     made = getattr(args, "distributed_state", None)
     if isinstance(made, RunState):
@@ -85,7 +87,7 @@ def set_up(args: transformers.TrainingArguments) -> torch.device:
         group["timeout"] = args.ddp_timeout_delta
     state = RunState(PartialState(cpu=args.use_cpu, **group))
     args.distributed_state = state
-    args._n_gpu = 0 if state.device.type == "cpu" else 1  # noqa: SLF001
+    setattr(args, private_names.NUM_GPUS, _num_gpus(state))
     show_accelerate(state)
     return state.device
 
@@ -95,6 +97,12 @@ def adopt(args: transformers.TrainingArguments) -> None:
     if not isinstance(getattr(args, "distributed_state", None), RunState):
         # Where the cached property keeps its value.
         args.__dict__["_setup_devices"] = set_up(args)
+    private_names.check_arguments(args, _num_gpus(args.distributed_state))
+
+
+def _num_gpus(state: RunState) -> int:
+    """Devices of this process that Trainer would spread a model over."""
+    return 0 if state.device.type == "cpu" else 1
 
 
 def show_accelerate(state: RunState, accelerator: Accelerator | None = None) -> None:

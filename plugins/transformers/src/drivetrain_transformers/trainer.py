@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from drivetrain import DataLoaderShard, skip_first_batches
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_transformers import weights
+from drivetrain_transformers import private_names, weights
 from drivetrain_transformers.accelerator import TrainerAccelerator
 from drivetrain_transformers.arguments import RunState, adopt, refuse_engine
 from drivetrain_transformers.items import ObservedNumber, num_labels, seems_to_use_number
@@ -81,7 +81,9 @@ class Trainer(StockTrainer):
         self._shares: list[tuple[float, bool]] = []
         self._counts: list[Any] = []
         self._micro_batch = 0
+        private_names.check()
         super().__init__(model, args, *others, **named)
+        private_names.check_made(self)
 
     # ---- accelerator ------------------------------------------------------------------------------------------------
 

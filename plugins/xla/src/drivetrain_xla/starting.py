@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.api import BackendBlockedError, ProcessInfo, RunSettings, UnsupportedError
-from drivetrain_xla import chips, layout
+from drivetrain_xla import chips, layout, private_names
 from drivetrain_xla.config import XLAConfig
 from drivetrain_xla.probing import DEVICE
 
@@ -56,6 +56,7 @@ def start(settings: RunSettings, section: XLAConfig) -> Started:
     import torch_xla
     import torch_xla.runtime as xr
 
+    private_names.check()
     process = settings.process
     if section.compilation_cache is not None:
         _keep_graphs(Path(section.compilation_cache), hardware)

@@ -24,6 +24,7 @@ from torch.optim import AdamW, Optimizer
 
 from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
 from drivetrain_megatron import state
+from drivetrain_megatron.core_engine import private_names
 from drivetrain_megatron.core_engine.parallel_state import ParallelState
 from drivetrain_megatron.core_engine.weights import Pair, Weights
 from drivetrain_megatron.norms import GlobalNorm
@@ -105,6 +106,7 @@ class ShardedStepping:
                 distributed_optimizer_instance_id=0,
             )
         held = self._distributed
+        private_names.check_distributed_optimizer(held)
         for theirs in held.model_param_gbuf_map:
             group, order = held.model_param_group_index_map[theirs]
             self._shards[theirs] = optimizer.param_groups[group]["params"][order]

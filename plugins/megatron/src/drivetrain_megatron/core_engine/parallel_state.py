@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from drivetrain.api import BackendBlockedError, Topology, UsageError
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.core_engine import alone
+from drivetrain_megatron.core_engine import alone, private_names
 from drivetrain_megatron.tensor.collectives import Ring
 
 SUPPORTED = "0.16."
@@ -174,6 +174,7 @@ def import_core() -> None:
         warnings.simplefilter("ignore")
         import_module("megatron.core.models.gpt.gpt_layer_specs")
         import_module("drivetrain_megatron.core_engine.preparing")
+    private_names.check()
     # Without Transformer Engine 0.16.1 forgets to define this name, and then reads it.
     vars(import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
     # It calls its own functions, and torch's, by names that are about to change: nobody here can cure that.

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from drivetrain_megatron import private_names
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.transport import Stage
 from drivetrain_megatron.planner.catalogue import Schedule, check, find
@@ -59,10 +60,12 @@ def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Cal
     kind = get_schedule_class(schedule.torch_name) if fits else _plainer(schedule)
     if issubclass(kind, PipelineScheduleSingle):
         single = kind(stages[0], parts, loss_fn=loss, scale_grads=False)
+        private_names.check(single)
         # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
         single._stage_forward_initialized = single._stage_backward_initialized = True  # noqa: SLF001
         return single
     several = kind(list(stages), parts, loss_fn=loss, scale_grads=False)
+    private_names.check(several)
     several._stages_forward_initialized = several._stages_backward_initialized = True  # noqa: SLF001
     return several
 

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from torch.distributed.pipelining import schedules
 
+from drivetrain_megatron import private_names
 from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
 from drivetrain_megatron.planner.catalogue import Schedule, check, find
 
@@ -78,6 +79,7 @@ def _computations(actions: Sequence[Any]) -> tuple[Action, ...]:
 
 def run_noting(built: Any, num_micro_batches: int) -> None:
     """Run a schedule whose stages note what they are asked for; no tensors, no communication."""
+    private_names.check(built)
     # Initialising exchanges shapes with the neighbours; there is nobody to exchange them with.
     built._initialize_stage = built._initialize_stages = lambda *_, **__: None  # noqa: SLF001
     built._step_microbatches(target_mbs=[None] * num_micro_batches)  # noqa: SLF001

@@ -1,0 +1,43 @@
+"""What this backend needs of torch's DistributedDataParallel beyond its documentation, looked up where it is needed.
+
+Importing the backend looks at nothing: another package may have put a class of its own in the place of torch's, and a
+run of one process needs none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from drivetrain.api import BackendBlockedError
+
+TESTED = "2.13.0"
+"""The release of torch that ``locks/dev.txt`` holds."""
+
+_WRAPPER = ("_accum_grad_hooks", "_inside_ddp_forward")
+_ARGUMENTS = ("forward_sync_buffers", "broadcast_buffers")
+"""Of the constructor; up to torch 2.12 the second only."""
+
+_WHO: dict[str, Any] = {"library": "torch", "tested": TESTED, "user": "drivetrain-ddp"}
+
+
+def without_buffers(kind: type) -> dict[str, bool]:
+    """The argument by which a DistributedDataParallel leaves buffers to others in forward.
+
+    Raises:
+        BackendBlockedError: the class takes none of the known ones.
+    """
+    found = inspect.signature(kind).parameters
+    for name in _ARGUMENTS:
+        if name in found:
+            return {name: False}
+    raise BackendBlockedError.of_renamed(kind, f"takes neither {' nor '.join(_ARGUMENTS)}", **_WHO)
+
+
+def check(wrapper: object) -> None:
+    """Raise where a DistributedDataParallel lacks a private attribute that the reducer uses.
+
+    Raises:
+        BackendBlockedError: it does.
+    """
+    BackendBlockedError.check_names(wrapper, _WRAPPER, **_WHO)
