@@ -122,7 +122,18 @@ def run_command(command, folder):
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNING if name not in ELSEWHERE])
+COSTLY = ("explanation/conformance.md", "how-to/planner.md", "how-to/trainer.md")
+"""Pages whose programs take ten seconds of processor time and more."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in COSTLY))
+        for name in RUNNING
+        if name not in ELSEWHERE
+    ],
+)
 def test_the_blocks_of_a_page_run(name, tmp_path):
     found = blocks(TEXTS[name])
     for block in found:

@@ -115,6 +115,7 @@ def test_a_taken_port_is_told_before_anything_starts(launch, script):
     assert "started" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_port_of_the_users_choice_serves_every_restart(launch, script):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

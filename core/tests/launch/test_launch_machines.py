@@ -476,6 +476,7 @@ def together(commands: list[list[str]], environments: list[dict[str, str]], fold
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["trainer", "pytorch_job", "lws", "sagemaker", "flux"])
+@pytest.mark.gate("lws")
 def test_two_containers_train_together_without_a_launcher(kind, clean_environment, script, tmp_path):
     job, port = script(SCRIPT), free_port()
     environments = [clean_environment(**pods(kind, index, port)) for index in range(2)]
@@ -486,6 +487,7 @@ def test_two_containers_train_together_without_a_launcher(kind, clean_environmen
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("kind", "processes"), [("trainer", 2), ("pytorch_job", 1), ("flux", 1)])
+@pytest.mark.gate("flux-1")
 def test_two_containers_with_a_launcher_are_one_run(kind, processes, clean_environment, script, tmp_path):
     job, port = script(SCRIPT), free_port()
     asked = {"PET_NPROC_PER_NODE": str(processes)} if kind == "trainer" else {}

@@ -203,6 +203,7 @@ json.dump({**seen, "device": str(accelerator.device)}, open(f"{sys.argv[1]}/{acc
         ("use_cpu=true accelerator_ids=1 distributed_type=dp", {"CUDA_VISIBLE_DEVICES": "1"}),
     ],
 )
+@pytest.mark.gate("*xpu:1*")
 def test_a_real_worker_receives_the_selection(launch, script, tmp_path, settings, expected):
     ended = launch(settings, script(WORKER), tmp_path)
     assert ended.returncode == 0, ended.stderr

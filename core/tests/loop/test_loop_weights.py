@@ -61,6 +61,7 @@ def test_no_sample_weighs_twice_without_accumulate(world, form):
 
 @pytest.mark.parametrize("rows", [2, 25, 26])
 @pytest.mark.parametrize("form", ["accumulate", "sum", "train_step"])
+@pytest.mark.gate("*-25")
 def test_ranks_without_a_sample_of_the_last_batch_weigh_nothing(rows, form):
     check(spawn(jobs.mean_loss, 4, rows, 6, 1, form, "map"), one_batch_a_step(rows, 24))
 

@@ -318,6 +318,7 @@ def grown(stage: int, folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_memory_beyond_the_run_is_about_one_parameter(stage, tmp_path):
     # A parameter has 16 MiB, the model 128, a rank's part of it 64: a copy of the part, or of the model, would show.
     for found in spawn(grown, 2, stage, tmp_path):

@@ -238,6 +238,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_trains_without_a_compiler(tmp_path: Path) -> None:
     """Nothing is compiled where nobody asks for it."""
     done = run(TRAIN, PATH="", TORCH_EXTENSIONS_DIR=str(tmp_path))

@@ -121,6 +121,7 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
     return results
 
 
+@pytest.mark.slow
 def test_every_launcher_starts_the_same_job(found):
     assert {name: [rank["world"] for rank in ranks] for name, ranks in found.items()} == {
         "drivetrain": [2, 2],

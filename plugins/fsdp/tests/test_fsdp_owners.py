@@ -195,6 +195,7 @@ WORLDS: list[tuple[int, dict[str, int] | None]] = [(3, None), (4, None), (4, {"d
 
 @pytest.mark.parametrize("make", [adafactor, trusting, row_factored])
 @pytest.mark.parametrize(("ranks", "mesh"), WORLDS, ids=["3", "4", "2x2"])
+@pytest.mark.gate("3-*", "2x2-adafactor")
 def test_numbers_of_one_process(make: Any, ranks: int, mesh: dict[str, int] | None) -> None:
     (alone,) = spawn(train, 1, make, "single")
     sharded = spawn(train, ranks, make, "fsdp", mesh)
@@ -220,6 +221,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(ranks: int) -> None:
     [((3, "fsdp"), (1, "single")), ((1, "single"), (3, "fsdp")), ((4, "fsdp"), (2, "fsdp")), ((2, "ddp"), (4, "fsdp"))],
     ids=str,
 )
+@pytest.mark.gate("(4, 'fsdp')-(2, 'fsdp')-muon", "(1, 'single')-(3, 'fsdp')-adafactor")
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, make: Any, first: Any, then: Any) -> None:
     folder = str(tmp_path / "state")
     tolerance = 0.02 * 4e-3 * 2 * STEPS if make is muon else TOLERANCE

@@ -435,6 +435,7 @@ def transformers_follow(section, name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
+@pytest.mark.gate("gpt2")
 def test_transformers_with_their_own_loss(name) -> None:
     pytest.importorskip("transformers")
     section = {"pipeline_parallel_size": 2, "num_micro_batches": 4}

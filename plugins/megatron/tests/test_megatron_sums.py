@@ -100,6 +100,7 @@ def train(loss_fn: Callable[[Tensor, Tensor], Tensor], how: str) -> str | list[T
 @pytest.mark.parametrize(
     "loss_fn", [sum_of_torchs_loss, sum_by_hand, sum_over_a_constant, sum_over_the_batch_of_all_ranks]
 )
+@pytest.mark.gate("sum_of_torchs_loss-backward", "sum_by_hand-train_step")
 def test_a_sum_over_the_batch_is_refused_on_every_rank(loss_fn: Any, how: str) -> None:
     for said in spawn(train, 4, loss_fn, how):
         assert "the loss is a sum over this rank's 8 rows, and losses are averaged over 2 ranks" in said
@@ -120,6 +121,7 @@ def test_a_sum_that_cannot_be_recorded_is_refused_on_every_rank() -> None:
         (sum_of_torchs_loss, "items"),
     ],
 )
+@pytest.mark.gate("mean_by_rows-backward", "sum_of_torchs_loss-items")
 def test_means_train_as_on_one_process(loss_fn: Any, how: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -248,6 +248,7 @@ def test_plain_models(sequence: bool, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.gate("tensor")
 def test_transformers_models(sequence: bool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     found = spawn(train, 2, list(TRANSFORMERS), str(tmp_path), {"sequence_parallel": sequence}, {}, timeout=110)
@@ -553,6 +554,7 @@ JOURNEYS = [
 @pytest.mark.parametrize(
     ("writer", "reader"), JOURNEYS, ids=lambda place: f"{place[0]}{place[1]}" if isinstance(place, tuple) else None
 )
+@pytest.mark.gate("single1-tp2", "tp2-single1")
 def test_a_fused_layer_travels(writer: tuple[str, int], reader: tuple[str, int], tmp_path: Path) -> None:
     # Its rows lie in another order on the ranks than in the model; the second moments of AdamW too.
     saved = str(tmp_path / "saved")

@@ -62,6 +62,8 @@ def check(model, title, ranks, *, precision="no", optimizer="adamw", measure=cen
     assert abs(estimate.peak / seen - 1) <= tolerance, (estimate.peak, seen, estimate.memory, estimate.moment)
 
 
+# On one process alone: what gloo's threads free, the profiler does not see freed, and the sum grows by a bucket where
+# they are late.
 @pytest.mark.parametrize(
     "model", ["gpt2", pytest.param("vit", marks=pytest.mark.slow), pytest.param("resnet", marks=pytest.mark.slow)]
 )
@@ -69,12 +71,8 @@ def test_one_process_by_torchs_own_allocator(model):
     check(model, "single", 1, measure=counted, tolerance=0.01)
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
-def test_ddp_by_torchs_own_allocator(model):
-    check(model, "ddp", 2, measure=counted, tolerance=0.01)
-
-
 @pytest.mark.parametrize(("title", "ranks"), [("ddp", 3), ("fsdp", 3), ("fsdp, recompute", 2), ("zero 2", 2)])
+@pytest.mark.gate("ddp-3", "fsdp-3", "zero 2-2")
 def test_gpt2_under_each_backend(title, ranks):
     check("gpt2", title, ranks, sections=ZERO if title.startswith("zero") else {}, tolerance=0.005)
 

@@ -151,6 +151,7 @@ def _adapter(folder: str, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.gate("*-lora")
 def test_losses_of_one_process_and_a_folder_that_peft_loads(name: str, kind: str, alone: Any, tmp_path: Path) -> None:
     config, ranks = BACKENDS[name]
     expected, (with_adapter, without) = alone[kind]
@@ -165,6 +166,7 @@ def test_losses_of_one_process_and_a_folder_that_peft_loads(name: str, kind: str
 @pytest.mark.parametrize(
     ("first", "then"), [("fsdp", "tp"), ("tp", "zero3"), ("zero2", "single"), ("pp", "fsdp"), ("single", "pp")]
 )
+@pytest.mark.gate("tp-zero3")
 def test_a_run_goes_on_under_another_backend(first: str, then: str, alone: Any, tmp_path: Path) -> None:
     places = {"single": (SINGLE, 1), **BACKENDS}
     (config, ranks), (next_config, next_ranks) = places[first], places[then]

@@ -144,6 +144,7 @@ def stock_tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3", "tp", "pp"])
+@pytest.mark.gate("fsdp", "tp")
 def test_tied_weights(name: str, stock_tied: Any, tmp_path: Path) -> None:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")

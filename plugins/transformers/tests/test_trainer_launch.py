@@ -48,6 +48,7 @@ def launch(*words: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.gate("False")
 def test_a_script_as_it_is(as_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -129,12 +130,13 @@ def example_with(folder: Path, batch: int) -> list[str]:
     ("config", "batch"),
     [
         ("ddp", 8),
-        *(
-            pytest.param(config, batch, marks=pytest.mark.slow)
-            for config, batch in (("fsdp", 8), ("deepspeed", 8), ("tensor", 16), ("megatron", 16))
-        ),
+        ("fsdp", 8),
+        ("deepspeed", 8),
+        ("tensor", 16),
+        ("megatron", 16),
     ],
 )
+@pytest.mark.slow
 def test_the_example_resumes_under_every_file(
     config: str, batch: int, example: tuple[Path, float], tmp_path: Path
 ) -> None:
