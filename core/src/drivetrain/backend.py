@@ -426,6 +426,14 @@ class Trainable(ABC):
         """
         self.optimizers.append(optimizer)
 
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        """Forget an optimizer that a later one replaces, which :meth:`add_optimizer` is given next. Not collective.
+
+        The core calls this where the later one holds parameters of it. Where the script goes on to step it all the
+        same, it is added again; an engine that steps a parameter by one optimizer alone refuses that.
+        """
+        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
+
     @abstractmethod
     def release(self) -> None:
         """Release the engine (wrappers, hooks, communication) but keep ``module`` usable. May be called twice."""

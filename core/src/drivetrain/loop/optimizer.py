@@ -73,11 +73,16 @@ class PreparedOptimizer(Optimizer):
         """The last step left the parameters untouched, as far as it is known."""
         self.num_applied = 0
         """Updates really applied, as far as it is known."""
+        self.held: list[tuple[PreparedModel, frozenset[str]]] = []
+        """Names of its parameters in each of these models."""
+        self.come_back: Callable[[], None] | None = None
+        """Set where an optimizer that was prepared later holds parameters of it: called before it steps again."""
 
-    def bind(self, model: PreparedModel, optimizer: Optimizer) -> None:
-        """Bind it to the models whose parameters it holds, and to the engine's optimizer."""
+    def bind(self, model: PreparedModel, optimizer: Optimizer, held: frozenset[str]) -> None:
+        """Bind it to a model of which it holds the parameters of these names, and to the engine's optimizer."""
         self.optimizer = optimizer
         self.models.append(model)
+        self.held.append((model, held))
 
     def settle(self) -> None:
         """Determine whether the last step was applied, and run what depends on it. Waits for a lazy device."""
@@ -152,6 +157,8 @@ class PreparedOptimizer(Optimizer):
             if not model.window.closing:
                 return None
         log_call("step")
+        if self.come_back is not None:
+            self.come_back()
         if self.pending is not None:
             self.settle()
         for model in self.models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -68,7 +69,8 @@ class Preparer:
         Collective over all ranks.
         """
         # Optimizers are wrapped first, so that each model finds those that hold its parameters.
-        results: list[Any] = [self.optimizer(each) if is_optimizer(each) else each for each in objects]
+        before = list(self.optimizers)
+        results: list[Any] = [self.optimizer(each, before) if is_optimizer(each) else each for each in objects]
         results = [self.model(each) if is_model(each) else each for each in results]
         self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
@@ -96,9 +98,10 @@ class Preparer:
             module.compile(**self._compile)
         plain_class = type(module)
         # An engine may free parameters or exchange them, so nothing else may refer to them.
-        held = set(map(id, module.parameters()))
+        own = set(map(id, module.parameters()))
         for optimizer in mine:
-            optimizer.given = [each for each in optimizer.given if id(each) not in held]
+            optimizer.given = [each for each in optimizer.given if id(each) not in own]
+        held = [_names(optimizer.source, module) for optimizer in mine]
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
         model = PreparedModel(
             trainable,
@@ -114,26 +117,58 @@ class Preparer:
         make_prepared(module, model)
         self._loop.models.append(model)
         watch_registrations(model)
-        for optimizer, engine_optimizer in zip(mine, trainable.optimizers, strict=True):
-            optimizer.bind(model, engine_optimizer)
+        for optimizer, engine_optimizer, names in zip(mine, trainable.optimizers, held, strict=True):
+            optimizer.bind(model, engine_optimizer, names)
         return module
 
-    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves."""
+    def optimizer(self, optimizer: Optimizer, before: Sequence[PreparedOptimizer] | None = None) -> PreparedOptimizer:
+        """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves.
+
+        It replaces those of ``before``, by default all that were prepared earlier, that hold a parameter of it.
+        Collective over all ranks where its model is prepared.
+        """
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if not isinstance(self._backend, FileConfiguredBackend):
             refuse_without_engine(optimizer, type(self._backend).__name__)
         prepared = PreparedOptimizer(optimizer, self._loop)
+        before = list(self.optimizers) if before is None else before
+        for model in self._loop.models:
+            if model.trainable.shares(_held(optimizer)):
+                names = _names(optimizer, model.source)
+                for one in before:
+                    if one in self.optimizers and any(its is model and names & held for its, held in one.held):
+                        self._replace(one)
+                model.trainable.add_optimizer(optimizer)
+                prepared.bind(model, model.trainable.optimizers[-1], names)
         self.optimizers.append(prepared)
         for scheduler in self.schedulers:
             if attribute(scheduler.scheduler, "optimizer") is optimizer:
                 scheduler.follow(prepared)
-        for model in self._loop.models:
-            if model.trainable.shares(_held(optimizer)):
-                model.trainable.add_optimizer(optimizer)
-                prepared.bind(model, model.trainable.optimizers[-1])
         return prepared
+
+    def _replace(self, optimizer: PreparedOptimizer) -> None:
+        """Forget an optimizer whose parameters a later one holds, and its schedulers, until the script steps it again.
+
+        So its state is freed with the script's own references, and checkpoints have that of the later one alone.
+        """
+        for model in optimizer.models:
+            model.trainable.remove_optimizer(optimizer.optimizer)
+        schedulers = [each for each in self.schedulers if each.optimizers == [optimizer]]
+        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
+        self.schedulers[:] = [each for each in self.schedulers if each not in schedulers]
+        its, moving = weakref.ref(optimizer), [weakref.ref(each) for each in schedulers]
+
+        def come_back() -> None:
+            one = its()
+            assert one is not None
+            for model in one.models:
+                model.trainable.add_optimizer(one.optimizer)
+            one.come_back = None
+            self.optimizers.append(one)
+            self.schedulers += [each for ref in moving if (each := ref()) is not None]
+
+        optimizer.come_back = come_back
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap one scheduler; it follows the prepared optimizer whose learning rate it sets."""
@@ -219,6 +254,12 @@ def _refuse_kind(module: nn.Module, backend: Backend) -> None:
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> frozenset[str]:
+    """First names of the parameters of this module that the optimizer holds."""
+    held = set(map(id, _held(optimizer)))
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in held)
 
 
 def _holds_some(optimizer: Optimizer, module: nn.Module) -> bool:

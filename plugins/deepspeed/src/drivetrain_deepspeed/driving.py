@@ -7,7 +7,7 @@ clips nothing and never steps by itself. What its public methods do not reach is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -111,7 +111,7 @@ class Driver:
         self._hooks = self._watch(engine.module)
         self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
-        self.extra_hooks: Sequence[Any] = ()
+        self.extra_hooks: list[Any] = []
         """Further handles of hooks that go with the engine."""
         self._waiting: set[int] = set()
         """Optimizers that have not stepped yet with the gradients that there are."""
@@ -253,6 +253,9 @@ class Driver:
     def release(self) -> None:
         """Take the hooks away."""
         self._groups.restore()
+        for handle in (self.engine.module_forward_pre_hook, self.engine.module_forward_post_hook):
+            if handle is not None:
+                handle.remove()
         for handle in (*self.extra_hooks, *(handle for _, handle in self._hooks), *self._straightened.values()):
             handle.remove()
 
@@ -445,6 +448,51 @@ class Driver:
             self._end_window()
         return StepResult(skipped=skipped, grad_norm=known) if skipped or known is not None else _APPLIED
 
+    def check_replaceable(self) -> None:
+        """Look whether another engine can take over from this one. Not collective.
+
+        Raises:
+            UsageError: gradients wait for a step.
+            UnsupportedError: the engine knows more of the parameters than they hold.
+        """
+        if self._waiting:
+            raise UsageError(
+                f"an optimizer was prepared while gradients of {self._guard.model} wait for a step: DeepSpeed lays out "
+                "the parameters anew",
+                cure="Prepare it after optimizer.step(), or call optimizer.zero_grad() first.",
+            )
+        wrapped = self.engine.optimizer is not self.engine.basic_optimizer
+        if wrapped if self.writes is None else self.writes.rounds:
+            raise UnsupportedError(
+                f"DeepSpeed keeps values of {self._guard.model} in a higher precision beside its parameters, which a "
+                "new optimizer's engine would round",
+                cure="Use mixed_precision instead of the file's own bf16 or fp16 section, or prepare all optimizers "
+                "together with the model.",
+            )
+
+    def take_over(self, before: Driver) -> None:
+        """Know what another engine knew of gradients that were not dropped, and of steps of optimizers that go on."""
+        trained = {id(each) for each, _ in self._hooks}
+        if self.zero is not None:
+            self._stepped |= before._stepped & trained
+        self._used |= before._used & trained
+        if self._unused is not None:
+            going_on = self._parameters.keys() & before._parameters.keys()
+            held = frozenset().union(*(self._parameters[number] for number in going_on))
+            self._unused.resume({number: own for number, own in before.behind.items() if number in held})
+
+    @property
+    def behind(self) -> dict[int, int]:
+        """Number of steps of the parameters that have had fewer than others of their group, by identity; under ZeRO."""
+        return {} if self._unused is None else self._unused.behind
+
+    def loaded(self, behind: Mapping[int, int]) -> None:
+        """A checkpoint was loaded, with parameters and :attr:`behind`."""
+        if self._unused is not None:
+            self._unused.resume(behind)
+        if self.writes is not None:
+            self.writes.settle()
+
     def _settle(self) -> None:
         """What was written last is the engine's."""
         self._groups.settle()
@@ -517,8 +565,7 @@ class Driver:
         self._step()
         self.gradients.give_back(kept)
         if self.zero is not None:
-            for piece in self.gradients.pieces(self._parameters[id(optimizer)]):
-                piece.zero_()
+            self.gradients.forget(self._parameters[id(optimizer)])
 
     def drop(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
         """Forget the gradients of one optimizer's parameters.
@@ -545,8 +592,7 @@ class Driver:
             self.gradients.drop()
             self._end_window()
         elif self.zero is not None:
-            for piece in self.gradients.pieces(self._parameters[number]):
-                piece.zero_()
+            self.gradients.forget(self._parameters[number])
 
     def _dropped(self, parameter: int) -> None:
         """The script has set ``parameter.grad`` to ``None`` after a step, where there was no gradient any more."""

@@ -66,6 +66,11 @@ class Gradients(ABC):
     def give_back(self, kept: Any) -> None:
         """Put it where it was: another optimizer will step with it."""
 
+    def forget(self, wanted: frozenset[int]) -> None:
+        """Set the reduced gradients of these parameters to zero, while those of others wait for their step."""
+        for piece in self.pieces(wanted):
+            piece.zero_()
+
     def settle(self) -> None:
         """Apply :attr:`factor` to the pieces."""
         if isinstance(self.factor, Tensor) or self.factor != 1.0:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, final
 
+import torch
 from torch.optim import Optimizer
 
-from drivetrain.api import UnsupportedError
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_deepspeed.guard import Guard
 
 _MAY_READ = ("torch.optim.", "deepspeed.", "drivetrain.", "drivetrain_")
@@ -67,9 +68,18 @@ def _edited(optimizer: Optimizer) -> UnsupportedError:
     return UnsupportedError(
         f"param_groups of {type(optimizer).__name__} was edited: it has other groups, or one of them other parameters, "
         "than when it was prepared, and DeepSpeed has laid out the parameters by their places",
-        cure="Write settings of a group in place (`group['lr'] = 0.05`). To stop training some parameters call "
-        "p.requires_grad_(False), or give them to an optimizer of their own before prepare, whose step() is not "
-        "called any more.",
+        cure="Write settings of a group in place (`group['lr'] = 0.05`), and call p.requires_grad_(False) to stop "
+        "training some parameters. For other groups prepare a new optimizer, whose state begins anew: "
+        "optimizer = accelerator.prepare(torch.optim.AdamW(groups)).",
+    )
+
+
+def _scaled(optimizer: Optimizer, stage: int) -> UsageError:
+    return UsageError(
+        f"torch.amp.GradScaler was given this {type(optimizer).__name__}, and looks for gradients in parameter groups "
+        f"where ZeRO stage {stage} keeps none",
+        cure="Set mixed_precision: fp16 in the configuration, or Accelerator(mixed_precision='fp16'), which scales the "
+        "loss by itself, and write accelerator.backward(loss) and optimizer.step() without a scaler.",
     )
 
 
@@ -89,7 +99,9 @@ class _Held(list[Any]):
 
     def check(self, *, edits: bool) -> None:
         """Raise where it is not the engine, torch or the optimizer that asks."""
-        if not self._guard.engine_at_work and not self._may(sys._getframe(2)):  # noqa: SLF001
+        if not self._guard.engine_at_work and not self._may(frame := sys._getframe(2)):  # noqa: SLF001
+            if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+                raise _scaled(self._optimizer, self._stage)
             self._refuse(edits=edits)
 
     def _may(self, frame: FrameType | None) -> bool:

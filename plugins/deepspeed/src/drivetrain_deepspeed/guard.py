@@ -124,11 +124,14 @@ class Guard:
         """The script has had to do with parameters that are whole under stage 3, and may have written to them."""
         self._lent: dict[int, tuple[Any, int]] = {}
         """Stage 3: parameters that a layer which the script calls by itself was given, with torch's count of writes."""
+        self._theirs: list[tuple[Any, Callable[..., Any]]] = []
+        """Stage 3: what gathers a parameter, as DeepSpeed made it."""
         for each in self._plain:
             each._drivetrain_guard = self  # noqa: SLF001
             if stage == 3:
                 # DeepSpeed's own check: writes in a GatheredParameters that sends none raise.
                 each.ds_enable_sanity_checks = True
+                self._theirs.append((each, each.all_gather))
                 each.all_gather = self._taking_in(each.all_gather)
         self._on = False
         self._lifted = 0
@@ -163,7 +166,9 @@ class Guard:
         self._switch(on=False)
         for each in self._plain:
             del each._drivetrain_guard  # noqa: SLF001
-        self._plain = []
+        for each, theirs in self._theirs:
+            each.all_gather = theirs
+        self._plain, self._theirs = [], []
 
     def _switch(self, *, on: bool) -> None:
         self._on, kind = on, GuardedParameter if on else nn.Parameter

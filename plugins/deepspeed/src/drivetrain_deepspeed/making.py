@@ -90,7 +90,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         for optimizer, its in zip(steps, recorded, strict=True)
     ]
     driver = Driver(engine, backend.topology, backend.loss_scale, held, guard, backend.config.clipping)
-    _close_ways_around(optimizers, guard, backend.config.stage)
+    driver.extra_hooks = _close_ways_around(optimizers, guard, backend.config.stage)
     rank_state.serve(steps, driver.zero, backend.topology)
     if backend.config.stage in (1, 2):
         compare_buckets(module, driver.zero, backend.topology)
@@ -103,7 +103,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         driver.watched = WatchedForwards(
             module, offload.forward_hooks, guard, backend.topology, order, exact=not quantised
         )
-        driver.extra_hooks = [*refuse_hidden_outputs(module), driver.watched]
+        driver.extra_hooks += [*refuse_hidden_outputs(module), driver.watched]
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
 
@@ -123,14 +123,16 @@ def _fill_adagrad(adagrad: torch.optim.Adagrad, zero: Any) -> None:
         adagrad.state[flat.flat] = {"step": torch.tensor(0.0), "sum": torch.full_like(flat.flat.detach(), start)}
 
 
-def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int) -> None:
-    """What a script may call on the optimizer that it made, and that would not train its model."""
+def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int) -> list[Any]:
+    """What a script may call on the optimizer that it made, and that would not train its model. Returns handles."""
+    hooks: list[Any] = []
 
     def no_group(_: Any) -> None:
         raise UnsupportedError(
             "DeepSpeed lays out the parameters of all groups when they are prepared, and takes no group afterwards",
-            cure="Give all parameters to the optimizer before prepare, those that train later with lr=0 or in an "
-            "optimizer of their own that does not step yet.",
+            cure="Prepare a new optimizer of all groups, whose state begins anew: optimizer = "
+            "accelerator.prepare(torch.optim.AdamW(groups)). Or give parameters that train later to an optimizer of "
+            "their own before prepare, which does not step yet.",
         )
 
     def no_step(optimizer: Optimizer, *_: Any) -> None:
@@ -144,7 +146,8 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
     for optimizer in optimizers:
         optimizer.add_param_group = no_group  # type: ignore[method-assign,assignment]
         if stage and not isinstance(optimizer, DummyOptim):
-            optimizer.register_step_pre_hook(no_step)
+            hooks.append(optimizer.register_step_pre_hook(no_step))
+    return hooks
 
 
 def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any], **given: Any) -> Any:

@@ -29,6 +29,7 @@ class OptimizerView:
         parameters: of each group as the script made it, frozen ones included.
         groups: the live dictionaries of hyper-parameters, in the same order.
         flats: the flat buffers.
+        behind: number of steps of those parameters that have had fewer than their group, by identity.
 
     Attributes:
         param_groups: copies of the groups that hold the module's parameters.
@@ -40,14 +41,18 @@ class OptimizerView:
         parameters: Sequence[Sequence[nn.Parameter]],
         groups: Sequence[dict[str, Any]],
         flats: Sequence[FlatGroup],
+        behind: Mapping[int, int],
     ) -> None:
         self._groups = groups
         self.param_groups = [{**group, "params": list(held)} for group, held in zip(groups, parameters, strict=True)]
         self.state: dict[Tensor, dict[str, Any]] = {}
         for flat in flats:
             for piece in flat.pieces if flat.state else ():
+                own = behind.get(id(piece.parameter))
+                if own == 0:
+                    continue  # The script's optimizer would have no state of it yet.
                 self.state[piece.parameter] = {
-                    slot: _part(flat, piece, slot, value) for slot, value in flat.state.items()
+                    slot: _part(flat, piece, slot, _own(slot, value, own)) for slot, value in flat.state.items()
                 }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -100,13 +105,16 @@ class Moments:
         self.template |= {key: piece.of(buffer) for key, (piece, _) in found.items()}
 
     @torch.no_grad()
-    def take_over(self, filled: Mapping[str, Any], loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def take_over(self, filled: Mapping[str, Any], loaded: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, int]:
         """Let the inner optimizers have what was filled; where the checkpoint had nothing, moments are zero.
+
+        Returns the number of steps of each parameter that has had fewer than others of its buffer, by identity.
 
         Args:
             filled: the template, filled.
             loaded: state by parameter, with numbers as the optimizer keeps them; moments in it are passed over.
         """
+        behind: dict[int, int] = {}
         for flat, buffers in zip(self._flats, self._buffers, strict=True):
             for slot, buffer in buffers.items():
                 for piece in flat.pieces:
@@ -118,14 +126,29 @@ class Moments:
                 if (slots := loaded.get(piece.parameter))
             }
             state = {**_common(numbers, flat.optimizer), **buffers}
+            most = int(state.get("step", 1)) if state else 0
+            for piece in flat.pieces:
+                name = self._name(piece)
+                there = name in numbers or any(f"optim.{name}.{slot}" in filled for slot in buffers)
+                own = int(numbers.get(name, {}).get("step", most)) if there else 0
+                if own < most:
+                    behind[id(piece.parameter)] = own
             flat.optimizer.state.pop(flat.flat, None)
             if state:
                 flat.optimizer.state[flat.flat] = state
         for optimizer in dict.fromkeys(flat.optimizer for flat in self._flats):
             _settle(optimizer, [flat for flat in self._flats if flat.optimizer is optimizer])
+        return behind
 
     def _name(self, piece: Piece) -> str:
         return self._names[id(piece.parameter)]
+
+
+def _own(slot: str, value: Any, own: int | None) -> Any:
+    """A slot of a flat buffer as one parameter has it, which may have had fewer steps than the buffer."""
+    if own is None or slot not in _COUNTERS:
+        return value
+    return torch.full_like(value, own) if isinstance(value, Tensor) else type(value)(own)
 
 
 def _part(flat: FlatGroup, piece: Piece, slot: str, value: Any) -> Any:

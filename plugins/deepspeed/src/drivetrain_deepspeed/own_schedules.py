@@ -36,6 +36,10 @@ class OwnSchedules:
         """The script moves the schedule of these itself."""
         self._of_script += optimizers
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Another optimizer has replaced this one."""
+        self._made.pop(id(optimizer), None)
+
     def step(self, optimizer: Optimizer, apply: Callable[[Optimizer], StepResult]) -> StepResult:
         """Apply one update under the file's schedule, and move that. Collective as ``apply`` is.
 

@@ -28,15 +28,25 @@ class PartitionedGradients(Gradients):
         self._known: set[int] = set()
         """Parameters that ever had a gradient."""
         self._first = True
+        self._closed = False
+        """A backward has closed the window, and no step of all has ended it."""
 
     def before_backward(self) -> None:
         zero = self._zero
         if zero._epilogue_ran_this_backward:  # noqa: SLF001
             # No forward came after the last backward: without this the next would overwrite what it left.
             zero.clear_backward_seen_flag()
-        if isinstance(self.factor, Tensor) or self.factor != 1.0:
+        if self._closed and zero.offload_optimizer:
+            # The script may have clipped these, or an optimizer has stepped with its own while others wait.
+            self.settle()
+            for group in zero.fp16_groups:
+                for each in group:
+                    if each.ds_id in self._written:
+                        self._part(each.ds_id).copy_(self._offloaded(each))
+        elif isinstance(self.factor, Tensor) or self.factor != 1.0:
             multiply_gradients([zero.grad_partitions_flat_buffer], self.factor)
             self.factor = 1.0
+        self._closed = False
 
     def after_backward(self, closing: bool) -> None:
         used: set[int] = self._zero._offload_boundary_param_ids  # noqa: SLF001
@@ -48,6 +58,7 @@ class PartitionedGradients(Gradients):
         else:
             self._written |= used
         self._known |= used
+        self._closed = closing
         if closing and self._zero.offload_optimizer:
             self._complete()
 
@@ -63,7 +74,8 @@ class PartitionedGradients(Gradients):
         return [self._part(each.ds_id) for group in zero.fp16_groups for each in group if id(each) in wanted]
 
     def end_window(self) -> None:
-        self.factor, self._first = 1.0, True
+        self.factor, self._first, self._closed = 1.0, True, False
+        self._zero.micro_step_id = 0
 
     def drop(self) -> None:
         self.end_window()
@@ -84,6 +96,8 @@ class PartitionedGradients(Gradients):
             self._zero.norm_for_param_grads = kept
         else:
             self._zero.averaged_gradients = kept
+        # A step begins a window for DeepSpeed, whose next backward would copy over what waits instead of adding to it.
+        self._zero.micro_step_id = 1
 
     def _part(self, number: int) -> Tensor:
         parts: dict[int, Tensor] = self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,7 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, TensorSpec, UnsupportedError, portable
+from drivetrain.api import PortableState, TensorSpec, UnsupportedError, UsageError, portable
 from drivetrain_deepspeed.gathering import full_tensors, update_whole
 from drivetrain_deepspeed.layout import FlatGroup, flat_groups, partition_of, partitioned
 from drivetrain_deepspeed.moments import Moments, OptimizerView
@@ -33,11 +34,35 @@ class RecordedGroups:
     groups: tuple[dict[str, Any], ...]
     optimizer: Optimizer
 
+    def restore(self) -> None:
+        """Give the optimizer back what it held, without state: its engine goes."""
+        for group, held in zip(self.groups, self.parameters, strict=True):
+            group["params"] = list(held)
+        self.optimizer.param_groups = list(self.groups)
+        self.optimizer.state = defaultdict(dict)
+        for name in ("state_dict", "load_state_dict", "add_param_group"):
+            vars(self.optimizer).pop(name, None)
+
     @classmethod
     def of(cls, optimizer: Optimizer) -> RecordedGroups:
         """Take them down; to be called before ``deepspeed.initialize``."""
         groups = tuple(optimizer.param_groups)
         return cls(tuple(tuple(group["params"]) for group in groups), groups, optimizer)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """State of an optimizer that goes on in another engine of the same model.
+
+    Args:
+        optimizer: the script's.
+        flats: of each flat buffer in order, identities of its parameters, its number of elements, its state.
+        whole: state by parameter, where there are no flat buffers.
+    """
+
+    optimizer: Optimizer
+    flats: tuple[tuple[tuple[int, ...], int, dict[str, Any]], ...]
+    whole: dict[Any, Any]
 
 
 @final
@@ -54,7 +79,62 @@ class EngineState:
     def __init__(self, module: nn.Module, optimizer: Any, recorded: Sequence[RecordedGroups] = ()) -> None:
         self._module, self._optimizer, self._recorded = module, optimizer, recorded
         self._moments: Moments | None = None
+        self.behind: dict[int, int] = {}
+        """Number of steps of the parameters that have had fewer than others of their group, by identity."""
         _check_known(optimizer)
+
+    def dissolve(self) -> None:
+        """Leave parameters and optimizers as they were before the engine, but for values. Not collective."""
+        _partition(self._optimizer)
+        for each in self._recorded:
+            each.restore()
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer, one of the engine's, holds a parameter that is not frozen now."""
+        its = next(each for each in self._recorded if each.optimizer is optimizer)
+        return any(parameter.requires_grad for held in its.parameters for parameter in held)
+
+    def carry(self, optimizer: Optimizer) -> Carried:
+        """State of one of the engine's optimizers, for an engine that is made after this one. Not collective.
+
+        Raises:
+            UsageError: it trains other parameters now than it has state of.
+        """
+        flats = flat_groups(self._optimizer)
+        if not flats:
+            its = next(each for each in self._recorded if each.optimizer is optimizer)
+            held = [parameter for each in its.parameters for parameter in each]
+            return Carried(optimizer, (), {each: optimizer.state[each] for each in held if each in optimizer.state})
+        its, mine = next(found for found in self._flats_of(flats) if found[0].optimizer is optimizer)
+        trained = {id(parameter) for held in its.parameters for parameter in held if parameter.requires_grad}
+        if trained != {id(piece.parameter) for flat in mine for piece in flat.pieces}:
+            raise UsageError(
+                f"an optimizer was prepared after its model, and the {type(optimizer).__name__} that goes on beside it "
+                "trains other parameters now than DeepSpeed has laid out for it",
+                cure="Prepare new optimizers for all parameters that train from now on.",
+            )
+        return Carried(
+            optimizer,
+            tuple((_members(flat), flat.flat.numel(), dict(flat.state)) for flat in mine),
+            {},
+        )
+
+    def take_over(self, carried: Carried) -> None:
+        """Give one of the engine's optimizers the state that it had in another. Not collective."""
+        carried.optimizer.state.update(carried.whole)
+        for each, mine in self._flats_of(flat_groups(self._optimizer)):
+            if each.optimizer is carried.optimizer:
+                for flat, (members, numel, state) in zip(mine, carried.flats, strict=True):
+                    assert (_members(flat), flat.flat.numel()) == (members, numel)
+                    if state:
+                        flat.optimizer.state[flat.flat] = state
+
+    def _flats_of(self, flats: Sequence[FlatGroup]) -> Iterator[tuple[RecordedGroups, list[FlatGroup]]]:
+        """The script's optimizers, each with its flat buffers."""
+        first = 0
+        for each in self._recorded:
+            mine = range(first, first := first + len(each.groups))
+            yield each, [flat for flat in flats if flat.group in mine]
 
     def portable_state(self) -> PortableState:
         """Ranges of the live master values and moments; what every rank holds whole as it is. Not collective.
@@ -69,6 +149,7 @@ class EngineState:
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         """Ranges of live master values and moments, laid out as they are here, whatever saved them. Not collective."""
+        self.behind = {}
         flats = flat_groups(self._optimizer)
         template = portable.portable_template(self._module, self._optimizers(flats), {} if flats else saved)
         self._moments = Moments(flats, portable.first_names(self._module), saved)
@@ -76,7 +157,10 @@ class EngineState:
         return template
 
     def load_portable_state(self, state: PortableState) -> None:
-        """Take over a filled template, and give every rank the parameters that follow from it. Collective."""
+        """Take over a filled template, and give every rank the parameters that follow from it. Collective.
+
+        :attr:`behind` is that of the checkpoint then.
+        """
         flats = flat_groups(self._optimizer)
         optimizers = self._optimizers(flats)
         _partition(self._optimizer)
@@ -88,7 +172,7 @@ class EngineState:
             for view in optimizers:
                 view.take_over()
                 loaded |= view.state
-            self._moments.take_over(state.tensors, loaded)
+            self.behind = self._moments.take_over(state.tensors, loaded)
         self._moments = None
         _spread(self._optimizer)
 
@@ -104,12 +188,7 @@ class EngineState:
         """What stands for the script's optimizers: they, or views of the flat buffers as they would see them."""
         if not flats:
             return [each.optimizer for each in self._recorded]
-        views, first = [], 0
-        for each in self._recorded:
-            mine = range(first, first := first + len(each.groups))
-            its = [flat for flat in flats if flat.group in mine]
-            views.append(OptimizerView(each.parameters, each.groups, its))
-        return views
+        return [OptimizerView(each.parameters, each.groups, mine, self.behind) for each, mine in self._flats_of(flats)]
 
     def _cut(self, flats: Sequence[FlatGroup]) -> dict[str, Tensor]:
         """``model.*`` of what ranks hold ranges of: live master values, else ZeRO-3's partitions."""
@@ -130,6 +209,10 @@ def _check_known(optimizer: Any) -> None:
             f"checkpoints do not know DeepSpeed's {type(optimizer).__name__}",
             cure="Set zero_stage to 1, 2 or 3 in the section `deepspeed:`.",
         )
+
+
+def _members(flat: FlatGroup) -> tuple[int, ...]:
+    return tuple(id(piece.parameter) for piece in flat.pieces)
 
 
 def _partition(optimizer: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from drivetrain_deepspeed.guard import Guard, in_parts
 from drivetrain_deepspeed.loading import plain_loads
 from drivetrain_deepspeed.own_schedules import STATE as SCHEDULES
 from drivetrain_deepspeed.own_schedules import OwnSchedules
-from drivetrain_deepspeed.state import EngineState
+from drivetrain_deepspeed.state import Carried, EngineState
 from drivetrain_sharding import check_step_hooks
 
 if TYPE_CHECKING:
@@ -59,6 +60,14 @@ class DeepSpeedTrainable(Trainable):
         self._ownerless: frozenset[int] = frozenset()
         self._guard: Guard | None = None
         self._known: frozenset[int] = frozenset()
+        self._replaced: WeakSet[Optimizer] = WeakSet()
+        """Optimizers of the script whose parameters later ones hold."""
+        self._refusing: list[Any] = []
+        """Hooks that refuse gradients of a model without an optimizer."""
+        self._before: Driver | None = None
+        """Of the engine that another is about to take over from."""
+        self._carried: list[Carried] = []
+        """State of the optimizers that go on in that one."""
         self._step_hooks: set[int] = set()
         """Hooks on steps that were tried."""
         if optimizers:
@@ -171,24 +180,71 @@ class DeepSpeedTrainable(Trainable):
         super().before_state_dict(replicated=not any(map(in_parts, self.module.parameters())))
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        self._check_replaced(optimizer)
         if self._driver is not None:
             with self._engine():
                 self._driver.drop(optimizer, set_to_none=set_to_none)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        if self._state is not None:
+        self._check_replaced(optimizer)
+        if self._driver is None and self._guard is not None:
             raise UsageError(
-                f"DeepSpeed's engine of {type(self.module).__name__} was made before this optimizer came",
-                cure="Prepare a model together with all of its optimizers.",
+                f"{type(self.module).__name__} was prepared without an optimizer, and ZeRO stage 3 has shared it out "
+                "for evaluation",
+                cure="Prepare a model together with an optimizer.",
             )
+        if self._state is not None:
+            self._dissolve()
+            self.optimizers.append(optimizer)
+            self._start()
+            return
         self.optimizers.append(optimizer)
         if isinstance(optimizer, DummyOptim):
             self._start()
+
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        if self._driver is not None:
+            self._driver.check_replaceable()
+        super().remove_optimizer(optimizer)
+        self._replaced.add(optimizer)
+        self.schedules.forget(optimizer)
+
+    def _check_replaced(self, optimizer: Optimizer) -> None:
+        if optimizer in self._replaced:
+            raise UsageError(
+                f"this {type(optimizer).__name__} was replaced by one that was prepared later, since they share "
+                f"parameters of {type(self.module).__name__}, which DeepSpeed steps by one optimizer, or since all of "
+                "its own were frozen then",
+                cure="Step the later one; or prepare this one's parameters again in a new optimizer.",
+            )
+
+    def _dissolve(self) -> None:
+        """Take the engine apart, so that another can be made of the same parameters. Collective over all ranks.
+
+        Optimizers that go on keep their state, and those of which all parameters are frozen go.
+        """
+        assert self._state is not None
+        before, state = self._driver, self._state
+        if before is not None:
+            before.check_replaceable()
+            for optimizer in [each for each in self.optimizers if not state.trains(each)]:
+                self.remove_optimizer(optimizer)
+        with self._engine():
+            self._take_in()
+            self._carried = [state.carry(each) for each in self.optimizers]
+            state.dissolve()
+        for handle in self._refusing:
+            handle.remove()
+        self._refusing = []
+        self.release()
+        self._before = before
 
     def portable_state(self) -> PortableState:
         saved = self._saved
         with self._engine():
             self._take_in()
+            if self._driver is not None:
+                saved.behind = self._driver.behind
             state = saved.portable_state()
         if self._backend.loss_scale is not None:
             state.extra[LOSS_SCALE] = self._backend.loss_scale.state()
@@ -211,8 +267,8 @@ class DeepSpeedTrainable(Trainable):
         here = self._saved
         with self._engine():
             here.load_portable_state(state)
-            if self._driver is not None and self._driver.writes is not None:
-                self._driver.writes.settle()
+            if self._driver is not None:
+                self._driver.loaded(here.behind)
         if self._backend.loss_scale is not None and state.extra.get(LOSS_SCALE):
             self._backend.loss_scale.load_state(state.extra[LOSS_SCALE])
         self.schedules.load(state.extra.get(SCHEDULES, ()))
@@ -252,7 +308,13 @@ class DeepSpeedTrainable(Trainable):
         if self._driver is None and self._dp_size > 1:
             for each in self.module.parameters():
                 if each.requires_grad:
-                    each.register_post_accumulate_grad_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+                    handle = each.register_post_accumulate_grad_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+                    self._refusing.append(handle)
+        for carried in self._carried:
+            self._state.take_over(carried)
+        before, self._before, self._carried = self._before, None, []
+        if before is not None and self._driver is not None:
+            self._driver.take_over(before)
 
     def _refuse_gradient(self, _: Tensor) -> None:
         raise UsageError(

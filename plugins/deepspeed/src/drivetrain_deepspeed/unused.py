@@ -1,7 +1,7 @@
 """Parameters that a window did not use stay as they are, as in one process, where they have no gradient.
 
 ZeRO steps a flat partition as a whole: what was not used has a gradient of zero there, by which momentum and weight
-decay would move it. Their ranges are put back after each step.
+decay would move it. Their ranges are put back after each step; a group of which nothing was used is passed over.
 
 Which parameters a window used is asked on this rank alone. DeepSpeed reduces gradients in buckets of what each rank
 has, so that it trains only where all ranks use the same.
@@ -9,7 +9,7 @@ has, so that it trains only where all ranks use the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -35,12 +35,23 @@ class Unused:
     def __init__(self, zero: Any, named: Callable[[int], str]) -> None:
         self._zero, self._named = zero, named
         self._now: frozenset[int] = frozenset()
-        self._missed: set[int] = set()
-        """Parameters that an earlier step of their optimizer left alone."""
-        self._trained = frozenset(id(piece.parameter) for flat in flat_groups(zero) for piece in flat.pieces)
+        self.behind: dict[int, int] = {}
+        """Parameters that an earlier step of their optimizer left alone: how many of its steps each has had."""
+        flats = flat_groups(zero)
+        self._trained = frozenset(id(piece.parameter) for flat in flats for piece in flat.pieces)
+        self._members = [frozenset(id(piece.parameter) for piece in flat.pieces) for flat in flats]
+        self._groups = {number: index for index, members in enumerate(self._members) for number in members}
+        self._idle: frozenset[int] = frozenset()
+        """Flat groups that the step under way passes over."""
+        self._back: frozenset[int] = frozenset()
+        """Of those, the ones that the step under way updates."""
+        self._counts_now: dict[int, int] = {}
+        """Steps that parameters have had which the step under way is the first to leave alone."""
         theirs: Callable[[int], None] = zero._optimizer_step  # noqa: SLF001
 
         def step(index: int) -> None:
+            if index in self._idle:
+                return
             if self._now:
                 self._keeping(theirs, index)
             else:
@@ -61,21 +72,37 @@ class Unused:
                 parameter, ZeRO one number for all.
         """
         mine = held & self._trained
-        back = used & mine & self._missed
+        back = frozenset(used & mine & self.behind.keys())
         if back and not isinstance(optimizer, _WITHOUT_COUNT) and self._counts(optimizer):
             raise UnsupportedError(
                 f"{self._named(next(iter(back)))} has a gradient again, and earlier windows used others without it: "
                 f"ZeRO keeps one count of steps for all parameters of a group, which {type(optimizer).__name__} reads",
-                cure="Use every parameter in every window (add `0.0 * p.sum()` to the loss), give those that are used "
-                "now and then to an optimizer of their own, or use zero_stage: 0.",
+                cure="Before prepare, give parameters that are used now and then to a group or an optimizer of their "
+                "own; or use zero_stage: 0.",
             )
         self._now = mine - used if not mine <= used else frozenset()
+        self._back = back
+        if self._now:
+            # Torch's own count steps nowhere but in the state of each parameter; others may count in their groups.
+            if type(optimizer).__module__.startswith("torch.optim."):
+                self._idle = frozenset(index for index, each in enumerate(self._members) if each <= self._now)
+            counts = [_count(flat) for flat in flat_groups(self._zero)]
+            left = {number for number in self._now - self.behind.keys() if self._groups[number] not in self._idle}
+            self._counts_now = {number: counts[self._groups[number]] for number in left}
 
     def end(self, *, applied: bool) -> None:
         """That step is over."""
-        if applied and self._now:
-            self._missed |= self._now
-        self._now = frozenset()
+        if applied:
+            for number in self._back:
+                self.behind[number] += 1
+            if self._now:
+                self.behind |= self._counts_now
+        self._now = self._back = self._idle = frozenset()
+        self._counts_now = {}
+
+    def resume(self, behind: Mapping[int, int]) -> None:
+        """A checkpoint was loaded, in which these parameters had fewer steps than others of their group."""
+        self.behind = dict(behind)
 
     def _counts(self, optimizer: Optimizer) -> bool:
         slots = [slot for state in optimizer.state.values() for slot in state.values()]
@@ -98,6 +125,11 @@ class Unused:
                     tensor[each].zero_()  # The step made this slot; one process has none yet.
                 else:
                     tensor[each].copy_(values)
+
+
+def _count(flat: FlatGroup) -> int:
+    """Steps that this group has had; 1 for any number where its optimizer keeps none."""
+    return int(flat.state.get("step", 1)) if flat.state else 0
 
 
 def _tensors(flat: FlatGroup) -> dict[str, Tensor]:

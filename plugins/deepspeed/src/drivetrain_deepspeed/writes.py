@@ -89,9 +89,15 @@ class Writes:
                 raise UnsupportedError(
                     f"{self._named(parameter)} was frozen when it was prepared and is not any more, and ZeRO updates "
                     "only what it has shared out then",
-                    cure="Prepare it with requires_grad=True in an optimizer of its own that does not step yet, or use "
-                    "zero_stage: 0.",
+                    cure="Prepare a new optimizer once it is unfrozen, whose state begins anew: optimizer = "
+                    "accelerator.prepare(torch.optim.AdamW(model.parameters())). Or prepare it with "
+                    "requires_grad=True in an optimizer of its own that does not step yet.",
                 )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether parameters are masters in a lower precision."""
+        return any(part.dtype != master.dtype for part, master in self._pairs)
 
     @torch.no_grad()
     def take_in(self) -> None:

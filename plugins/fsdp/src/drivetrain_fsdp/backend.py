@@ -282,6 +282,11 @@ class FSDPTrainable(TorchTrainable):
         self._note_kind(optimizer, whole=whole)
         self.optimizers.append(optimizer)
 
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        super().remove_optimizer(optimizer)
+        self._backend.owners.pop(id(optimizer), None)
+        self._groups_known.pop(id(optimizer), None)
+
     def portable_state(self) -> PortableState:
         self._settle()
         state = super().portable_state()

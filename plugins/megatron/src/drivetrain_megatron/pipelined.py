@@ -217,6 +217,9 @@ class PipelinedTrainable(Trainable):
         remap(optimizer, self._former, self.module, self._part)
         self._stepping.add(optimizer)
 
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        self._stepping.remove(optimizer)
+
     @passing_over
     def portable_state(self) -> PortableState:
         return state.of_stage(self._stepping.portable_state(), self._share, self._group)

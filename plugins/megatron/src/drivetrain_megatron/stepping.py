@@ -64,6 +64,11 @@ class Stepping:
         if self._parts is not None:
             self._parts.divide([optimizer])
 
+    def remove(self, optimizer: Optimizer) -> None:
+        """Forget one that a later one replaces."""
+        self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
+        self._seen_state.pop(id(optimizer), None)
+
     def lay_out(self, how: str, mesh: DeviceMesh) -> None:
         """Share state or parameters out over the data-parallel ranks. Collective over them.
 

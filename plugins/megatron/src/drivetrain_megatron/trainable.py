@@ -120,6 +120,9 @@ class MegatronTrainable(Trainable):
         remap(optimizer, self._former, self.module, self._cut)
         self._stepping.add(optimizer)
 
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        self._stepping.remove(optimizer)
+
     def lay_out(self, how: str, mesh: DeviceMesh) -> None:
         """See :meth:`drivetrain_megatron.stepping.Stepping.lay_out`."""
         self._stepping.lay_out(how, mesh)

@@ -114,6 +114,9 @@ class ShardedStepping:
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.optimizers.append(optimizer)
 
+    def remove(self, optimizer: Optimizer) -> None:
+        """Keep it: Megatron-Core has laid out its buffers for this one, so that :meth:`add` refuses a later one."""
+
     def _grouped(self) -> Iterator[list[nn.Parameter]]:
         """Megatron-Core's parameters for each group of the user's."""
         index_of = {id(one): index for index, group in enumerate(self._ours) for one in group}

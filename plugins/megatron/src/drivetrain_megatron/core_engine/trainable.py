@@ -166,6 +166,9 @@ class CoreTrainable(Trainable):
         remap(optimizer, self._former, self.module, partial(packing.part, self.module))
         self._stepping.add(optimizer)
 
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        self._stepping.remove(optimizer)
+
     @passing_over
     def portable_state(self) -> PortableState:
         return state.of_stage(self._stepping.portable_state(), self._share, self.pipeline.group)
