@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+# Nine processes that import torch and DeepSpeed; core/tests/launch starts the same job by each launcher under ddp.
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import argparse, json, os
     import torch
@@ -121,7 +124,6 @@ def found(tmp_path_factory) -> dict[str, list[dict]]:
     return results
 
 
-@pytest.mark.slow
 def test_every_launcher_starts_the_same_job(found):
     assert {name: [rank["world"] for rank in ranks] for name, ranks in found.items()} == {
         "drivetrain": [2, 2],

@@ -59,6 +59,7 @@ WAYS: dict[str, tuple[tuple[str | Path, ...], dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.gate("drivetrain", "drivetrain-mesh")
 def test_every_launcher_gives_the_same_curve(reference, tmp_path, way):
     words, environment, world = WAYS[way]
     run(*words, tmp_path / "losses.json", **environment)
@@ -67,6 +68,7 @@ def test_every_launcher_gives_the_same_curve(reference, tmp_path, way):
     assert found["losses"] == pytest.approx(reference, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_example_is_unchanged(tmp_path):
     """Handwritten digits, one epoch: AdamW magnifies the last place of the first update a little in each of 45."""
     curves = {}

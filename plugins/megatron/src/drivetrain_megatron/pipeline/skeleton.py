@@ -380,12 +380,15 @@ class Skeleton:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._written is None:
-                self._written = _Written(self.mode)
+                written = self._written = _Written(self.mode)
                 try:
-                    with self._written:
-                        return forward(*args, **kwargs)
+                    with written:
+                        output = forward(*args, **kwargs)
                 finally:
                     self._written = None
+                if written.foreign is not None:
+                    refuse_foreign(written.foreign, self.module)
+                return output
             try:
                 with quiet():
                     return self._written.seen(inner(*args, **kwargs))
@@ -414,6 +417,8 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._storages: dict[int, Tensor] = {}
+        self.foreign: nn.Parameter | None = None
+        """A trained parameter that is computed with and is not of the module."""
 
     def seen(self, output: Any) -> Any:
         """What a module returned, as the code that follows may see it."""
@@ -438,6 +443,10 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given, named = tree_map(self._shown, (args, kwargs))
         else:
             given, named = args, kwargs
+        if self.foreign is None:
+            # Those of the module have no values here.
+            parameters = (one for one in tree_leaves((args, kwargs)) if type(one) is nn.Parameter)
+            self.foreign = next((one for one in parameters if one.requires_grad and not is_absent(one)), None)
         result = func(*given, **named)
         if not func._schema.is_mutable or not any(map(is_absent, tree_leaves((given, named)))):  # noqa: SLF001
             return result
@@ -450,6 +459,21 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if type(one) in (Tensor, nn.Parameter):
                 self._storages[one.untyped_storage()._cdata] = one  # noqa: SLF001
         return targets[0] if len(targets) == 1 and isinstance(result, Tensor) else result
+
+
+def refuse_foreign(parameter: nn.Parameter, module: nn.Module) -> None:
+    """Raise where a forward computes with a parameter that its stage's rank alone would train.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"the forward of {type(module).__name__} computes with a parameter of shape {tuple(parameter.shape)} that is "
+        "not one of its own, as in layers that a plain list holds, and of the ranks of a pipeline one alone would "
+        "train it",
+        cure="Register it: layers in an nn.ModuleList, a parameter as an attribute of the module; or freeze it, "
+        "requires_grad_(False).",
+    )
 
 
 @contextmanager
