@@ -212,7 +212,7 @@ def test_a_closures_loss_comes_back_from_the_step():
     accelerator.end_training()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_models_of_torchscript_are_refused_in_words():
     accelerator = Accelerator()
     model = nn.Linear(3, 1)

@@ -503,7 +503,25 @@ def _mixes_rows(node: Any, *, linear: bool) -> bool:
         name in _MIXES_ROWS
         or _base(name) in _MIXING
         or (name in _OVER_DIMS and not _keeps_rows(node, linear=linear))
+        or (name == "GatherBackward0" and _gathers_rows(node))
     )
+
+
+def _gathers_rows(node: Any) -> bool:
+    """Whether it picks along the dimension of the batch, which may have been moved to another place before."""
+    dims = node._saved_index.dim()  # noqa: SLF001
+    if not dims or _signed(int(node._saved_dim)) % dims == 0:  # noqa: SLF001
+        return True
+    below = _next(node)
+    for _ in range(8):
+        if below is None or below.name() not in _VIEWS:
+            return False
+        if below.name() == "PermuteBackward0":
+            return True
+        if below.name() == "TransposeBackward0" and 0 in (below._saved_dim0, below._saved_dim1):  # noqa: SLF001
+            return True
+        below = _next(below)
+    return False
 
 
 def _keeps_rows(node: Any, *, linear: bool) -> bool:
