@@ -32,6 +32,7 @@ def test_mistake_is_caught(mistake: str, case: str, tmp_path: Path) -> None:
 
 
 NAMED = {
+    ("tearsmemory", "scripts.parameters_in_one_memory"): "^two parameters in one memory: no error",
     ("stepsonnothing", "scripts.steps_without_a_backward"): r"^optimizer.step\(\) before any backward: it did not r",
     ("knowstensorsintrees", "scripts.outputs_of_any_type"): "^an output that is a dataclass: no error",
     ("runshooksonparts", "scripts.hooks_of_parameters"): "^a hook that clamps a gradient: no error",

@@ -8,10 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from toy_backend import CAPABILITIES
+from toy_backend import CAPABILITIES, ToyTrainable
 from wrong_base import Mistake
 
 from drivetrain.api import Topology
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+class TearsMemory(Mistake):
+    """Moves parameters into its own flat memory in the first forward, those that shared memory apart."""
+
+    caught_by = ("scripts.parameters_in_one_memory",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, backend: Any, model: Any, optimizers: Any) -> None:
+            together = [parameter.data for parameter in model.parameters()]
+            super().__init__(backend, model, optimizers)
+            self.moved = [parameter.data for parameter in model.parameters()]
+            for parameter, data in zip(model.parameters(), together, strict=True):
+                parameter.data = data
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            for parameter, data in zip(self.module.parameters(), self.moved, strict=True):
+                parameter.data = data
+            return super().forward(*args, **kwargs)
+
 
 # ---- what is declared -----------------------------------------------------------------------------------------------
 

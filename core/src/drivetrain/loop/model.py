@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from drivetrain.distributed.watchdog import note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
+from drivetrain.loop.shared_memory import check_still_frozen
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -45,6 +46,7 @@ class PreparedModel:
         buffers: keeps them the same on all ranks; ``None`` where the engine does, or where there are none.
         idle_buffers: what ``buffers`` becomes when the script registers one.
         replicated: the backend's capability of that name.
+        stay_frozen: names of parameters that must not be trained, see :meth:`SharedMemory.add`.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
         hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
     """
@@ -62,6 +64,7 @@ class PreparedModel:
     buffers: Buffers | None = None
     idle_buffers: Buffers | None = None
     replicated: bool = True
+    stay_frozen: Sequence[str] = ()
     inner: nn.Module | None = None
     hooks_tried: tuple[int, bool] = (-1, False)
 
@@ -137,6 +140,8 @@ class PreparedModule(nn.Module):
             _refuse_transforms(self)
         if torch.is_grad_enabled():
             prepared.active = True
+            if prepared.stay_frozen:
+                check_still_frozen(self, prepared.stay_frozen)
         if prepared.buffers is not None:
             prepared.buffers.before_forward()
         prepared.inside.add(thread)

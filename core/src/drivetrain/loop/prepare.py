@@ -29,6 +29,7 @@ from drivetrain.loop.model import (
 )
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watch_unprepared_steps
 from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine, scheduler_without_engine
+from drivetrain.loop.shared_memory import SharedMemory
 
 
 @final
@@ -54,6 +55,7 @@ class Preparer:
     ) -> None:
         self._backend, self._loop = backend, loop
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
+        self._memory = SharedMemory(type(backend).__name__, moves=not backend.capabilities.replicated)
         self.optimizers = loop.optimizers
         self.schedulers: list[PreparedScheduler] = []
         watch_unprepared_steps(loop)
@@ -71,6 +73,7 @@ class Preparer:
         # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         before = list(self.optimizers)
         results: list[Any] = [self.optimizer(each, before) if is_optimizer(each) else each for each in objects]
+        self._check_memory([each for each in results if is_model(each)])
         results = [self.model(each) if is_model(each) else each for each in results]
         self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
@@ -84,6 +87,7 @@ class Preparer:
             # Another accelerator prepared it, and no longer trains it.
             restore(module)
         _refuse_kind(module, self._backend)
+        self._check_memory([module])
         capabilities = self._backend.capabilities
         check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
@@ -102,7 +106,9 @@ class Preparer:
         for optimizer in mine:
             optimizer.given = [each for each in optimizer.given if id(each) not in own]
         held = [_names(optimizer.source, module) for optimizer in mine]
+        frozen, shared = self._memory.add(module), self._memory.pairs(module)
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
+        self._memory.check_kept(module, shared)
         model = PreparedModel(
             trainable,
             module,
@@ -110,6 +116,7 @@ class Preparer:
             self._loop.manual,
             plain_class=plain_class,
             replicated=capabilities.replicated,
+            stay_frozen=frozen,
         )
         if training and not trainable.settles_buffers:
             model.idle_buffers = Buffers(trainable.module, self._backend.topology)
@@ -210,8 +217,16 @@ class Preparer:
         """Drop all prepared objects; models get their own classes back."""
         for model in self._loop.models:
             restore(model.source)
-        for kept in (self.optimizers, self.schedulers, self._loop.models):
+        for kept in (self.optimizers, self.schedulers, self._loop.models, self._memory):
             kept.clear()
+
+    def _check_memory(self, modules: Sequence[nn.Module]) -> None:
+        if self._backend.capabilities.replicated:
+            return
+        theirs = {id(each) for module in modules for each in module.parameters()}
+        given = [each for optimizer in self.optimizers for each in optimizer.given if id(each) not in theirs]
+        trainables = [model.trainable for model in self._loop.models]
+        self._memory.check(modules, [each for each in given if not any(one.shares([each]) for one in trainables)])
 
 
 def is_model(value: Any) -> bool:

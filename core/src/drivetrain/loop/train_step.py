@@ -15,6 +15,7 @@ from drivetrain.errors import UsageError
 from drivetrain.loop.accumulation import Items, TrainingLoop
 from drivetrain.loop.model import PreparedModel
 from drivetrain.loop.optimizer import PendingStep, PreparedOptimizer
+from drivetrain.loop.shared_memory import check_still_frozen
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -89,6 +90,8 @@ def train_step(
     loose = loop.loose if loop.loose.parameters else None
     if loose is not None:
         loss_fn = _Judged(loss_fn, lambda loss, _batch: loose.before_backward(loss, weight / denominator))
+    if model.stay_frozen:
+        check_still_frozen(model.source, model.stay_frozen)
     with model.running():
         local = model.trainable.forward_backward(
             [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator

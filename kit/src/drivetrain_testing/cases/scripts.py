@@ -81,6 +81,20 @@ class Tied(Encoder):
         return logits
 
 
+class InOneMemory(Encoder):
+    """Two parameters share their memory: what one update writes, both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8, models.CLASSES)
+        self.again.weight.data = self.head.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encode(x)
+        logits: Tensor = self.head(features) + self.again(features.square())
+        return logits
+
+
 class Writing(Encoder):
     """Forward writes what it computes from its batch to a parameter."""
 
@@ -434,6 +448,12 @@ def steps_without_a_backward(kit: Kit) -> None:
         refused = True
     assert refused, "optimizer.step() before any backward: it did not raise UsageError"
     assert_same_state(full_state(accelerator, model), before, 0.0)
+
+
+@case()
+def parameters_in_one_memory(kit: Kit) -> None:
+    """Two parameters that share their memory stay together, or ``prepare`` refuses them."""
+    compare(kit, "two parameters in one memory", kind=InOneMemory)
 
 
 @case()

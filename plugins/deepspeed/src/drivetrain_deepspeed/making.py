@@ -76,6 +76,11 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         assert isinstance(optimizers[0], DummyOptim)
         elementwise.check_described(str(described["type"]), backend.config.stage)
         given = {"model_parameters": optimizers[0].given_groups()}
+    if backend.config.stage == 3:
+        # It compares parameters between ranks byte by byte, as views that only contiguous ones have.
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
     engine = _initialize(backend, model, config, **given)
     private_names.check_engine(engine)
     steps = list(optimizers)

@@ -1,0 +1,260 @@
+"""Refuses parameters that share memory under engines that move parameters, where they would come apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from drivetrain.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory of a parameter or buffer.
+
+    Args:
+        name: of it, in its model.
+        model: class of its model; empty for a parameter that no model holds.
+        owner: identifies its model.
+        tensor: returns it, or ``None`` once it is gone.
+        is_parameter: it is no buffer.
+        space: 0, or identifies the storage of a tensor on meta, which has no addresses.
+        begin, end: byte addresses, on meta bytes from the beginning of the storage.
+        storage: identifies its storage.
+    """
+
+    name: str
+    model: str
+    owner: int
+    tensor: Callable[[], Tensor | None]
+    is_parameter: bool
+    space: int
+    begin: int
+    end: int
+    storage: int
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name} of {self.model}" if self.model else self.name
+
+    @property
+    def is_frozen(self) -> bool:
+        tensor = self.tensor()
+        return self.is_parameter and tensor is not None and not tensor.requires_grad
+
+    def overlaps(self, other: _Place) -> bool:
+        """Whether an element belongs to both; once a tensor is gone, whether a byte does."""
+        if self.begin >= other.end or other.begin >= self.end:
+            return False
+        one, another = self.tensor(), other.tensor()
+        if one is None or another is None or one.dtype != another.dtype:
+            return True
+        if one.is_contiguous() or another.is_contiguous():
+            return True
+        # Columns of one matrix lie between each other and share no element.
+        first = min(self.begin, other.begin)
+        size = one.element_size()
+        marks = torch.zeros((max(self.end, other.end) - first) // size, dtype=torch.uint8)
+        for place, tensor in ((self, one), (other, another)):
+            marks.as_strided(tensor.shape, tensor.stride(), (place.begin - first) // size).add_(1)
+        return bool((marks > 1).any())
+
+
+def _place(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: bool) -> _Place | None:
+    wraps: Any = is_traceable_wrapper_subclass
+    if tensor.layout is not torch.strided or wraps(tensor) or not tensor.numel():
+        return None
+    storage = tensor.untyped_storage()
+    try:
+        allocated = tensor.is_meta or storage.data_ptr()
+    except RuntimeError:  # A lazy device has no addresses, and no two of its tensors are in one memory.
+        allocated = False
+    if not allocated:
+        return None
+    identity = storage._cdata  # noqa: SLF001 (identifies a storage, as in torch.multiprocessing)
+    begin = int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = begin + (int(last) + 1) * tensor.element_size()
+    model = "" if owner is None else type(owner).__name__
+    space = identity if tensor.is_meta else 0
+    return _Place(name, model, id(owner), ref(tensor), is_parameter, space, begin, end, identity)
+
+
+def _places(module: nn.Module) -> list[_Place]:
+    parameters = [_place(name, module, each, is_parameter=True) for name, each in module.named_parameters()]
+    buffers = [_place(name, module, each, is_parameter=False) for name, each in module.named_buffers()]
+    return [place for place in (*parameters, *buffers) if place is not None]
+
+
+def _overlapping(places: Iterable[_Place]) -> Iterator[tuple[_Place, _Place]]:
+    """Pairs of different tensors in one memory, a parameter among them at least, which comes first."""
+    ordered = sorted(places, key=lambda place: (place.space, place.begin))
+    for index, place in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other.space != place.space or other.begin >= place.end:
+                break
+            if place.tensor() is other.tensor() or not (place.is_parameter or other.is_parameter):
+                continue
+            if place.overlaps(other):
+                yield (place, other) if place.is_parameter else (other, place)
+
+
+def _num_tensors(place: _Place) -> int:
+    """Number of tensors, whoever holds them, in the storage of this one."""
+    tensor = place.tensor()
+    if tensor is None:
+        return 0
+    # One of the references is the storage's own Python object.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # noqa: SLF001
+
+
+@final
+class SharedMemory:
+    """Refuses models with parameters that share memory.
+
+    Args:
+        engine: its name in errors.
+        moves: the engine moves parameters. One that does not may keep them together.
+    """
+
+    def __init__(self, engine: str, *, moves: bool) -> None:
+        self._engine, self._moves = engine, moves
+        self._earlier: list[tuple[StorageWeakRef, _Place]] = []
+
+    def pairs(self, module: nn.Module) -> dict[frozenset[str], UnsupportedError]:
+        """Parameters that share memory with one another or with buffers, if the engine may keep them together.
+
+        Returns:
+            The error for each pair, by their names. It refers to no tensor, which an engine may exchange.
+        """
+        if self._moves:
+            return {}
+        found = _overlapping(_places(module))
+        return {frozenset((one.name, other.name)): self._two_in_one(one, other) for one, other in found}
+
+    def check_kept(self, module: nn.Module, pairs: Mapping[frozenset[str], UnsupportedError]) -> None:
+        """Compare with what :meth:`pairs` found before the engine prepared the model. Not collective.
+
+        Raises:
+            UnsupportedError: the engine has moved them apart, or to a device one by one, as ``model.to(device)`` does.
+        """
+        kept = self.pairs(module) if pairs else {}
+        for names, error in pairs.items():
+            if names not in kept:
+                raise error
+
+    def check(self, modules: Sequence[nn.Module], loose: Iterable[Tensor] = ()) -> None:
+        """Compare models that are about to be prepared with each other and with those before. Not collective.
+
+        Two parameters that are both frozen have the same values on any engine as long as they stay so, see :meth:`add`.
+
+        Args:
+            modules: the models.
+            loose: parameters of prepared optimizers that neither these nor earlier models hold.
+
+        Raises:
+            UnsupportedError: two parameters, or a parameter and a buffer, share memory; or several parameters are
+                slices of a tensor that the script holds.
+        """
+        places = [place for module in modules for place in _places(module)]
+        beside = [_place("a parameter that no model holds", None, each, is_parameter=True) for each in loose]
+        places += [each for each in beside if each is not None]
+        for one, other in _overlapping([*self._before(places), *places]):
+            if not (one.is_frozen and other.is_frozen):
+                raise self._two_in_one(one, other)
+        self._check_slices(places)
+
+    def add(self, module: nn.Module) -> list[str]:
+        """Remember a checked model that the engine is about to prepare. Not collective.
+
+        Returns:
+            Names of its frozen parameters that share memory with another frozen one: see :func:`check_still_frozen`.
+        """
+        if not self._moves:
+            return []
+        mine = [place for place in _places(module) if place.is_parameter]
+        shared = {id(place.tensor()) for pair in _overlapping([*self._before(mine), *mine]) for place in pair}
+        self._earlier += [
+            (StorageWeakRef(tensor.untyped_storage()), place)  # type: ignore[no-untyped-call]
+            for place in mine
+            if (tensor := place.tensor()) is not None
+        ]
+        return [place.name for place in mine if id(place.tensor()) in shared]
+
+    def clear(self) -> None:
+        """Forget the models so far, which are no longer prepared."""
+        self._earlier.clear()
+
+    def _before(self, places: Sequence[_Place]) -> list[_Place]:
+        """Parameters of earlier calls in the storages of these, wherever an engine has moved them since."""
+        self._earlier = [(storage, place) for storage, place in self._earlier if not storage.expired()]  # type: ignore[no-untyped-call]
+        known = {place.storage for place in places}
+        return [place for storage, place in self._earlier if storage.cdata in known]
+
+    def _check_slices(self, places: Sequence[_Place]) -> None:
+        by_storage: dict[int, list[_Place]] = {}
+        for place in places:
+            by_storage.setdefault(place.storage, []).append(place)
+        for mine in by_storage.values():
+            parameters = [place for place in mine if place.is_parameter]
+            if len(parameters) < 2 or all(place.is_frozen for place in parameters):
+                continue
+            if _num_tensors(parameters[0]) > len({id(place.tensor()) for place in mine}):
+                names = " and ".join(place.full_name for place in parameters[:2])
+                raise UnsupportedError(
+                    f"{names} are slices of one tensor that the script still holds, and {self._engine} moves "
+                    "parameters: what is written to that tensor would not reach them any more",
+                    cure="Before prepare write: for p in model.parameters(): p.data = p.data.clone(). After it, write "
+                    "to the parameters themselves.",
+                )
+
+    def _two_in_one(self, one: _Place, other: _Place) -> UnsupportedError:
+        kind = "two parameters" if other.is_parameter else "a parameter and a buffer"
+        where = f"{one.full_name} and {other.full_name}"
+        if one.owner == other.owner:
+            where = f"{one.name} and {other.full_name}"
+        # The parameters of an earlier model are the engine's by now, and may have neither.
+        here = (one.tensor(), other.tensor()) if one.owner == other.owner else ()
+        views = [(tuple(each.shape), each.stride()) for each in here if each is not None]
+        if not other.is_parameter:
+            advice = f"Compute with the parameter itself where {other.name} is used"
+        elif one.owner != other.owner:
+            advice = "Put both into one module that is prepared as a whole, and assign the one parameter to both names"
+        elif len(views) < 2 or views[0] == views[1]:
+            advice = f"Tie them as one parameter, {other.name} = {one.name}"
+        elif views[0] == (views[1][0][::-1], views[1][1][::-1]):
+            advice = f"Use the one parameter for both, as in F.linear(h, {one.name}.t())"
+        else:
+            advice = f"Use the larger parameter for both, as in F.linear(x, {one.name}[:4])"
+        return UnsupportedError(
+            f"{where} are {kind} in one memory, and {self._engine} moves parameters, so that they would come apart",
+            cure=f"{advice}; or give each its own memory before prepare: "
+            f"{other.name}.data = {other.name}.data.clone().",
+        )
+
+
+def check_still_frozen(module: nn.Module, names: Sequence[str]) -> None:
+    """Refuse to train a parameter that was frozen at ``prepare`` and shared memory with another one then.
+
+    Args:
+        module: the prepared model.
+        names: what :meth:`SharedMemory.add` returned.
+
+    Raises:
+        UnsupportedError: one of them requires a gradient by now.
+    """
+    for name in names:
+        if module.get_parameter(name).requires_grad:
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__} was frozen when it was prepared and shared its memory with another "
+                "parameter, which would not follow its updates",
+                cure="Tie them as one parameter before prepare, or give each its own memory before prepare: "
+                f"{name}.data = {name}.data.clone().",
+            )
