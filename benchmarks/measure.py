@@ -144,13 +144,11 @@ def import_engines(groups: Iterable[str]) -> None:
     For quick runs: ranks that have more modules than they use start later and hold more memory. Not where there is an
     accelerator, which DeepSpeed would open before the ranks are there.
     """
-    import torch
-
     from drivetrain_testing import preload
 
-    if not torch.accelerator.is_available():
-        wanted = [name for group in groups for name in ENGINES.get(group, ())]
-        preload(*(name for name in wanted if importlib.util.find_spec(name.partition(".")[0]) is not None))
+    wanted = [name for group in groups for name in ENGINES.get(group, ())]
+    installed = [name for name in wanted if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    preload(*installed, opens_accelerators=True)
 
 
 def measure_steps(quick: bool) -> Iterator[Section]:
@@ -341,29 +339,34 @@ def measure_gpu(quick: bool) -> Iterator[Section]:
 
     model = "a Llama-shaped model of 1.1 billion parameters in bf16, activation checkpointing, one device"
     gigabytes = f"{zero_offload.LIMIT_BYTES / 1e9:.0f} GB"
-    parts = {
-        f"fsdp, {model}": llama,
-        f"deepspeed, ZeRO-3 with CPU offload: {model} held to {gigabytes}; bare is DeepSpeed by hand": zero_offload,
-    }
-    for title, part in parts.items():
+    offloaded = f"deepspeed, ZeRO-3 with CPU offload: {model} held to {gigabytes}; bare is DeepSpeed by hand"
+    # A step with offload takes seconds.
+    parts: list[tuple[str, Any, tuple[int, int]]] = [
+        (f"fsdp, {model}", llama, (3, 10)), (offloaded, zero_offload, (1, 6)),
+    ]
+    for title, part, full in parts:
         reason = part.unable()
         if reason is not None:
             yield Section(title, "wall", "ms", "step", {}, remarks=[f"skipped: {reason}"])
             continue
         device = torch.accelerator.current_accelerator()
         assert device is not None
-        samples, meaning = _spawn(part.measure, 1, llama.Shape(), device.type, 1 if quick else 3, 2 if quick else 10)
+        size = (1, 2) if quick else full
+        samples, meaning = _spawn(part.measure, 1, llama.Shape(), device.type, *size)
         yield Section(title, "wall", "ms", "step", samples, remarks=meaning)
 
 
 def conditions() -> list[str]:
     """What the numbers hold for."""
+    import torch
+
+    where = f"and {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU only, gloo"
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     found = ", ".join(f"{name} {version}" for name, version in peers.versions().items())
     missing = [name for name in peers.PEERS if name not in peers.present()]
     lines = [
         f"{found}, Python {platform.python_version()}",
-        f"{os.cpu_count()} cores ({platform.machine()}), CPU only, gloo; load average at the start {load}",
+        f"{os.cpu_count()} cores ({platform.machine()}), {where}; load average at the start {load}",
     ]
     return lines + ([f"Not installed here, so not measured: {', '.join(missing)}"] if missing else [])
 

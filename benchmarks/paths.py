@@ -509,7 +509,7 @@ def all_traces(groups: list[str]) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     wanted = {name: place for name, place in PLACES.items() if name in groups and missing(place) is None}
     if "deepspeed" in wanted:
-        preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+        preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", opens_accelerators=True)
     for name, place in wanted.items():
         if name == "single":
             traces[f"{name} {NEW}"] = count_program(NEW)

@@ -26,8 +26,10 @@ def present() -> list[str]:
 
 def versions() -> dict[str, str]:
     """Versions of what is measured."""
-    names = ["torch", "drivetrain", *(PEERS[name] for name in present())]
-    return {name: metadata.version(name) for name in names}
+    distributions = metadata.packages_distributions()
+    # A peer's module may come with a larger distribution, as lightning_fabric does with lightning.
+    peers = [distributions.get(MODULES[name], [PEERS[name]])[0] for name in present()]
+    return {name: metadata.version(name) for name in ["torch", "drivetrain", *peers]}
 
 
 def world_size() -> int:

@@ -52,6 +52,9 @@ def measure(
     """
     os.environ["DS_ACCELERATOR"] = device
     peers.begin()
+    if device != "cpu":
+        # The optimizer's step runs on the CPU, where a user has all cores.
+        torch.set_num_threads(os.cpu_count() or 1)
     torch.distributed.init_process_group("gloo" if device == "cpu" else None)
     import deepspeed.ops
 

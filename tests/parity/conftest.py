@@ -11,7 +11,7 @@ from drivetrain_testing import preload
 
 if find_spec("deepspeed") is not None:
     # Slow to import; the second is imported by the first engine of a process.
-    preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+    preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", opens_accelerators=True)
 
 WORLD_SIZES = (1, 2, 4)
 

@@ -29,7 +29,7 @@ def main() -> None:
     wanted = tuple(arguments.backend or [""])
     places = [place for place in matrix.places.values() if place.name.startswith(wanted)]
     if any(place.config["distributed_type"] == "deepspeed" for place in places):
-        preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+        preload("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", opens_accelerators=True)
     preload("transformers.models.llama.modeling_llama")
     with contextlib.redirect_stdout(io.StringIO()):
         expected = worlds.references(names, matrix)

@@ -242,7 +242,10 @@ class Accelerator(ProcessControl):
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer whose model is prepared already, or will be. State follows its parameters' device."""
+        """Prepare an optimizer whose model is prepared already, or will be. State follows its parameters' device.
+
+        Collective over all ranks where it holds parameters of no model, which are compared between them.
+        """
         prepared = self._preparer.optimizer(optimizer)
         self._loop.find_loose()
         return prepared

@@ -154,3 +154,14 @@ def test_the_accelerators_generator_is_captured_and_restored() -> None:
     torch.rand(4, device=device)
     restore_rng(captured, device)
     assert torch.equal(torch.rand(4, device=device), wanted)
+
+
+@pytest.mark.gpu
+def test_a_state_is_restored_where_the_script_has_set_a_default_device() -> None:
+    device = f"{torch.accelerator.current_accelerator()}:0"
+    captured = capture_rng(device)
+    with torch.device(device):
+        restore_rng(captured, device)
+        wanted = torch.rand(4)
+        restore_rng(captured, device)
+        assert torch.equal(torch.rand(4), wanted)

@@ -135,3 +135,9 @@ def test_an_engine_that_says_it_keeps_memory_is_looked_at_again() -> None:
     model["b"].weight.data = model["b"].weight.data.clone()  # type: ignore[operator]
     with pytest.raises(UnsupportedError, match="come apart"):
         memory.check_kept(model, pairs)
+
+
+def test_lazy_parameters_have_no_memory_yet() -> None:
+    model = nn.ModuleDict({"a": nn.LazyLinear(3), "b": nn.Linear(6, 6)})
+    moving().check([model])
+    assert not SharedMemory("Engine", moves=False).pairs(model)

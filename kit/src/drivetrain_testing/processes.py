@@ -53,13 +53,23 @@ class RankTimeoutError(RankFailedError, TimeoutError):
     """A job did not end in time; ``traceback`` holds the stacks of every rank that was still running."""
 
 
-def preload(*modules: str) -> None:
+def preload(*modules: str, opens_accelerators: bool = False) -> None:
     """Name further modules that the fork server shall import, such as an engine that is slow to import.
 
     Call it before the first :func:`spawn` of the process (in a ``conftest.py``); later it raises :class:`UsageError`.
+
+    Args:
+        modules: names of modules.
+        opens_accelerators: their import opens an accelerator where there is one, as DeepSpeed's does. A forked process
+            cannot use an accelerator that was opened before the fork, so there the ranks import them themselves.
     """
     if _SERVER_STARTED:
         raise UsageError("the fork server has already started", cure="Call preload() in conftest.py.")
+    if opens_accelerators:
+        import torch
+
+        if torch.accelerator.is_available():
+            return
     _EXTRA_MODULES.extend(modules)
 
 

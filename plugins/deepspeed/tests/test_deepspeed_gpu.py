@@ -109,3 +109,35 @@ def test_half_precision(section: dict[str, Any], precision: str, tmp_path: Path)
     if precision == "bf16":
         assert found == pytest.approx(losses, abs=5e-2)
     assert all(torch.isfinite(torch.tensor(found)))
+
+
+def constructed(precision: str, folder: str) -> dict[str, Tensor]:
+    """Weights that a constructor draws, and some that are drawn once more from outside, by each of the usual ways."""
+    path = Path(folder) / f"config-{os.environ['RANK']}.yaml"
+    section = {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 3}, "mixed_precision": precision}
+    path.write_text(json.dumps(section))
+    accelerator = Accelerator(config=path)
+    torch.manual_seed(5)
+    with accelerator.init_empty_weights():
+        model: Any = drawn_again()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE))
+    state = full_state(accelerator, model)
+    accelerator.end_training()
+    return state
+
+
+def drawn_again() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Embedding(5, 4), nn.Linear(16, 4))
+    model[0].weight.data.normal_(0.0, 0.02)
+    nn.init.trunc_normal_(model[1].weight)
+    with torch.no_grad():
+        model[2].weight.copy_(torch.randn_like(model[2].weight))
+    return model
+
+
+def test_initial_values_are_those_of_the_cpu(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = drawn_again().state_dict()
+    (state,) = spawn(constructed, 1, "no", str(tmp_path), timeout=110)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-6)

@@ -16,4 +16,5 @@ if find_spec("megatron") is not None:
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel",
+        opens_accelerators=True,
     )

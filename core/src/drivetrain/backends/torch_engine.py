@@ -97,17 +97,19 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all gradients together as a plain 0-d tensor. Collective over the meshes of DTensors.
 
-    Tensors on different meshes cannot be stacked, so each mesh's norm is taken alone and the norms are combined.
+    Tensors on different meshes cannot be stacked, so each mesh's norm is taken alone and the norms are combined. Where
+    an engine keeps some gradients in CPU memory, the result is on the device of the first.
     """
     if not grads:
         return torch.zeros(())
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = []
+    norms: list[Tensor] = []
     for group in by_mesh.values():
         norm = get_total_norm(group, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms.append(whole.to(norms[0].device) if norms else whole)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

@@ -168,7 +168,8 @@ def restore_rng(captured: Mapping[str, Any], device: str = "cpu") -> None:
             place.type,
         )
     elif saved is not None:
-        _set_device_state(place, torch.as_tensor(saved["state"], dtype=torch.uint8))
+        # On the CPU, as generators take it, whatever device the script has made torch's default.
+        _set_device_state(place, torch.as_tensor(saved["state"], dtype=torch.uint8).cpu())
 
 
 def _device_state(device: torch.device) -> Tensor:

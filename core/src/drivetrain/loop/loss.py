@@ -264,7 +264,10 @@ class RowsOfTerm(NamedTuple):
 
 
 def rows_of_terms(loss: Tensor) -> list[RowsOfTerm]:
-    """What the graph of a loss says about the rows that each of its terms is over; terms of one kind once. Local."""
+    """Return what the graph of a loss says about the rows that each of its terms is over; terms of one kind once.
+
+    Not collective.
+    """
     alike: dict[tuple[str, RowsOfTerm], int] = {}
     for term in _terms(loss.grad_fn):
         one = term.node.name(), _rows_below(term.node)

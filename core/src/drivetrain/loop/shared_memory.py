@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from drivetrain.errors import UnsupportedError
@@ -69,6 +70,8 @@ class _Place:
 
 def _place(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: bool) -> _Place | None:
     wraps: Any = is_traceable_wrapper_subclass
+    if is_lazy(tensor):  # It has no memory yet.
+        return None
     if tensor.layout is not torch.strided or wraps(tensor) or not tensor.numel():
         return None
     storage = tensor.untyped_storage()

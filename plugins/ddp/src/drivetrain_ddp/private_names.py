@@ -1,4 +1,4 @@
-"""What this backend needs of torch's DistributedDataParallel beyond its documentation, looked up where it is needed.
+"""Looks up what this backend needs of torch's DistributedDataParallel beyond its documentation, where it is needed.
 
 Importing the backend looks at nothing: another package may have put a class of its own in the place of torch's, and a
 run of one process needs none.

@@ -3,6 +3,9 @@
 ``zero.Init`` cuts the parameters of each module when its constructor ends. Many models then initialise once more from
 the outside (``init_weights`` of Transformers); on parameters that are cut by then this would do nothing, without a
 word. Here a parameter that is touched is whole again for as long as it is at work.
+
+Values are drawn on the CPU, as without ``zero.Init``, which would make the tensors on an accelerator: its generator
+draws other numbers from the same seed.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from deepspeed import comm
+from deepspeed.runtime.zero import DeepSpeedTensorOverride
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from drivetrain_deepspeed import quiet
 
@@ -30,6 +36,12 @@ _SAME_WHEN_CUT = frozenset(
 )
 """What is asked of a parameter that its cut form answers as well."""
 
+_DRAW = frozenset({
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    *("bernoulli", "multinomial", "normal", "poisson", "rand_like", "randint_like", "randn_like"),
+})
+"""Functions that take random numbers for, or of the size of, a tensor that they are given."""
+
 
 @contextmanager
 def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
@@ -43,7 +55,10 @@ def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
         return
     config, _ = backend.config.dictionary()
     with quiet.surroundings(backend.settings.process):
-        opened, cutting = _WholeAtWork(), backend.deepspeed.zero.Init(config_dict_or_path=config)
+        opened = _WholeAtWork()
+        cutting = backend.deepspeed.zero.Init(
+            config_dict_or_path=config, tensor_overrides=[DeepSpeedTensorOverride.dtype]
+        )
         cutting._post_init_method = opened.without(cutting._post_init_method)  # noqa: SLF001
         with cutting, opened:
             yield
@@ -75,11 +90,23 @@ class _WholeAtWork(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._off and _name(func) not in _SAME_WHEN_CUT:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and is_zero_param(value):
-                    self._open(value)
+        if self._off or _name(func) in _SAME_WHEN_CUT:
+            return func(*args, **kwargs)
+        args = tuple(args)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        for tensor in tensors:
+            if is_zero_param(tensor):
+                self._open(tensor)
+        if _name(func) in _DRAW and kwargs.get("generator") is None and any(map(self._is_opened, tensors)):
+            return _drawn_on_the_cpu(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _is_opened(self, tensor: Tensor) -> bool:
+        """Whether this is one of the parameters that are whole on an accelerator, or a view of one (its ``data``)."""
+        if tensor.device.type == "cpu":
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(whole.data.untyped_storage().data_ptr() == address for whole in self._whole.values())
 
     def _open(self, parameter: Any) -> None:
         if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
@@ -93,6 +120,17 @@ class _WholeAtWork(TorchFunctionMode):
             _, parameter = self._whole.popitem(last=False)
             comm.broadcast(parameter.data, 0, parameter.ds_process_group)
             parameter.partition(has_been_updated=True)
+
+
+def _drawn_on_the_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a random function returns or writes, with numbers of the CPU's generator."""
+    on_cpu = tree_map_only(Tensor, lambda each: each.detach().cpu(), (args, dict(kwargs)))
+    found = func(*on_cpu[0], **on_cpu[1])
+    if not _name(func).endswith("_"):
+        return found.to(args[0].device)
+    with torch.no_grad():
+        args[0].copy_(found)
+    return args[0]
 
 
 def _name(func: Any) -> str:

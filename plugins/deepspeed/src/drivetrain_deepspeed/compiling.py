@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,15 +56,20 @@ def guard(config: Mapping[str, Any], installed: Mapping[str, Any]) -> Iterator[N
     try:
         yield
     except Exception as error:
-        # Of these two the message names no extension.
-        of_cuda = type(error).__name__ in ("CUDAMismatchException", "MissingCUDAException")
-        if not of_cuda and not (isinstance(error, RuntimeError | ImportError) and op.name in str(error)):
+        if not _from_builder(error):
             raise
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST")
         raise BackendBlockedError(
             f"DeepSpeed could not compile its optimizer {op.optimizer} ({op.name}): {' '.join(str(error).split())}",
-            whose=_WHOSE,
+            whose=_WHOSE if architectures is None else f"{_WHOSE}, TORCH_CUDA_ARCH_LIST={architectures}",
             cure=f"See that compiler, ninja and, for CUDA, the toolkit of torch's version are there, or {op.instead}.",
         ) from error
+
+
+def _from_builder(error: BaseException) -> bool:
+    """Whether DeepSpeed's builder of extensions, or torch's below it, raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith("deepspeed.ops.op_builder") for frame, _ in frames)
 
 
 def _op(config: Mapping[str, Any]) -> _Op | None:
