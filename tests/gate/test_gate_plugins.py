@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from suite_second_run import transient
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
@@ -91,3 +92,9 @@ def test_a_file_is_told_when_its_last_test_ended(judged, options):
     assert found.ret == 0
     file = "  0:?? 100%  test_inner.py: 2 passed, 2 skipped in * s"
     found.stdout.fnmatch_lines([file, "* processor seconds in 4 tests", "*2 passed, 1 skipped, 1 xfailed*"])
+
+
+def test_a_connection_that_breaks_is_forgiven_only_while_a_group_is_formed():
+    broken = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19584."
+    assert transient(f"RuntimeError: Gloo connectFullMesh failed with {broken}") is not None
+    assert transient(f"RuntimeError: {broken}") is None

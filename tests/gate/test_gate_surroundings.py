@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -34,13 +35,13 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def sample(tmp_path, *options, environ=None, **how):
-    """Run the sample in a process of its own, started otherwise than usual."""
+def sample(tmp_path, *options, environ=None, by=(), **how):
+    """Run the sample in a process of its own, started otherwise than usual, and by another program if one is named."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     home = tmp_path / "home"
     home.mkdir()
     settings |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), **(environ or {})}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *SAMPLE]
+    command = [*by, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *SAMPLE]
     with (tmp_path / "output").open("w+") as output:
         done = subprocess.run(
             command, cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -77,3 +78,11 @@ def test_without_write_access_to_the_working_folder(tmp_path):
     beside.mkdir()
     beside.chmod(stat.S_IRUSR | stat.S_IXUSR)
     sample(tmp_path, environ={"XDG_CONFIG_HOME": str(beside)})
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="this run is not root's in the first place")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, of util-linux")
+@pytest.mark.timeout(900)
+def test_without_the_rights_of_root(tmp_path):
+    """Permissions of files hold, as for every other user; elsewhere in this file the sample runs as whoever runs it."""
+    sample(tmp_path, by=("setpriv", "--bounding-set=-all", "--inh-caps=-all"))

@@ -17,10 +17,10 @@ DRIVER = """
 import sys
 from drivetrain.config import load_config
 from drivetrain.launch.script import launch
-pairs, _, rest = " ".join(sys.argv[1:]).partition(" -- ")
-overrides = dict(pair.split("=") for pair in pairs.split())
+end = sys.argv.index("--")
+overrides = dict(pair.split("=") for pair in sys.argv[1:end])
 options = {word: True for word in ("module", "no_python") if overrides.pop(word, None)}
-sys.exit(launch(load_config(overrides=overrides), rest.split(), **options))
+sys.exit(launch(load_config(overrides=overrides), sys.argv[end + 1 :], **options))
 """
 
 
