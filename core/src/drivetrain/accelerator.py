@@ -44,6 +44,7 @@ from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.loop.prepare import Preparer
 from drivetrain.loop.profile import profile
 from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
+from drivetrain.parameter_names import original_name
 from drivetrain.registry import get_registry
 from drivetrain.run_setup import choose_backend, section_at_hand
 from drivetrain.tracking import Trackers
@@ -468,23 +469,25 @@ class Accelerator(ProcessControl):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """Full weights under original names. Collective where parameters are sharded.
+        """Full weights under the names of the user's own module. Collective where parameters are sharded.
+
+        What ``torch.compile`` and torch's ``checkpoint_wrapper`` add to the names of a part is left out.
 
         Returns:
             On every rank if the backend replicates parameters, else on the main process (CPU) and empty elsewhere.
         """
         prepared = prepared_model(model)
         if prepared is None:
-            state: dict[str, Any] = model.state_dict()
-            return state
+            return {original_name(name): value for name, value in model.state_dict().items()}
         if self.backend.capabilities.replicated:
             log_call("get_state_dict")
-            return dict(prepared.trainable.full_state_dict())
+            return {original_name(name): value for name, value in prepared.trainable.full_state_dict()}
         check_collective("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
         tied = tied_names(prepared.trainable.module)
         whole: dict[str, Any] = {}
-        for name, tensor in prepared.trainable.full_state_dict():
+        for wrapped, tensor in prepared.trainable.full_state_dict():
+            name = original_name(wrapped)
             if self.is_main_process:
                 whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
         return whole
@@ -512,7 +515,7 @@ class Accelerator(ProcessControl):
         module = model if prepared is None else prepared.trainable.module
         named = model.state_dict().items() if prepared is None else prepared.trainable.full_state_dict()
         checkpoint.export_model(
-            iter(named),
+            ((original_name(name), tensor) for name, tensor in named),
             save_directory,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
-from drivetrain.checkpoint.manifest import original_name
 from drivetrain.errors import CheckpointError, CheckpointMismatchError
+from drivetrain.parameter_names import original_name
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 """Keys of a parameter group that say how a step is computed on this device, not what is computed."""

@@ -30,12 +30,13 @@ from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.checkpoint.folder import check_file
-from drivetrain.checkpoint.manifest import MANIFEST, Manifest, original_name, read_text, stored_name
+from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored_name
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from drivetrain.parameter_names import original_name
 
 if TYPE_CHECKING:
     from drivetrain.backend import Backend

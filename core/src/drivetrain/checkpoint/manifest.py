@@ -10,9 +10,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -224,11 +223,6 @@ def _item_size(dtype: str) -> int:
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) // 8 if digits else 1
 
-
-_WRAPPED = r"(?:_orig_mod|_checkpoint_wrapped_module)"  # What torch.compile and checkpoint_wrapper add to names.
-
-original_name: Callable[[str], str] = partial(re.compile(rf"^(?:{_WRAPPED}(?:\.|$))+|\.{_WRAPPED}(?=\.|$)").sub, "")
-"""The name of a parameter or buffer in the original module."""
 
 _KINDS = ("model", "optim")
 

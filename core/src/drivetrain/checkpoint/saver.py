@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.folder import commit, data_folder, stage
-from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, original_name, stored_name
+from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
 from drivetrain.checkpoint.tensors import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.rng import capture_rng
 from drivetrain.errors import CheckpointError
+from drivetrain.parameter_names import original_name
 from drivetrain.topology import DATA_AXES, Topology
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, cast
@@ -26,6 +26,7 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.shared_memory import check_still_frozen
+from drivetrain.parameter_names import loaded_name, original_name
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -162,14 +163,32 @@ class PreparedModule(nn.Module):
         super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state, as that of the user's class.
+        """The whole state, as that of the user's class, without what ``torch.compile`` adds to the names of its parts.
 
         Raises:
             UsageError: this rank holds shards of the model, which its engine does not gather here.
         """
         prepared = self.__dict__[_ATTRIBUTE]
         prepared.trainable.before_state_dict(replicated=prepared.replicated)
-        return super().state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
+        if any(original_name(name) != name for name in found):
+            # In place and in order, since the caller may have given the dictionary, and it has attributes.
+            named = {original_name(name): value for name, value in found.items()}
+            found.clear()
+            found.update(named)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As that of the user's class. Names may have what ``torch.compile`` adds to those of a part, or not."""
+        wrapped = [name for kind in (self.named_parameters, self.named_buffers) for name, _ in kind()]
+        as_loaded = {original_name(name): loaded_name(name) for name in wrapped}
+        if any(name in state_dict for name, own in as_loaded.items() if name != own):
+            # A shallow copy keeps the versions of modules, which torch's dictionaries have as an attribute.
+            renamed: Any = copy(state_dict)
+            renamed.clear()
+            renamed.update((as_loaded.get(name, name), value) for name, value in state_dict.items())
+            state_dict = renamed
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # What .to(), .double() and .half() call.

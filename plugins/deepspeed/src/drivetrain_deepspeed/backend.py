@@ -163,13 +163,19 @@ class DeepSpeedBackend(FileConfiguredBackend):
 
 
 def compiled_in_place(model: Any, module: nn.Module) -> nn.Module:
-    """The user's module; where ``torch.compile`` was put around it, compiled as by ``module.compile()``.
+    """The user's module; where ``torch.compile`` was put around it or a part, compiled as by ``module.compile()``.
 
     Stage 3 gives every module a dictionary of its own for parameters. torch's wrapper would hand its one, which is
     empty, on to the module that it wraps.
     """
     if model is not module:
         module._compiled_call_impl = model.dynamo_ctx(module._call_impl)  # noqa: SLF001
+    for parent in list(module.modules()):
+        for name, part in list(parent.named_children()):
+            inner = original_module(part)
+            if inner is not part:
+                inner._compiled_call_impl = part.dynamo_ctx(inner._call_impl)  # type: ignore[operator]  # noqa: SLF001
+                setattr(parent, name, inner)
     return module
 
 

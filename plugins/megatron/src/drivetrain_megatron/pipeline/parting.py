@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.api import portable
 from drivetrain_megatron.pipeline.cutting import Cut
 from drivetrain_megatron.pipeline.skeleton import Blanks, Elsewhere, showing_gradients, unaware
 from drivetrain_megatron.replicas import local_part
@@ -27,11 +28,13 @@ class Share:
         owners: for each parameter, by first name, the pipeline ranks that hold it, ascending.
         buffer_owners: for each buffer the rank whose value counts.
         rank: this rank's place in the pipeline.
+        names: of parameters and buffers, by their names in a checkpoint, where a part of the model is wrapped.
     """
 
     owners: dict[str, tuple[int, ...]]
     buffer_owners: dict[str, int]
     rank: int
+    names: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, cut: Cut, rank_of_stage: Callable[[int], int], rank: int) -> Share:
@@ -40,16 +43,20 @@ class Share:
             name: tuple(sorted({rank_of_stage(stage) for stage in stages})) for name, stages in cut.parameters.items()
         }
         buffers = {name: rank_of_stage(cut.modules[name.rpartition(".")[0]]) for name, _ in module.named_buffers()}
-        return cls(owners, buffers, rank)
+        saved = portable.first_names(module)
+        held = (*module.named_parameters(), *module.named_buffers())
+        return cls(owners, buffers, rank, {saved[id(one)]: name for name, one in held})
 
-    def mine(self, name: str) -> bool:
+    def mine(self, saved_name: str) -> bool:
         """Whether this rank gives a parameter or buffer to a checkpoint: of several that hold it, the first."""
+        name = self.names.get(saved_name, saved_name)
         if name in self.owners:
             return self.owners[name][0] == self.rank
         return self.buffer_owners.get(name, self.rank) == self.rank
 
-    def holds(self, name: str) -> bool:
+    def holds(self, saved_name: str) -> bool:
         """Whether a parameter, or the buffer that counts, is here."""
+        name = self.names.get(saved_name, saved_name)
         return self.rank in self.owners.get(name, ()) or self.buffer_owners.get(name) == self.rank
 
     def shared(self) -> Iterator[tuple[str, tuple[int, ...]]]:
