@@ -87,6 +87,28 @@ def test_other_processes_feed_only_what_wants_it():
     trackers.finish()
 
 
+@pytest.mark.parametrize("unwrap", [False, True])
+def test_on_other_processes_a_trackers_own_methods_are_there_and_do_nothing(unwrap):
+    set_rank(1, 2)
+    trackers = Trackers(Memory)
+    trackers.init("run")
+    found = trackers.get("memory", unwrap)
+    assert isinstance(found, GeneralTracker) is not unwrap
+    found.log_images({"samples": [1]}, step=3)
+    found.writer.add_figure("loss", None).close()
+    found.add_text("prompt", "words")
+    found.summary["best"] = found.summary["last"]
+    found.config.update({"rate": 0.1}, allow_val_change=True)
+    found.url = "nowhere"
+    assert list(found.runs()) == []
+    with pytest.raises(ZeroDivisionError), found.span("epoch") as span:
+        span.note(1 / 0)
+    assert not found.run
+    with pytest.raises(UsageError, match="has no tracker 'other'"):
+        trackers.get("other", unwrap)
+    trackers.finish()
+
+
 def test_a_second_init_ends_the_first_run():
     trackers = Trackers(Memory)
     trackers.init("one")

@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from drivetrain.errors import UsageError, did_you_mean, listed, sentences
@@ -61,6 +61,55 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """End the run; called once."""
+
+
+class _Nothing:
+    """Stands for a tracking library's object on a process that does not feed it.
+
+    Every attribute, call and item is this object again and does nothing, so that a script needs no ``if`` around them.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # What Python and copies ask an object for is not the library's.
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let every error pass."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _BlankTracker(GeneralTracker):
+    """A tracker on a process that does not feed it: its own methods, and those of its library's object, do nothing."""
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Nothing(), name)
 
 
 def on_main_process(
@@ -278,7 +327,7 @@ class Trackers:
     def get(self, name: str, unwrap: bool = False) -> Any:
         """One tracker by name, or with ``unwrap`` the tracking library's own object.
 
-        On a process that does not feed it: a blank tracker whose methods do nothing.
+        On a process that does not feed it, one whose attributes and methods are all there and do nothing.
 
         Raises:
             UsageError: this run has no tracker of that name, or ``init`` was not called.
@@ -291,7 +340,7 @@ class Trackers:
             raise UsageError(f"this run has no tracker {name!r}; it has {has}", cure="Add it to log_with.")
         if self._is_main:
             raise UsageError(f"the tracker {name!r} is not running", cure="Call init_trackers(project_name) before.")
-        return GeneralTracker(_blank=True)
+        return _Nothing() if unwrap else _BlankTracker(name)
 
     def finish(self) -> None:
         """End every tracker; one that raises is named in the log, as in :meth:`log`. May be called twice."""

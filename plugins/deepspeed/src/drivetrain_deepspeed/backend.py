@@ -151,13 +151,17 @@ class DeepSpeedBackend(FileConfiguredBackend):
         drivers = [trainable.driver for trainable in self._trainables if trainable.driver is not None]
         backward(loss, drivers, self.loss_scale)
 
+    def forget(self, trainable: DeepSpeedTrainable) -> None:
+        """Drop a trainable that was released."""
+        if trainable in self._trainables:
+            self._trainables.remove(trainable)
+
     def stop(self) -> None:
         if self._stopped:
             return
         self._stopped = True
-        for trainable in self._trainables:
+        for trainable in list(self._trainables):
             trainable.release()
-        self._trainables.clear()
         quiet.let_go()
         self._group.release()
 

@@ -48,6 +48,8 @@ _ZERO_1_AND_2_OFFLOADED = (
 _PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _ZERO_3 = (
     *("_offload_boundary_param_ids", "_reassign_or_swap_out_partitioned_parameters", "checkpoint_event_epilogue"),
     *("checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat"),
@@ -88,6 +90,7 @@ def check_package(package: Any) -> None:
     """
     _check(package.zero.Init, _INIT)
     _check(package.DeepSpeedEngine, ("_broadcast_model",))
+    _check(importlib.import_module(COORDINATOR).PartitionedParameterCoordinator, (RELEASES,))
     for module, names in _PACKAGE.items():
         _check(importlib.import_module(module), names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drivetrain.api import ProcessInfo
+from drivetrain_deepspeed import private_names
 from drivetrain_deepspeed.logs import Tamed
 
 _ACCELERATOR = "DS_ACCELERATOR"
@@ -164,4 +166,18 @@ def let_go() -> None:
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references()  # noqa: SLF001
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     comm.cdb = None
+    forget_modules()
+
+
+def forget_modules() -> None:
+    """Drop what DeepSpeed's stage 3 keeps of modules beyond its engines, which find it anew. Not collective.
+
+    A cache of a method holds every module that was run, with its engine, its optimizer and their weights.
+    """
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+    coordinator = importlib.import_module(private_names.COORDINATOR).PartitionedParameterCoordinator
+    method = getattr(coordinator, private_names.RELEASES)
+    # Around the cache stands a wrapper for profiling.
+    cached = inspect.getclosurevars(method).nonlocals.get("func", method)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()

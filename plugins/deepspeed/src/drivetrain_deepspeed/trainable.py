@@ -24,6 +24,7 @@ from drivetrain.api import (
     hooks_of,
     original_module,
 )
+from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.guard import Guard, in_parts
 from drivetrain_deepspeed.loading import plain_loads
@@ -236,7 +237,7 @@ class DeepSpeedTrainable(Trainable):
         for handle in self._refusing:
             handle.remove()
         self._refusing = []
-        self.release()
+        self._destroy()
         self._before = before
 
     def portable_state(self) -> PortableState:
@@ -287,6 +288,10 @@ class DeepSpeedTrainable(Trainable):
 
     def release(self) -> None:
         """Destroy the engine; a module of stage 3 stays in parts, since no rank may have room for all of it."""
+        self._destroy()
+        self._backend.forget(self)
+
+    def _destroy(self) -> None:
         if self._guard is not None:
             self._guard.release()
             plain_loads(self.module)
@@ -294,6 +299,7 @@ class DeepSpeedTrainable(Trainable):
             self._driver.release()
             self._driver.engine.destroy()
         self._driver = self._state = self._guard = None
+        quiet.forget_modules()
 
     def _start(self) -> None:
         """Make the engine. Collective over all ranks."""

@@ -1,0 +1,105 @@
+"""What is freed is freed: after ``free_memory`` nothing refers to what a trial of a search prepared, on any backend."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, load_config
+from drivetrain.errors import DrivetrainError
+from drivetrain_testing import spawn
+
+LAYOUTS = {
+    "single": (1, {"distributed_type": "single"}),
+    "dp": (1, {"distributed_type": "dp"}),
+    "ddp": (2, {"distributed_type": "ddp"}),
+    "fsdp": (2, {"distributed_type": "fsdp"}),
+    **{
+        f"deepspeed {stage}": (2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": stage}})
+        for stage in range(4)
+    },
+    "tp": (2, {"distributed_type": "megatron", "mesh": {"tp": 2}}),
+    "pp": (2, {"distributed_type": "megatron", "mesh": {"pp": 2}, "megatron": {"num_micro_batches": 2}}),
+}
+
+Refs = dict[str, "weakref.ref[Any]"]
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, Any, Any, Refs]:
+    """A model and what belongs to it, with weak references to each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    data = TensorDataset(torch.randn(16, 8), torch.randint(4, (16,)))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    known = {"model": model, "layer": model[0], "optimizer": optimizer, "data": data, "loader": loader}
+    known |= {"scheduler": scheduler}
+    return model, optimizer, loader, scheduler, {name: weakref.ref(one) for name, one in known.items()}
+
+
+def train(accelerator: Accelerator, end: str) -> Refs:
+    """Train until the data or something else ends it; all strong references end with the call."""
+    model, optimizer, loader, scheduler, refs = made()
+    if end == "a refused prepare":
+        # The model is the engine's by then.
+        with pytest.raises(DrivetrainError):
+            accelerator.prepare(model, optimizer, loader, scheduler, torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)))
+        return refs
+    prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = prepared
+    refs |= {f"prepared {index}": weakref.ref(one) for index, one in enumerate(prepared)}
+    try:
+        for step, (x, y) in enumerate(loader):
+            if end == "an exception" and step:
+                raise ZeroDivisionError
+            accelerator.backward(F.cross_entropy(model(x), y))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if end == "a break":
+                break
+    except ZeroDivisionError:
+        return refs
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            accelerator.gather_for_metrics((model(x), y))
+    accelerator.get_state_dict(model)
+    return refs
+
+
+ENDS = ("the data", "a break", "an exception", "a refused prepare", "the data")
+
+
+def search(config: dict[str, Any]) -> list[str]:
+    """What is still alive after each trial, by how it ended; and after the accelerator's end."""
+    accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
+    alive: list[str] = []
+    for end in ENDS:
+        refs = train(accelerator, end)
+        accelerator.free_memory()
+        gc.collect()
+        alive += [f"after {end}: {name}" for name, one in refs.items() if one() is not None]
+    refs = train(accelerator, "the data")
+    accelerator.end_training()
+    del accelerator
+    gc.collect()
+    return alive + [f"after the end: {name}" for name, one in refs.items() if one() is not None]
+
+
+# torch deprecates TorchScript, whose modules are refused.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.gate("ddp", "fsdp", "deepspeed 3", "pp")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_outlives_a_trial(layout: str) -> None:
+    world, config = LAYOUTS[layout]
+    assert spawn(search, world, config, timeout=100) == [[]] * world
