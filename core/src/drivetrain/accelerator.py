@@ -28,7 +28,7 @@ from drivetrain.data.loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from drivetrain.distributed import nested, watchdog
+from drivetrain.distributed import call_monitor, nested, watchdog
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.current import forget_backend, set_current_backend
 from drivetrain.distributed.process_control import ProcessControl
@@ -169,6 +169,7 @@ class Accelerator(ProcessControl):
             sync_each_batch=accumulation.sync_each_batch,
             count_items=resolved.config.count_items if count_items is None else count_items,
             on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
+            place=self._active.place,
         )
         per_process = resolved.config.scheduler.step_per_process
         if step_scheduler_per_process is not None:
@@ -192,6 +193,7 @@ class Accelerator(ProcessControl):
         watchdog.use_launcher_log()
         watched = resolved.config.desync_watchdog if desync_watchdog is None else desync_watchdog
         self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
+        self._monitor = run_setup.start_monitor(self.backend, resolved.config.rank_monitor, compares=not watched)
         self._interruption = None
         if saves_first:
             self._interruption = Interruption(
@@ -677,6 +679,7 @@ class Accelerator(ProcessControl):
         if self._closed:
             return
         check_collective("end_training")
+        call_monitor.agree()
         try:
             self.wait_for_checkpoint()
         finally:
@@ -690,6 +693,7 @@ class Accelerator(ProcessControl):
         if self._closed:
             return
         self._closed = True
+        call_monitor.stop(self._monitor)
         stop_watching(self._watchdog)
         if self._interruption is not None:
             self._interruption.close()

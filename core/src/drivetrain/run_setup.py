@@ -13,13 +13,17 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakMethod, ref
 
+import torch.distributed as dist
 from pydantic import BaseModel
 
 from drivetrain.backend import Backend, BackendInfo, ProcessGroupSettings, RunSettings
 from drivetrain.backends import torch_names
 from drivetrain.config import ResolvedConfig, load_config, worker_config
 from drivetrain.config.locate import DEFAULT
-from drivetrain.config.schema import MeshConfig
+from drivetrain.config.schema import MeshConfig, RankMonitorConfig
+from drivetrain.distributed import call_monitor
+from drivetrain.distributed.call_monitor import CallMonitor
+from drivetrain.distributed.watchdog import default_store
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, UsageError
 from drivetrain.kwargs import (
     AutocastKwargs,
@@ -55,6 +59,28 @@ def at_exit(close: Callable[[], None]) -> None:
             alive()
 
     atexit.register(run)
+
+
+def start_monitor(backend: Backend, settings: RankMonitorConfig, *, compares: bool) -> CallMonitor | None:
+    """Start to compare this process's calls with the other ranks'; ``None`` where that is off or cannot be.
+
+    Args:
+        backend: started. Ranks of one that forms no process group have no store to compare through.
+        settings: of the configuration.
+        compares: ``False``: only a standstill is reported, as where another part compares each call.
+    """
+    topology = backend.topology
+    if topology.world_size == 1 or not settings.enabled or not dist.is_initialized():
+        return None
+    return call_monitor.start(
+        default_store(),
+        topology.rank,
+        topology.world_size,
+        topology.dp_size,
+        interval=settings.interval_seconds,
+        standstill=settings.standstill_seconds,
+        compares=compares,
+    )
 
 
 def on_failure(report: Callable[[BaseException], None]) -> None:

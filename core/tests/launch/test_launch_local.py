@@ -156,13 +156,16 @@ def test_what_is_told_to_ignore_hangups_does(launcher, script, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         ignoring.wait(2)
     ignoring.send_signal(signal.SIGTERM)
-    assert ignoring.communicate(timeout=180)[1] == "stopped by SIGTERM; no worker is left\n"
+    host = socket.gethostname()
+    words = f"rank 0 was stopped [host {host}; at job.py:4]\nstopped by SIGTERM; no worker is left\n"
+    assert ignoring.communicate(timeout=180)[1] == words
     (tmp_path / "there0").unlink()
     # A test that is itself started under `nohup` inherits that it is ignored.
     heeding = _started_with_hangups(signal.SIG_DFL, launcher, path)
     _wait_for((tmp_path / "there0").exists)
     heeding.send_signal(signal.SIGHUP)
-    assert heeding.communicate(timeout=180)[1] == "stopped by SIGHUP; no worker is left\n"
+    words = f"rank 0 was stopped [host {host}]\nstopped by SIGHUP; no worker is left\n"
+    assert heeding.communicate(timeout=180)[1] == words
     assert heeding.returncode == 128 + signal.SIGHUP
 
 
@@ -255,7 +258,8 @@ def test_no_worker_survives_the_launcher(launcher, script, tmp_path, how):
     process.send_signal(how)
     _, words = process.communicate(timeout=180)
     assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
-    assert words == ("" if how == signal.SIGKILL else f"stopped by {how.name}; no worker is left\n")
+    where = "".join(f"rank {rank} was stopped [host {socket.gethostname()}; at job.py:4]\n" for rank in range(2))
+    assert words == ("" if how == signal.SIGKILL else f"{where}stopped by {how.name}; no worker is left\n")
     _wait_for(lambda: not any(_alive(pid) for pid in pids))
 
 

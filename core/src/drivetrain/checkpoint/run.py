@@ -18,6 +18,7 @@ from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.saver import Saver, TrainingState
+from drivetrain.distributed import call_monitor
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import MainProcessOnlyCall, check_collective, log_call
@@ -127,6 +128,8 @@ class RunCheckpoints:
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
             return path
+        if not alone:
+            call_monitor.agree()  # nothing is written by ranks that are apart
         ranks = Ranks(self._backend, alone=alone)
         info: dict[str, Any] = {"run": self._run} if automatic else {}
         if naming is not None:
@@ -149,6 +152,7 @@ class RunCheckpoints:
         if naming is not None:
             # In the background too: the next save needs a name. One that fails leaves its number out.
             self._project.iteration = naming.iteration + 1
+        call_monitor.saved(path)
         return path
 
     def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:

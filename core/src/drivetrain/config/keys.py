@@ -29,6 +29,7 @@ CORE_KEYS = frozenset(
         "plan",
         "process_group",
         "project_dir",
+        "rank_monitor",
         "rdzv_backend",
         "rendezvous",
         "save_on_interrupt",

@@ -256,6 +256,18 @@ class PlanConfig(Section):
     file: str = Field("train.auto.yaml", description="Where the choice is written, and read the next time.")
 
 
+class RankMonitorConfig(Section):
+    """How several processes compare their calls beside the training."""
+
+    enabled: bool = Field(
+        True,
+        description="Compare, in a thread, which calls the ranks have made, for which batches and with which settings;"
+        " ranks that are apart raise, ranks that wait for long are reported.",
+    )
+    interval_seconds: Seconds = Field(1.0, description="Between two comparisons; longer beyond 1,000 processes.")
+    standstill_seconds: Seconds = Field(60.0, description="Without a call, after which ranks that wait are reported.")
+
+
 class SchedulerConfig(Section):
     """How prepared learning-rate schedulers move."""
 
@@ -332,6 +344,7 @@ class Config(Section):
     rendezvous: RendezvousConfig = Field(default_factory=RendezvousConfig)
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    rank_monitor: RankMonitorConfig = Field(default_factory=RankMonitorConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -96,6 +97,11 @@ class ActiveLoaders:
         """The newest serial when a micro-batch began last."""
         self._together: list[Pass] = []
         """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
+        self._placed = 0
+        """The newest serial when :meth:`place` was asked last."""
+        self._place: tuple[int, int, int] | None = None
+        self._taken: Counter[int] = Counter()
+        """Batches that loaders have yielded whose ranks may begin epochs at different times, by number."""
 
     @property
     def current(self) -> Pass | None:
@@ -105,6 +111,30 @@ class ActiveLoaders:
     def batch_index(self) -> int | None:
         """Number of the current batch within its epoch, from 0; ``None`` outside of every loop."""
         return self._passes[-1].index if self._passes else None
+
+    def place(self) -> tuple[int, int, int] | None:
+        """The batch that a call is about, the same on every rank: number of its loader, epoch, index in the epoch.
+
+        Of several loaders that have yielded since the last call, the one that was begun first: a rank may look into
+        another loader by itself. Where each rank reads data of its own, whose length may differ, the epoch is -1 and
+        the index the number of batches so far. ``None`` outside of every loop.
+        """
+        passes = self._passes
+        if not passes:
+            return None
+        one = passes[0]
+        if len(passes) > 1:
+            moved = [each for each in passes if each.serial > self._placed]
+            if not moved:
+                return self._place
+            one = min(moved, key=_created)
+        self._placed = self._serial
+        loader = one.loader
+        if one.rows is None:
+            self._place = loader.number, -1, self._taken[loader.number]
+        else:
+            self._place = loader.number, loader.epoch, one.index
+        return self._place
 
     def is_last_batch(self) -> bool:
         """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""
@@ -139,6 +169,8 @@ class ActiveLoaders:
         self._serial += 1
         one.serial = self._serial
         one.begun = one.begun or one.serial
+        if one.rows is None:
+            self._taken[one.loader.number] += 1
         if not self._passes or self._passes[-1] is not one:
             self.leave(one)
             self._passes.append(one)
@@ -161,6 +193,10 @@ class ActiveLoaders:
             return LoopState(first.serial, first.is_last, rows, beyond=first.beyond)
         is_last, unknown = _ends(moved)
         return LoopState(moved[-1].serial, is_last, rows, unknown, conflict, first.beyond, shares)
+
+
+def _created(one: Pass) -> int:
+    return one.created
 
 
 _loaders: WeakKeyDictionary[Backend, ActiveLoaders] = WeakKeyDictionary()

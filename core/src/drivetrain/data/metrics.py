@@ -134,7 +134,7 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
     info = _unequal_batch(backend) if backend.topology.dp_size > 1 else None
     if info is None:
         return nested.gather(tensor, backend, debug=debug)
-    check_collective("gather", tensor, compare="dtypes")
+    check_collective("gather", tensor, compare="dtypes", data_parallel=True)
     with torch.no_grad():
         return _gather_unequal(tensor, backend, info)
 

@@ -49,7 +49,7 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
         CollectiveMismatchError: the ranks' trees differ. For uneven ``n`` use ``pad_across_processes`` first; batches
             that the ranks share unevenly need nothing (:func:`drivetrain.data.metrics.gather`).
     """
-    check_collective("gather", tensor, compare="all")
+    check_collective("gather", tensor, compare="all", data_parallel=True)
     backend = backend or current_backend()
     rows = at_least_1d(tensors(tensor))
     _compare("gather", tensor, backend, debug)
@@ -107,7 +107,7 @@ def reduce(
     """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise UsageError(f"unknown reduction {reduction!r}", cure="Choose 'sum', 'mean', 'max', 'min' or 'none'.")
-    check_collective(f"reduce {reduction}", tensor, compare="all")
+    check_collective(f"reduce {reduction}", tensor, compare="all", data_parallel=True)
     backend = backend or current_backend()
     leaves = [leaf.detach() for leaf in tensors(tensor)]
     _compare(f"reduce {reduction}", tensor, backend, debug)
@@ -167,7 +167,7 @@ def pad_across_processes(
         UsageError: a leaf that is no tensor.
         CollectiveMismatchError: the ranks' trees differ in more than sizes.
     """
-    check_collective("pad_across_processes", tensor, compare="dtypes")
+    check_collective("pad_across_processes", tensor, compare="dtypes", data_parallel=True)
     backend = backend or current_backend()
     leaves = tensors(tensor)
     _compare(f"pad_across_processes dim {dim}", tensor, backend, debug, sizes=False)
@@ -199,7 +199,7 @@ def gather_object(object: Any, backend: Backend | None = None) -> list[Any]:  # 
     Raises:
         UsageError: some ranks gave a list or tuple and others did not.
     """
-    check_collective("gather_object")
+    check_collective("gather_object", data_parallel=True)
     objects = (backend or current_backend()).gather_object(object)
     sequences = [isinstance(one, (list, tuple)) for one in objects]
     if all(sequences):

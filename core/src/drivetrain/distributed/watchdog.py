@@ -33,7 +33,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from drivetrain.backend import Backend
-from drivetrain.distributed import trees
+from drivetrain.distributed import call_monitor, trees
+from drivetrain.distributed.call_monitor import Place
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError, likely_cause
 from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
 from drivetrain.topology import Topology
@@ -317,18 +318,31 @@ def stop_watching(watchdog: Watchdog | None) -> None:
         watchdog.leave()
 
 
-def check_collective(call: str, tree: Any = None, *, compare: Literal["all", "dtypes", "nothing"] = "nothing") -> None:
-    """Log a collective call of the script, and compare it over all ranks when a watchdog is active.
+def check_collective(
+    call: str,
+    tree: Any = None,
+    *,
+    compare: Literal["all", "dtypes", "nothing"] = "nothing",
+    place: Place | None = None,
+    values: tuple[Any, ...] = (),
+    data_parallel: bool = False,
+) -> None:
+    """Log a collective call of the script, and compare it over all ranks: now when a watchdog is active, or later.
 
     Args:
         call: the method's name, as users know it.
         tree: what it is given.
         compare: what of ``tree`` must agree: shapes and dtypes, dtypes and numbers of dims, or nothing.
+        place, values: what must agree besides it, as for :class:`drivetrain.distributed.call_monitor.CallMonitor`.
+        data_parallel: collective over the data-parallel ranks alone, so that other ranks may make other calls.
 
     Raises:
         CollectiveMismatchError: see :meth:`Watchdog.check`.
     """
     site = log_call(call)
+    monitor = call_monitor.Current.monitor
+    if monitor is not None and (monitor.only_data_parallel or not data_parallel):
+        monitor.record(call, site, place, values)
     watchdog = _Current.watchdog
     if watchdog is None or watchdog.suspended:
         return
@@ -347,15 +361,15 @@ def give_up(call: str) -> None:
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Context in which ranks may make different numbers of calls."""
-    watchdog = _Current.watchdog
-    if watchdog is None:
-        yield
-        return
-    before, watchdog.suspended = watchdog.suspended, True
+    comparing = [each for each in (_Current.watchdog, call_monitor.Current.monitor) if each is not None]
+    before = [each.suspended for each in comparing]
+    for each in comparing:
+        each.suspended = True
     try:
         yield
     finally:
-        watchdog.suspended = before
+        for each, was in zip(comparing, before, strict=True):
+            each.suspended = was
 
 
 PATIENCE_SECONDS = 10.0

@@ -16,7 +16,7 @@ import struct
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
     frames = _FRAME.findall(trace)[:: -1 if newest_first else 1]
     forked = [index for index, (file, _, name) in enumerate(frames) if name == "_work" and file == _NOTEBOOK]
     frames = frames[forked[-1] + 1 :] if forked else frames  # frames before it belong to the forking process
-    users = [index for index, (file, _, _) in enumerate(frames) if _is_users(file)]
+    users = [index for index, (file, _, _) in enumerate(frames) if not is_of_a_library(file)]
     if not users:
         return ""
     entered = (index for index in range(users[0], len(frames)) if frames[index][0].startswith(_OURS))
@@ -120,8 +120,9 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
     return f"{f'in {called} ' if called else ''}at {Path(file).name}:{line}"
 
 
-def _is_users(file: str) -> bool:
-    return not (file.startswith((_OURS, "<", *_LIBRARIES)) or "/drivetrain_" in file)
+def is_of_a_library(file: str) -> bool:
+    """Whether a file of source text is ours or an installed library's, not the script's."""
+    return file.startswith((_OURS, "<", *_LIBRARIES)) or "/drivetrain_" in file
 
 
 def _ordinal(number: int) -> str:
@@ -230,9 +231,15 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
     return "\n".join(line for line in (*lines, _behind(failures), _cause(first)) if line)
 
 
-def where_they_were(logs: Path) -> str:
-    """A line for each worker of this machine that was stopped because of another machine."""
-    stopped = (Failure(rank, None, seen=seen) for rank, seen in sorted(read_workers(logs).items()))
+def where_they_were(logs: Path, ranks: Container[int] | None = None) -> str:
+    """A line for each worker of this machine that was stopped on request, or because of another machine.
+
+    Args:
+        logs: as for :func:`read_failures`.
+        ranks: of workers that were stopped; ``None`` for all.
+    """
+    seen = sorted(read_workers(logs).items())
+    stopped = (Failure(rank, None, seen=each) for rank, each in seen if ranks is None or rank in ranks)
     return "".join(f"rank {it.rank} was stopped{it.remark}\n" for it in stopped)
 
 

@@ -132,9 +132,9 @@ def _cut(text: str) -> str:
 def leave_traces() -> None:
     """Open the files from which the launcher finds out what this process was doing when it ended.
 
-    A signal that ends the process makes ``faulthandler`` write every thread's stack, also while the main thread waits
-    in a collective, where Python code could not run. What survives SIGKILL is only the record of the last call, which
-    :mod:`drivetrain.distributed.watchdog` keeps in a mapped file.
+    A signal that ends the process, Ctrl-C's too, makes ``faulthandler`` write every thread's stack, also while the main
+    thread waits in a collective, where Python code could not run. What survives SIGKILL is only the record of the last
+    call, which :mod:`drivetrain.distributed.watchdog` keeps in a mapped file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or sys.platform == "win32":
@@ -146,15 +146,15 @@ def leave_traces() -> None:
         return
     _dump_stacks_into(Path(path).with_name(STACKS))
     # A loader's worker is stopped by the same signal, and its stack is not the rank's.
-    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+    os.register_at_fork(after_in_child=_dump_no_stacks)
 
 
 def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
     """As ``signal.signal`` for each, but stacks are still written first where they were. Returns the handlers before.
 
-    Without this a new handler of SIGTERM would take the place of the one that writes them.
+    Without this a new handler would take the place of the one that writes them.
     """
-    writes = sys.platform != "win32" and bool(faulthandler.unregister(signal.SIGTERM))  # type: ignore[func-returns-value]
+    writes = sys.platform != "win32" and _dump_no_stacks()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     if writes:
         _dump_stacks_into(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STACKS))
@@ -162,11 +162,17 @@ def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signal
 
 
 def _dump_stacks_into(path: Path) -> None:
-    """Write the stacks of all threads to this file on SIGTERM or a crash."""
+    """Write the stacks of all threads to this file on SIGINT, SIGTERM or a crash."""
     stacks = path.open("a", encoding="utf-8")  # open as long as the process lives
-    faulthandler.register(signal.SIGTERM, stacks, chain=True)
+    for number in SIGNALS:
+        faulthandler.register(number, stacks, chain=True)
     if not faulthandler.is_enabled():
         faulthandler.enable(stacks)
+
+
+def _dump_no_stacks() -> bool:
+    """Write none on a signal any more; returns whether any were written before."""
+    return any([faulthandler.unregister(number) for number in SIGNALS])  # type: ignore[func-returns-value] # noqa: C419
 
 
 def follow_launcher() -> None:

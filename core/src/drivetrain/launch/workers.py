@@ -92,6 +92,8 @@ class StopRequestedError(Exception):
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received)
         self.received = received
+        self.running: list[int] = []
+        """Global ranks that had not ended by then."""
 
 
 class StopSignals:
@@ -240,6 +242,7 @@ def run_workers(
         contextlib.closing(Output(output, Path(folder))) as streams,
         StopSignals(streams, plan.processes_here) as signals,
     ):
+        running: list[int] = []
         try:
             failures = _run_rounds(start, plan, streams, signals, rendezvous, variables)
             ending = Ending(signals.exit_code())
@@ -251,6 +254,7 @@ def run_workers(
             failures, ending = [], Ending(1, "failed", f"its launcher failed: {error}", error)
         except StopRequestedError as stop:
             signals.kill_leftovers()
+            running = stop.running
             why = f"was stopped by {stop.received.name}"
             failures, ending = [], Ending(128 + stop.received, "interrupted", why, received=stop.received)
         if failures:
@@ -267,6 +271,8 @@ def run_workers(
             path = file_report(failures, project_dir)
             say("" if path is None else f"With the stacks of all ranks: {path}\n")
         elif ending.received is not None:
+            streams.close()
+            say(where_they_were(streams.records, running))
             say(f"stopped by {ending.received.name}; no worker is left\n")
         elif ending.how == "finished" and ending.code:
             say("the run saved itself and stopped; started again, it goes on\n")
@@ -324,6 +330,7 @@ def _run_rounds(
                 current.store.serve()
             codes = _watch(workers, current, rendezvous, plan.monitor_interval)
         except StopRequestedError as requested:
+            requested.running = [first_rank + rank for rank, worker in enumerate(workers) if worker.poll() is None]
             _stop(workers, requested.received)
             raise
         finally:

@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import ReferenceType, ref
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.distributed.call_monitor import Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
@@ -332,6 +334,7 @@ class TrainingLoop:
         sync_each_batch: reduce gradients at every micro-batch, which spares the memory of unreduced ones.
         count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` for no callback.
+        place: returns the batch that the script is at, on which ranks must agree.
     """
 
     def __init__(
@@ -344,6 +347,7 @@ class TrainingLoop:
         sync_each_batch: bool = False,
         count_items: bool = False,
         on_step: Callable[[int, bool], None] | None = None,
+        place: Callable[[], Place | None] = lambda: None,
     ) -> None:
         self.backend, self.steps = backend, steps
         self.models: list[PreparedModel] = []
@@ -351,6 +355,9 @@ class TrainingLoop:
         self.step = 0
         """Optimizer steps so far, skipped ones too."""
         self.loop_state = loop_state if sync_with_dataloader else lambda: _endless(loop_state())
+        self.place = place
+        self.clipped_to = 0.0
+        """The norm to which the gradients of the next step were clipped; 0 for none."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self._looked_at: set[int] = set()
         """Models whose loss was looked at for being a mean over labels."""
@@ -358,6 +365,7 @@ class TrainingLoop:
         """Kinds of losses that were looked at for being a sum over the batch."""
         self.loose = LooseParameters(backend)
         """What prepared optimizers step and no prepared model holds."""
+        self.optimizer_numbers = count()
         self.optimizers: list[PreparedOptimizer] = []
         """In the order of ``prepare``."""
         self.unprepared: dict[int, ReferenceType[Tensor]] = {}
@@ -452,7 +460,7 @@ class TrainingLoop:
                 model.window = self.manual
                 closes = closes and not model.held
         # Ranks may make different numbers of backwards that reduce nothing.
-        (check_collective if closes else log_call)("backward")
+        self._record_backward(models, (num_items is not None) + 2 * (denominator is not None), closes=closes)
         primary = models[0]
         for model in models:
             if model.active:
@@ -478,6 +486,14 @@ class TrainingLoop:
             self.gradients_reduced()
         for model in self.models:
             model.active = False
+
+    def _record_backward(self, models: Sequence[PreparedModel], by: int, *, closes: bool) -> None:
+        """Compare a backward over the ranks where it reduces gradients: the batch, the mode, what it is divided by."""
+        if closes and not any(model.steps_alone for model in models):
+            training = len(models) > 1 or models[0].source.training
+            check_collective("backward", place=self.place(), values=(by, training))
+        else:
+            log_call("backward")
 
     def _refuse_alone(self) -> None:
         """Refuse a backward where several processes train and no model was prepared."""
@@ -782,6 +798,8 @@ class TrainingLoop:
             return torch.zeros((), device=self.backend.topology.device) if self._last_norm is None else self._last_norm
         capabilities = self.backend.capabilities
         (log_call if capabilities.replicated else check_collective)("clip_grad_norm_")
+        if max_norm < _NO_CLIPPING:
+            self.clipped_to = max_norm
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.loose.parameters and any(each in self.loose for each in parameters):
             return self._clip_loose(parameters, max_norm, norm_type)
@@ -857,6 +875,9 @@ _LOOSE = (
     "accelerator.backward(loss)."
 )
 
+
+_NO_CLIPPING = 1e6
+"""From this norm on a call only measures, as scripts do by 1e9 or infinity, and perhaps on one rank alone."""
 
 _TERMS, _VIEWS = 16, 4
 """Kinds of terms of a loss that are looked at; and how often a loss may have each row of a batch, as in views of it."""

@@ -67,7 +67,7 @@ def train_step(
 
     See :meth:`drivetrain.Accelerator.train_step`.
     """
-    check_collective("train_step")
+    check_collective("train_step", place=loop.place(), values=(max_norm or 0.0,))
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
     topology, backend = loop.backend.topology, loop.backend

@@ -1,0 +1,624 @@
+"""Compares the calls of all ranks beside the training, and reports ranks that wait for each other for long.
+
+Each rank keeps the calls of its script in memory: the operation, the line, the batch, and values that must be the same
+on all ranks. A thread of each rank compares a digest of them with that of the next lower rank about once a second, so
+that a difference between any two ranks is found by some pair, at a constant number of messages for each rank. They go
+through a connection of their own to the process group's store, never through a collective or the engine's connection.
+
+*Numbers, not times, are compared*: the k-th call of one rank with the k-th of another. Ranks of different speed are not
+apart. The line of a call is reported and not compared, since the same call may stand at two lines of a script.
+
+*A rank that stands still* cannot say so, but its thread can: after a while without a call it publishes where its main
+thread is, and the first rank that has waited long enough composes one report of all.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch.distributed as dist
+
+from drivetrain.errors import CollectiveMismatchError
+from drivetrain.launch.failures import is_of_a_library, script_line
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[int, int, int]
+"""Number of a loader, its epoch and the index of a batch; epoch -1 where only the number of batches is known."""
+
+CURE = (
+    "Let all ranks decide alike: reduce the condition first (`accelerator.reduce(flag, 'max')`), or make the loss 0 "
+    "instead of skipping its backward. Settings of optimizers must be the same on every rank. rank_monitor: {enabled: "
+    "false} in the configuration turns this comparison off."
+)
+
+KEPT_CALLS = 4096
+"""How many calls a rank remembers with their digests, about a second of the fastest loops that were measured."""
+
+_REPORT_SECONDS = 5.0
+"""How long ranks wait for each other's part of a report, beside the interval at which they look."""
+
+_AGREE_SECONDS = 10.0
+"""How long a save, or the end of the training, waits for other ranks to compare; then the comparison goes on later."""
+
+_PAUSE_SECONDS = 0.0002, 0.02
+"""Shortest and longest pause between two looks of a rank that waits."""
+
+_LONG_CALLS = ("save_state", "save_model", "load_state", "prepare", "evaluation", "compile")
+
+_HERE = str(Path(__file__).parent.parent)
+_READING = (f"{_HERE}/data/loader.py", f"{_HERE}/data/source.py")
+_COMMUNICATION = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
+
+_serial = count()
+"""Numbers the monitors, which are made in the same order on every rank."""
+
+
+class _Numbered(NamedTuple):
+    """A call with its place among all of this rank: ``step`` counts optimizer steps before it."""
+
+    number: int
+    digest: int
+    step: int
+    call: str
+    site: str
+    place: Place | None
+    values: tuple[Any, ...]
+
+    @property
+    def text(self) -> str:
+        """``backward at train.py:35, batch 3 of epoch 0``."""
+        return ", ".join(filter(None, (self.site, _batch(self.place), _described(self.call, self.values))))
+
+
+@final
+class CallMonitor:
+    """Compares this process's calls with those of the other ranks, in a thread. Made in the same order on every rank.
+
+    Args:
+        store: of the process group; a connection of its own is made to it.
+        rank: global rank.
+        world_size: number of ranks.
+        interval_seconds: between two looks.
+        standstill_seconds: without a call, after which ranks that wait are reported.
+        compares: ``False``: only a standstill is reported.
+        only_data_parallel: all ranks are data-parallel, so that collectives over those are calls of all ranks.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        interval_seconds: float = 1.0,
+        standstill_seconds: float = 60.0,
+        compares: bool = True,
+        only_data_parallel: bool = True,
+    ) -> None:
+        self._store = dist.PrefixStore(f"call_monitor/{next(_serial)}", _connection(store))  # type: ignore[attr-defined]
+        self._rank, self._world = rank, world_size
+        # One server answers all ranks: at 1,000 of them it gets about 3,000 messages a second.
+        self._interval = interval_seconds * max(1.0, world_size / 1000)
+        self._limit, self._compares = standstill_seconds, compares
+        self.only_data_parallel = only_data_parallel
+        self.users = 1
+        """Accelerators that it serves."""
+        self.suspended = False
+        """Ranks may make different calls for a while."""
+        self.error: CollectiveMismatchError | None = None
+        """Set where ranks are apart, for the next call."""
+        self._raised = self._told = False
+        self._pending: deque[tuple[str, str, Place | None, tuple[Any, ...]]] = deque()
+        self._append: Callable[[tuple[str, str, Place | None, tuple[Any, ...]]], object] = self._pending.append
+        self._lock = threading.Lock()
+        self._history: deque[_Numbered] = deque(maxlen=KEPT_CALLS)
+        self._number = self._digest = self._steps = 0
+        self._codes: dict[str, int] = {}
+        self._saved: deque[tuple[int, str]] = deque(maxlen=100)
+        self._left: tuple[int, int] | None = None
+        """Number and digest of the next lower rank that are not compared yet."""
+        self._left_is_there = False
+        self._agreements = 0
+        self._seen, self._since = 0, time.monotonic()
+        self._looks, self._episode, self._quiet_until = 0, 0, 0.0
+        self._last_frame: tuple[int, int] | None = None
+        self._moves = False
+        self._main = threading.get_ident()
+        self._wake, self._closing = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="drivetrain-call-monitor", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # torch's C++ aborts a program that ends while a thread returns from the store
+
+    # ---- the script's thread ------------------------------------------------------------------------------------
+
+    def record(self, call: str, site: str, place: Place | None = None, values: tuple[Any, ...] = ()) -> None:
+        """Remember a call that all ranks make. Costs a few tenths of a microsecond.
+
+        Args:
+            call: the operation.
+            site: ``backward at train.py:35``.
+            place: the batch, where ranks must be at the same one.
+            values: numbers, and tuples of numbers, that must be the same on all ranks. Anything else is not compared.
+
+        Raises:
+            CollectiveMismatchError: ranks are apart since an earlier call.
+        """
+        if self.error is not None:
+            self._raise()
+        if not self.suspended:
+            self._append((call, site, place, values))
+
+    def saved(self, path: str) -> None:
+        """Remember a checkpoint, for a report of ranks that were apart before it."""
+        self._saved.append((self._number + len(self._pending), path))
+
+    def agree(self) -> None:
+        """Compare all calls so far over all ranks. Collective over all ranks, through the store.
+
+        Ranks that do not come within 10 seconds are not waited for; their calls are compared later.
+
+        Raises:
+            CollectiveMismatchError: ranks are apart.
+        """
+        if self.error is not None:
+            self._raise()
+        if self.suspended or not self._compares or not self._thread.is_alive():
+            return
+        self._drain()
+        mine = f"{self._number} {self._digest}"
+        key = f"agree/{self._agreements}"
+        self._agreements += 1
+        try:
+            rank, _, first = self._store.compare_set(key, "", f"{self._rank} {mine}").decode().partition(" ")
+            if first != mine:
+                self._store.compare_set("alarm", "", f"{rank} {self._rank}")
+                self._wait(lambda: self.error is not None, 4 * _REPORT_SECONDS + 4 * self._interval)
+            elif self._store.add(f"{key}/ranks", 1) < self._world:
+                self._wait(
+                    lambda: self.error is not None or self._store.add(f"{key}/ranks", 0) >= self._world, _AGREE_SECONDS
+                )
+        except dist.DistError:
+            return  # the job is failing; what follows says how
+        if self.error is not None:
+            self._raise()
+
+    def close(self) -> None:
+        """End the thread. Not collective; may be called twice."""
+        self._closing = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_REPORT_SECONDS)
+        atexit.unregister(self.close)
+
+    def _raise(self) -> NoReturn:
+        """Raise the error, once the other ranks have had time to read the report: the store may end with this one."""
+        assert self.error is not None
+        if not self._raised:
+            self._raised = True
+            with contextlib.suppress(dist.DistError):  # nobody is left who could read it
+                self._wait(lambda: self._store.add("read", 0) >= self._world, 2 * self._interval)
+        raise CollectiveMismatchError(self.error.what, cure=self.error.cure)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Whether a condition comes true in time; woken threads look at once."""
+        deadline = time.monotonic() + seconds
+        pause, longest = _PAUSE_SECONDS
+        self._wake.set()
+        while not condition():
+            if time.monotonic() > deadline or (self._closing and threading.current_thread() is self._thread):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
+
+    # ---- the monitor's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.wait(self._interval)
+                self._wake.clear()
+                if not self._closing:
+                    self._look()
+            self._publish("its script has ended the training", moves=False)
+        except dist.DistError:
+            pass  # the store is gone, with the rank that keeps it; the engine's own error says more
+        finally:
+            self._append = _forget
+            self._pending.clear()
+
+    def _look(self) -> None:
+        """Publish how far this rank is, compare with the next lower rank, and report what is wrong."""
+        self._drain()
+        now = time.monotonic()
+        if self._number != self._seen:
+            self._seen, self._since = self._number, now
+        idle = now - self._since
+        self._publish(self._where() if idle >= min(2 * self._interval, self._limit / 2) else "", moves=self._moves)
+        if self.error is None and self._compares:
+            if self._rank:
+                self._compare_left()
+            if self._store.check(["alarm"]):
+                self._resolve()
+        elif self.error is not None and not (self._raised or self._told):
+            # One more look later the main thread would have raised, if it were not waiting for another rank.
+            self._told = True
+            logger.warning("%s", self.error)
+        if self.error is None:
+            self._report_standstill(idle)
+
+    def _drain(self) -> None:
+        """Number the calls since the last look, and chain their digests."""
+        with self._lock:
+            while self._pending:
+                call, site, place, values = self._pending.popleft()
+                plain = _plain(values)
+                code = self._codes.setdefault(call, zlib.crc32(call.encode()))
+                # Of numbers alone, whose hash is the same in every process.
+                self._digest = hash((self._digest, code, place or (), plain))
+                self._number += 1
+                self._history.append(_Numbered(self._number, self._digest, self._steps, call, site, place, plain))
+                self._steps += call in ("step", "train_step")
+
+    def _publish(self, where: str, *, moves: bool) -> None:
+        self._looks += 1
+        last = self._history[-1].text if self._history else ""
+        idle = time.monotonic() - self._since
+        said = f"{self._number} {self._digest} {self._looks} {idle:.0f} {int(moves)}\n{where}\n{last}"
+        self._store.set(f"status/{self._rank}", said)
+
+    def _compare_left(self) -> None:
+        """Compare with the last published digest of the next lower rank, once this rank has got as far."""
+        key = f"status/{self._rank - 1}"
+        if self._left is None:
+            self._left_is_there = self._left_is_there or self._store.check([key])
+            if not self._left_is_there:
+                return
+            published = self._store.get(key).decode().split()
+            self._left = int(published[0]), int(published[1])
+        number, theirs = self._left
+        if number > self._number:
+            return
+        self._left = None
+        own = self._at(number)
+        if own is not None and own.digest != theirs:
+            self._store.compare_set("alarm", "", f"{self._rank - 1} {self._rank}")
+
+    def _at(self, number: int) -> _Numbered | None:
+        with self._lock:
+            first = self._number - len(self._history) + 1
+            return self._history[number - first] if first <= number <= self._number else None
+
+    # ---- ranks that are apart -----------------------------------------------------------------------------------
+
+    def _resolve(self) -> None:
+        """Find the first call that differs between the two ranks of the alarm, and exchange what all did there."""
+        one, other = map(int, self._store.get("alarm").decode().split())
+        if self._rank == one:
+            self._store.set("digests", self._packed_digests())
+        if self._rank == other:
+            number = self._first_different(self._read("digests") or "")
+            self._store.set("first", str(number))
+        first = int(self._read("first") or 0)
+        self._drain()
+        self._store.set(f"call/{self._rank}", self._account(first))
+        if self._rank == other:
+            self._store.set("report", self._composed(first))
+        report = self._read("report") or f"ranks {one} and {other} are apart"
+        self._store.add("read", 1)
+        self.error = CollectiveMismatchError(report, cure=CURE)
+
+    def _read(self, key: str) -> str | None:
+        """What a rank is about to write there; ``None`` where it does not in time."""
+        there = self._wait(lambda: bool(self._store.check([key])), 2 * self._interval + _REPORT_SECONDS)
+        return str(self._store.get(key).decode()) if there else None
+
+    def _packed_digests(self) -> str:
+        with self._lock:
+            digests = array.array("q", [each.digest for each in self._history])
+            return f"{self._number - len(digests) + 1} {digests.tobytes().hex()}"
+
+    def _first_different(self, packed: str) -> int:
+        """Number of the first call that differs from the other rank's; 0 where it is not known any more."""
+        begin, _, data = packed.partition(" ")
+        if not begin:
+            return 0
+        digests = array.array("q")
+        digests.frombytes(bytes.fromhex(data))
+        theirs = dict(enumerate(digests, int(begin)))
+        with self._lock:
+            mine = {each.number: each.digest for each in self._history}
+        common = sorted(theirs.keys() & mine.keys())
+        for number in common:
+            if theirs[number] != mine[number]:
+                return number
+        return common[-1] + 1 if common else 0
+
+    def _account(self, number: int) -> str:
+        """This rank's call of a number, and what it has saved since."""
+        call = self._at(number)
+        if call is None:
+            last = self._history[-1].text if self._history else "none"
+            text, step = f"has not made it; its last: {last}", self._steps
+        else:
+            text, step = call.text, call.step
+        saved = [path for at, path in self._saved if number and at >= number]
+        return "\n".join([f"{step}", f"{'' if call is None else call.call}", text, *saved])
+
+    def _composed(self, number: int) -> str:
+        told: dict[str, list[int]] = {}
+        saved: dict[str, None] = {}
+        calls, steps = set(), set()
+        for rank in range(self._world):
+            step, call, text, *paths = (self._read(f"call/{rank}") or "\n\nhas not answered").split("\n")
+            told.setdefault(text, []).append(rank)
+            saved |= dict.fromkeys(paths)
+            if call:
+                calls.add(call)
+                steps.add(int(step))
+        begin = "ranks are apart"
+        if number:
+            begin += f" since call {number}, in optimizer step {min(steps, default=0)}"
+        lines = [f"{begin}:", *_by_ranks(told), _consequence(calls)]
+        if saved:
+            lines.append(f"saved since then, and not to be resumed from: {', '.join(saved)}")
+        return "\n".join(lines)
+
+    # ---- ranks that wait ----------------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        """Where the main thread is: ``in backward at train.py:35``. Notes whether that changed since the last look."""
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
+        if frame is None:
+            return "has no main thread any more"
+        now = id(frame.f_code), frame.f_lasti
+        self._moves = self._last_frame is not None and now != self._last_frame
+        self._last_frame = now
+        return f"{'waits ' if _communicates(frame) else ''}{script_line(''.join(traceback.format_stack(frame)))}"
+
+    def _report_standstill(self, idle: float) -> None:
+        """Report once who waits for whom, where this rank has made no call for long. Not collective."""
+        if idle < self._limit:
+            if self._rank or idle < self._interval:
+                return
+        elif time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + self._limit
+            mine = str(self._rank)
+            if self._store.compare_set(f"still/{self._episode}", "", mine).decode() == mine:
+                self._store.set(f"still/{self._episode}/report", self._standstill())
+        # Rank 0 looks although it may not wait itself: it is the one whose output is shown.
+        while self._store.check([key := f"still/{self._episode}/report"]):
+            self._episode += 1
+            if report := self._store.get(key).decode():
+                logger.warning("%s", report)
+
+    def _standstill(self) -> str:
+        """The report of all ranks; empty where none of them waits."""
+        before = self._statuses()
+        threading.Event().wait(1.5 * self._interval)
+        found = [_Status.read(each, was) for each, was in zip(self._statuses(), before, strict=True)]
+        fewest = min(each.number for each in found)
+        behind = {rank for rank, each in enumerate(found) if each.number == fewest}
+        if len(behind) == self._world:
+            # All have made the same calls: those that have returned from the last one are waited for.
+            behind = {rank for rank, each in enumerate(found) if not each.waits}
+            if len(behind) == self._world:
+                return ""
+        told: dict[str, list[int]] = {}
+        for rank, each in enumerate(found):
+            told.setdefault(each.text, []).append(rank)
+        late = sorted(behind)
+        if late:
+            slow = all(found[rank].works for rank in late)
+            who = f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} waited for"
+            first = f"{who}, for {self._limit:g} s so far, and {'slow' if slow else 'slow or stopped'}:"
+        else:
+            first = f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile):"
+        last = "The run goes on as soon as they come; process_group.timeout_seconds limits how long that may take."
+        return "\n".join([first, *_by_ranks(told), last])
+
+    def _statuses(self) -> list[str]:
+        keys = [f"status/{rank}" for rank in range(self._world)]
+        return [self._store.get(key).decode() if self._store.check([key]) else "0 0 0 0 0\n\n" for key in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """What a rank has published.
+
+    Args:
+        number: of its last call.
+        where: its main thread is; empty where it made a call a moment ago.
+        last: its last call.
+        alive: it has published since the look before.
+        moves: its main thread was at another instruction at each look.
+    """
+
+    number: int
+    where: str
+    last: str
+    alive: bool
+    moves: bool
+
+    @classmethod
+    def read(cls, said: str, before: str) -> _Status:
+        numbers, where, last = said.split("\n", 2)
+        number, _, looks, _, moves = numbers.split()
+        return cls(int(number), where, last, looks != before.split()[2], moves == "1")
+
+    @property
+    def waits(self) -> bool:
+        """Whether its main thread is inside of a call that communicates."""
+        return self.alive and self.where.startswith("waits ")
+
+    @property
+    def works(self) -> bool:
+        """Whether it certainly goes on: it runs Python code, has just made a call, or is in one that takes long."""
+        return self.alive and (self.moves or not self.where or self.last.startswith(_LONG_CALLS))
+
+    @property
+    def text(self) -> str:
+        """``waits in backward at train.py:35; last call: backward at train.py:35, batch 3 of epoch 0``."""
+        last = f"last call: {self.last}" if self.last else "no call yet"
+        if not self.alive:
+            return f"gives no sign of life; {last}"
+        doing = self.where or "has just made a call"
+        return f"{doing}{', and works' if self.moves else ''}; {last}"
+
+
+class Current:
+    """This process's monitor."""
+
+    monitor: CallMonitor | None = None
+
+
+def start(
+    store: Any | None, rank: int, world_size: int, dp_size: int, *, interval: float, standstill: float, compares: bool
+) -> CallMonitor | None:
+    """Start to compare calls, or join the monitor that runs. Called on every rank or none.
+
+    Args:
+        store: of the process group; ``None`` where ranks have none, and nothing is compared.
+        rank, world_size, dp_size: this process and its job.
+        interval, standstill: seconds, see :class:`CallMonitor`.
+        compares: see :class:`CallMonitor`.
+    """
+    if store is None or world_size == 1:
+        return None
+    running = Current.monitor
+    if running is not None:
+        running.users += 1
+        return running
+    Current.monitor = CallMonitor(
+        store,
+        rank,
+        world_size,
+        interval_seconds=interval,
+        standstill_seconds=standstill,
+        compares=compares,
+        only_data_parallel=dp_size == world_size,
+    )
+    return Current.monitor
+
+
+def stop(monitor: CallMonitor | None) -> None:
+    """Stop for one accelerator; the last one ends the thread. Not collective."""
+    if monitor is None or Current.monitor is not monitor:
+        return
+    monitor.users -= 1
+    if not monitor.users:
+        Current.monitor = None
+        monitor.close()
+
+
+def agree() -> None:
+    """Compare all calls so far, see :meth:`CallMonitor.agree`. Collective over all ranks."""
+    if Current.monitor is not None:
+        Current.monitor.agree()
+
+
+def saved(path: object) -> None:
+    """Remember a checkpoint, see :meth:`CallMonitor.saved`."""
+    if Current.monitor is not None:
+        Current.monitor.saved(str(path))
+
+
+def _connection(store: Any) -> Any:
+    """A further connection to the same store, so that a rank that waits in the first does not block the thread."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store  # a store of files or of one process, in which nobody waits
+
+
+def _forget(_: object) -> None:
+    """Take the place of the memory of a monitor that has ended."""
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and tuples of numbers as they are, except NaN, whose hash is its address; anything else as nothing."""
+    if isinstance(value, tuple | list):
+        return tuple([_plain(each) for each in value])
+    if isinstance(value, int | float):
+        return value if value == value else -math.inf  # noqa: PLR0124 (NaN differs from itself)
+    return ()
+
+
+def _communicates(frame: FrameType) -> bool:
+    """Whether a thread is inside of a call of ours or of torch that may wait for other ranks."""
+    inner: FrameType | None = frame
+    while inner is not None and is_of_a_library(inner.f_code.co_filename):
+        file = inner.f_code.co_filename
+        if file.startswith(_READING):
+            return False
+        if any(part in file for part in (_HERE, *_COMMUNICATION)):
+            return True
+        inner = inner.f_back
+    return False
+
+
+def _batch(place: Place | None) -> str:
+    if place is None:
+        return ""
+    loader, epoch, index = place
+    of = f" of loader {loader}" if loader else ""
+    return f"batch {index}{of}" if epoch < 0 else f"batch {index} of epoch {epoch}{of}"
+
+
+def _described(call: str, values: tuple[Any, ...]) -> str:
+    """The values of a call in words."""
+    if call == "step":
+        optimizer, max_norm, rates, settings = values
+        said = [f"optimizer {optimizer}", f"rates {', '.join(f'{rate:g}' for rate in rates if rate != ())}"]
+        said += [f"clipped to {max_norm:g}"] if max_norm else []
+        said += [f"settings {settings}"] if settings else []
+        return ", ".join(said)
+    if call == "backward":
+        by, training = values
+        words = (("", "num_items", "denominator")[by], "" if training else "model in evaluation mode")
+        return ", ".join(filter(None, words))
+    if call == "train_step":
+        return f"clipped to {values[0]:g}" if values and values[0] else ""
+    return ""
+
+
+def _consequence(calls: Iterable[str]) -> str:
+    kinds = set(calls)
+    if kinds <= {"backward", "train_step"}:
+        return "gradients of different batches, or of losses that do not belong together, were added up since then"
+    if kinds == {"step"}:
+        return "the ranks' copies or parts of the model were changed in different ways since then"
+    return "they wait for each other, or add up what does not belong together"
+
+
+def _by_ranks(told: dict[str, list[int]]) -> list[str]:
+    return [f"  {_ranks(ranks)}: {text}" for text, ranks in sorted(told.items(), key=lambda item: item[1])]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(words)}"

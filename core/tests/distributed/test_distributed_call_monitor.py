@@ -1,0 +1,245 @@
+"""The comparison of calls beside the training, on real engines: ranks that come apart raise, ordinary scripts do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.distributed import call_monitor
+from drivetrain.errors import CollectiveMismatchError
+from drivetrain_testing import spawn
+
+STEPS = 24
+PAUSE = 0.05
+"""Seconds of a step: a comparison every 0.1 s then finds a difference within a few steps."""
+
+ENGINES = {
+    "ddp": {"distributed_type": "ddp"},
+    "fsdp": {"distributed_type": "fsdp"},
+    "zero2": {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 2}},
+    "zero3": {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 3}},
+    "tp": {"distributed_type": "megatron", "megatron": {"tensor_parallel_size": 2}},
+}
+
+
+def accelerator_of(engine, folder, **settings):
+    monitor = {"interval_seconds": 0.1, **settings}
+    path = f"{folder}/config-{os.environ['RANK']}.yaml"
+    with open(path, "w") as file:
+        json.dump({**ENGINES[engine], "use_cpu": True, "rank_monitor": monitor}, file)
+    return Accelerator(config=path, project_dir=folder)
+
+
+def skips(accelerator, index, loss, optimizer):
+    return index == 3 and accelerator.process_index == 1
+
+
+def other_rate(accelerator, index, loss, optimizer):
+    if index == 3 and accelerator.process_index == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+
+
+def other_momentum(accelerator, index, loss, optimizer):
+    if accelerator.process_index == 1:
+        optimizer.param_groups[0]["momentum"] = 0.5
+
+
+def nothing(accelerator, index, loss, optimizer):
+    return False
+
+
+def train(engine, folder, act, saves=False):
+    """The report of this rank with the number of steps that it made before it, or ``"no report"``."""
+    accelerator = accelerator_of(engine, folder)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = TensorDataset(torch.randn(STEPS * 4, 8))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    done = 0
+    try:
+        for _ in range(2):
+            for index, (x,) in enumerate(loader):
+                loss = model(x).square().mean()
+                if act(accelerator, index, loss, optimizer):
+                    continue
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                time.sleep(PAUSE)
+                if saves and index == 4:
+                    accelerator.save_state(f"{folder}/saved")
+        accelerator.end_training()
+    except CollectiveMismatchError as error:
+        return str(error), done
+    return "no report", done
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_rank_that_skips_a_batch_is_named_with_the_batch(engine, tmp_path):
+    found = spawn(train, 2, engine, str(tmp_path), skips)
+    assert len({report for report, _ in found}) == 1
+    report, done = found[0]
+    lines = report.splitlines()
+    assert lines[0] == "ranks are apart since call 8, in optimizer step 3:"  # prepare, and two of each of three steps
+    assert lines[1].startswith("  rank 0: backward at test_distributed_call_monitor.py:")
+    assert lines[1].endswith(", batch 3 of epoch 0")
+    assert lines[2].endswith(", batch 4 of epoch 0")
+    assert lines[3].startswith("gradients of different batches")
+    assert done < 20
+
+
+# Under ddp and tp the ranks' copies are compared too, by checks of these engines, which may find it first.
+@pytest.mark.parametrize("engine", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (other_rate, ("optimizer 0, rates 0.1", "optimizer 0, rates 0.5")),
+        (other_momentum, ("rates 0.1", "rates 0.1")),
+    ],
+)
+def test_settings_of_an_optimizer_that_differ_are_named_at_the_step(engine, act, words, tmp_path):
+    found = spawn(train, 2, engine, str(tmp_path), act)
+    for report, done in found:
+        lines = report.splitlines()
+        assert " step at test_distributed_call_monitor.py:" in lines[1]
+        assert words[0] in lines[1]
+        assert words[1] in lines[2]
+        assert lines[1].partition(":")[2] != lines[2].partition(":")[2]
+        assert lines[3].startswith("the ranks' copies or parts of the model were changed in different ways")
+        assert done < 20
+
+
+def test_a_checkpoint_of_ranks_that_are_apart_is_not_written(tmp_path):
+    """At intervals of a second it is the save that compares: steps of 0.05 s are faster."""
+    found = spawn(train_slowly_compared, 2, str(tmp_path))
+    assert all(report.startswith("ranks are apart since call 8, ") for report, _ in found), found
+    assert not (tmp_path / "saved").exists()
+
+
+def train_slowly_compared(folder):
+    global accelerator_of
+    before = accelerator_of
+    accelerator_of = lambda engine, where: before(engine, where, interval_seconds=2)  # noqa: E731
+    return train("ddp", folder, skips, saves=True)
+
+
+def breaks(accelerator, index, loss, optimizer):
+    return index == 3 and accelerator.process_index == accelerator.num_processes - 1
+
+
+def train_until(engine, folder, saved_at=None):
+    """The last rank leaves its first epoch by ``break``."""
+    accelerator = accelerator_of(engine, folder)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(48 * accelerator.num_processes, 8))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    try:
+        for _ in range(2):
+            for index, (x,) in enumerate(loader):
+                loss = model(x).square().mean()
+                if breaks(accelerator, index, loss, optimizer):
+                    break
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(PAUSE)
+        accelerator.end_training()
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "no report"
+
+
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp", 4)])
+def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_path):
+    (report,) = set(spawn(train_until, world, engine, str(tmp_path)))
+    lines = report.splitlines()
+    assert lines[0] == "ranks are apart since call 8, in optimizer step 3:"
+    assert lines[1].startswith(f"  ranks 0-{world - 2}: backward at ")
+    assert lines[1].endswith("batch 3 of epoch 0")
+    assert lines[2].startswith(f"  rank {world - 1}: backward at ")
+    assert lines[2].endswith("batch 0 of epoch 1")
+
+
+def swapped(folder, order):
+    """Two models with an optimizer each, in one loop; rank 1 trains them in another order."""
+    accelerator = accelerator_of("ddp", folder)
+    models = [accelerator.prepare(nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=2))
+    turn = (1, 0) if order == "swapped" and accelerator.process_index else (0, 1)
+    try:
+        for (x,) in loader:
+            for index in turn:
+                accelerator.backward(models[index](x).square().mean())
+                optimizers[index].step()
+                optimizers[index].zero_grad()
+            time.sleep(PAUSE)
+        accelerator.end_training()
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "no report"
+
+
+def test_two_losses_in_another_order_are_named_by_their_optimizers(tmp_path):
+    (report,) = set(spawn(swapped, 2, str(tmp_path), "swapped"))
+    lines = report.splitlines()
+    assert lines[0] == "ranks are apart since call 4, in optimizer step 0:"  # prepare twice, backward
+    assert "optimizer 0, rates 0.1" in lines[1]
+    assert "optimizer 1, rates 0.1" in lines[2]
+    assert spawn(swapped, 2, str(tmp_path), "alike") == ["no report"] * 2
+
+
+def lawful(engine, folder):
+    """What ranks may do apart: look, log, save, measure, evaluate and read other data by themselves."""
+    accelerator = accelerator_of(engine, folder, interval_seconds=0.02)
+    rank = accelerator.process_index
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(48, 4))
+    model, optimizer, loader, others = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=2), DataLoader(data, batch_size=2)
+    )
+    kept = []
+    for epoch in range(2):
+        for index, (x,) in enumerate(loader):
+            if rank == 0 and index == 3:
+                kept.append(iter(others))
+                next(kept[-1])
+            loss = model(x).square().mean()
+            if rank:  # the same calls from other lines
+                accelerator.backward(loss)
+            else:
+                accelerator.backward(loss)
+            if rank == 0:
+                time.sleep(0.01)  # slower than the others
+                accelerator.print(loss.item())
+            if engine == "ddp" and rank == 0:
+                accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["note"] = f"rank {rank}"
+        if engine == "ddp" and rank == 0:
+            accelerator.save_state(f"{folder}/{epoch}")
+            accelerator.save_model(model, f"{folder}/model-{epoch}")
+    with accelerator.join_uneven_inputs([model]) if engine == "ddp" else accelerator.main_process_first():
+        for _ in range(1 + rank if engine == "ddp" else 1):
+            accelerator.backward(model(x).square().mean())
+    accelerator.end_training()
+    return call_monitor.Current.monitor is None
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_what_ranks_may_do_apart_is_not_reported(engine, tmp_path):
+    assert all(spawn(lawful, 2, engine, str(tmp_path)))
+
+
