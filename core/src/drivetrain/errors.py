@@ -254,9 +254,10 @@ class ContractMismatchError(BackendError, RuntimeError):
 class CollectiveMismatchError(DrivetrainError, RuntimeError):
     """Ranks disagree about a collective (operation, shape, dtype, line); raised before it can hang.
 
-    Cause: ranks took different branches, or hold tensors of different shapes. Shapes are compared on the CPU and by
-    ``gather_for_metrics`` always, elsewhere with ``debug: true``; calls, lines and absence with ``desync_watchdog:
-    true``.
+    Cause: ranks took different branches (``continue`` or ``break`` on one), have other settings, or hold tensors of
+    different shapes. Calls, batches and settings are compared beside the training, so that this may be raised a
+    little later; before each call, with lines and absence, with ``desync_watchdog: true``. Shapes are compared on the
+    CPU and by ``gather_for_metrics`` always, elsewhere with ``debug: true``.
 
     Cure: make the call on every rank with the same structure; ``pad_across_processes`` evens out shapes.
     """

@@ -1,10 +1,11 @@
-"""The comparison of calls beside the training, on real engines: ranks that come apart raise, ordinary scripts do not."""
+"""The comparison of calls beside the training, on real engines: ranks that come apart raise, others do not."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +32,8 @@ ENGINES = {
 
 def accelerator_of(engine, folder, **settings):
     monitor = {"interval_seconds": 0.1, **settings}
-    path = f"{folder}/config-{os.environ['RANK']}.yaml"
-    with open(path, "w") as file:
-        json.dump({**ENGINES[engine], "use_cpu": True, "rank_monitor": monitor}, file)
+    path = Path(folder, f"config-{os.environ['RANK']}.yaml")
+    path.write_text(json.dumps({**ENGINES[engine], "use_cpu": True, "rank_monitor": monitor}))
     return Accelerator(config=path, project_dir=folder)
 
 
@@ -55,9 +55,9 @@ def nothing(accelerator, index, loss, optimizer):
     return False
 
 
-def train(engine, folder, act, saves=False):
+def train(engine, folder, act, saves=False, **settings):
     """The report of this rank with the number of steps that it made before it, or ``"no report"``."""
-    accelerator = accelerator_of(engine, folder)
+    accelerator = accelerator_of(engine, folder, **settings)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -120,16 +120,9 @@ def test_settings_of_an_optimizer_that_differ_are_named_at_the_step(engine, act,
 
 def test_a_checkpoint_of_ranks_that_are_apart_is_not_written(tmp_path):
     """At intervals of a second it is the save that compares: steps of 0.05 s are faster."""
-    found = spawn(train_slowly_compared, 2, str(tmp_path))
+    found = spawn(train, 2, "ddp", str(tmp_path), skips, saves=True, interval_seconds=2)
     assert all(report.startswith("ranks are apart since call 8, ") for report, _ in found), found
     assert not (tmp_path / "saved").exists()
-
-
-def train_slowly_compared(folder):
-    global accelerator_of
-    before = accelerator_of
-    accelerator_of = lambda engine, where: before(engine, where, interval_seconds=2)  # noqa: E731
-    return train("ddp", folder, skips, saves=True)
 
 
 def breaks(accelerator, index, loss, optimizer):

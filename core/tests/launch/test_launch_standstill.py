@@ -29,7 +29,8 @@ SETTINGS = "num_processes=2 use_cpu=true rank_monitor.interval_seconds=0.1 rank_
 
 
 @pytest.mark.parametrize(
-    ("how", "line", "word"), [("sleeps", r"at job\.py:10", "slow or stopped"), ("works", r"at job\.py:1[23], and works", "slow")]
+    ("how", "line", "word"),
+    [("sleeps", r"at job\.py:10", "slow or stopped"), ("works", r"at job\.py:1[23], and works", "slow")],
 )
 def test_ranks_that_wait_are_told_once_for_whom_and_go_on(launch, script, how, line, word):
     done = launch(SETTINGS, script(WAITING), 3, how)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend
+from drivetrain.distributed import call_monitor
 from drivetrain.distributed.current import current_backend
 from drivetrain.errors import UsageError
 
@@ -116,6 +117,7 @@ def find_executable_batch_size(
             if not _agree(backend, torch.tensor(error is not None), "max"):
                 return result
             result = None
+            call_monitor.begin_anew()  # the rank that ran out of memory has made fewer calls than others
             clear_device_cache(garbage_collection=True)
             smaller = int(_agree(backend, torch.tensor(_next(reduce_batch_size_fn, size)), "min"))
             logger.info("%s did not fit with a batch size of %d; trying %d.", name, size, smaller)

@@ -51,6 +51,9 @@ CURE = (
 KEPT_CALLS = 4096
 """How many calls a rank remembers with their digests, about a second of the fastest loops that were measured."""
 
+_ERA = 1 << 40
+"""Calls are numbered from the next multiple of it when ranks begin anew; so many calls there never are."""
+
 _REPORT_SECONDS = 5.0
 """How long ranks wait for each other's part of a report, beside the interval at which they look."""
 
@@ -60,6 +63,7 @@ _AGREE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.0002, 0.02
 """Shortest and longest pause between two looks of a rank that waits."""
 
+_STEPS = frozenset({"step", "train_step"})
 _LONG_CALLS = ("save_state", "save_model", "load_state", "prepare", "evaluation", "compile")
 
 _HERE = str(Path(__file__).parent.parent)
@@ -128,7 +132,8 @@ class CallMonitor:
         self._pending: deque[tuple[str, str, Place | None, tuple[Any, ...]]] = deque()
         self._append: Callable[[tuple[str, str, Place | None, tuple[Any, ...]]], object] = self._pending.append
         self._lock = threading.Lock()
-        self._history: deque[_Numbered] = deque(maxlen=KEPT_CALLS)
+        self._history: deque[tuple[int, int, int, str, str, Place | None, tuple[Any, ...]]] = deque(maxlen=KEPT_CALLS)
+        """The fields of :class:`_Numbered`."""
         self._number = self._digest = self._steps = 0
         self._codes: dict[str, int] = {}
         self._saved: deque[tuple[int, str]] = deque(maxlen=100)
@@ -168,6 +173,14 @@ class CallMonitor:
     def saved(self, path: str) -> None:
         """Remember a checkpoint, for a report of ranks that were apart before it."""
         self._saved.append((self._number + len(self._pending), path))
+
+    def begin_anew(self) -> None:
+        """Number calls anew, after ranks made different ones and have found together again. Called by all ranks."""
+        self._drain()
+        with self._lock:
+            self._history.clear()
+            self._number = (self._number // _ERA + 1) * _ERA
+            self._digest = self._number
 
     def agree(self) -> None:
         """Compare all calls so far over all ranks. Collective over all ranks, through the store.
@@ -269,17 +282,20 @@ class CallMonitor:
         with self._lock:
             while self._pending:
                 call, site, place, values = self._pending.popleft()
-                plain = _plain(values)
-                code = self._codes.setdefault(call, zlib.crc32(call.encode()))
+                plain = _plain(values) if values else ()
+                if (code := self._codes.get(call)) is None:
+                    code = self._codes[call] = zlib.crc32(call.encode())
                 # Of numbers alone, whose hash is the same in every process.
                 self._digest = hash((self._digest, code, place or (), plain))
                 self._number += 1
-                self._history.append(_Numbered(self._number, self._digest, self._steps, call, site, place, plain))
-                self._steps += call in ("step", "train_step")
+                # Plain tuples, which take a fifth of the time of named ones.
+                self._history.append((self._number, self._digest, self._steps, call, site, place, plain))
+                if call in _STEPS:
+                    self._steps += 1
 
     def _publish(self, where: str, *, moves: bool) -> None:
         self._looks += 1
-        last = self._history[-1].text if self._history else ""
+        last = self._last_text()
         idle = time.monotonic() - self._since
         said = f"{self._number} {self._digest} {self._looks} {idle:.0f} {int(moves)}\n{where}\n{last}"
         self._store.set(f"status/{self._rank}", said)
@@ -304,18 +320,26 @@ class CallMonitor:
     def _at(self, number: int) -> _Numbered | None:
         with self._lock:
             first = self._number - len(self._history) + 1
-            return self._history[number - first] if first <= number <= self._number else None
+            return _Numbered(*self._history[number - first]) if first <= number <= self._number else None
+
+    def _last_text(self) -> str:
+        return _Numbered(*self._history[-1]).text if self._history else ""
 
     # ---- ranks that are apart -----------------------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Find the first call that differs between the two ranks of the alarm, and exchange what all did there."""
+        """Find the first call in which two neighbouring ranks differ, and exchange what all did there."""
         one, other = map(int, self._store.get("alarm").decode().split())
-        if self._rank == one:
-            self._store.set("digests", self._packed_digests())
+        self._store.set(f"digests/{self._rank}", self._packed_digests())
+        different = 0
+        if self._rank:
+            different = self._first_different(self._read(f"digests/{self._rank - 1}") or "")
+        self._store.set(f"first/{self._rank}", f"{different} {self._number}")
         if self._rank == other:
-            number = self._first_different(self._read("digests") or "")
-            self._store.set("first", str(number))
+            said = [(self._read(f"first/{rank}") or "0 0").split() for rank in range(self._world)]
+            found = [int(number) for number, _ in said if int(number)]
+            # Ranks that differ in nothing else have made different numbers of calls.
+            self._store.set("first", str(min(found) if found else min(int(last) for _, last in said) + 1))
         first = int(self._read("first") or 0)
         self._drain()
         self._store.set(f"call/{self._rank}", self._account(first))
@@ -332,11 +356,12 @@ class CallMonitor:
 
     def _packed_digests(self) -> str:
         with self._lock:
-            digests = array.array("q", [each.digest for each in self._history])
+            kept = list(self._history)[-KEPT_CALLS // max(1, self._world // 64) :]
+            digests = array.array("q", [digest for _, digest, *_ in kept])
             return f"{self._number - len(digests) + 1} {digests.tobytes().hex()}"
 
     def _first_different(self, packed: str) -> int:
-        """Number of the first call that differs from the other rank's; 0 where it is not known any more."""
+        """Number of the first call that differs from the next lower rank's; 0 where none that is remembered does."""
         begin, _, data = packed.partition(" ")
         if not begin:
             return 0
@@ -344,19 +369,14 @@ class CallMonitor:
         digests.frombytes(bytes.fromhex(data))
         theirs = dict(enumerate(digests, int(begin)))
         with self._lock:
-            mine = {each.number: each.digest for each in self._history}
-        common = sorted(theirs.keys() & mine.keys())
-        for number in common:
-            if theirs[number] != mine[number]:
-                return number
-        return common[-1] + 1 if common else 0
+            mine = {number: digest for number, digest, *_ in self._history}
+        return next((each for each in sorted(theirs.keys() & mine.keys()) if theirs[each] != mine[each]), 0)
 
     def _account(self, number: int) -> str:
         """This rank's call of a number, and what it has saved since."""
         call = self._at(number)
         if call is None:
-            last = self._history[-1].text if self._history else "none"
-            text, step = f"has not made it; its last: {last}", self._steps
+            text, step = f"has not made it; its last: {self._last_text() or 'none'}", self._steps
         else:
             text, step = call.text, call.step
         saved = [path for at, path in self._saved if number and at >= number]
@@ -375,7 +395,7 @@ class CallMonitor:
                 steps.add(int(step))
         begin = "ranks are apart"
         if number:
-            begin += f" since call {number}, in optimizer step {min(steps, default=0)}"
+            begin += f" since call {number % _ERA}, in optimizer step {min(steps, default=0)}"
         lines = [f"{begin}:", *_by_ranks(told), _consequence(calls)]
         if saved:
             lines.append(f"saved since then, and not to be resumed from: {', '.join(saved)}")
@@ -534,6 +554,12 @@ def agree() -> None:
         Current.monitor.agree()
 
 
+def begin_anew() -> None:
+    """Forget what calls were made, see :meth:`CallMonitor.begin_anew`. Called by all ranks."""
+    if Current.monitor is not None:
+        Current.monitor.begin_anew()
+
+
 def saved(path: object) -> None:
     """Remember a checkpoint, see :meth:`CallMonitor.saved`."""
     if Current.monitor is not None:
@@ -554,9 +580,10 @@ def _forget(_: object) -> None:
 
 def _plain(value: Any) -> Any:
     """Numbers and tuples of numbers as they are, except NaN, whose hash is its address; anything else as nothing."""
-    if isinstance(value, tuple | list):
-        return tuple([_plain(each) for each in value])
-    if isinstance(value, int | float):
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return tuple([each if type(each) is int else _plain(each) for each in value])
+    if kind is float or isinstance(value, int | float):
         return value if value == value else -math.inf  # noqa: PLR0124 (NaN differs from itself)
     return ()
 

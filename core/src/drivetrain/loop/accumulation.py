@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.distributed.call_monitor import Place
+from drivetrain.distributed.call_monitor import Current, Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
@@ -489,7 +489,9 @@ class TrainingLoop:
 
     def _record_backward(self, models: Sequence[PreparedModel], by: int, *, closes: bool) -> None:
         """Compare a backward over the ranks where it reduces gradients: the batch, the mode, what it is divided by."""
-        if closes and not any(model.steps_alone for model in models):
+        if Current.monitor is None:
+            (check_collective if closes else log_call)("backward")
+        elif closes and not any(model.steps_alone for model in models):
             training = len(models) > 1 or models[0].source.training
             check_collective("backward", place=self.place(), values=(by, training))
         else:

@@ -207,7 +207,7 @@ class PreparedOptimizer(Optimizer):
         settings: Any = ()
         if number % 16 < 2:
             # The first two steps are among them. What the optimizer does not declare may be the script's own.
-            names = sorted(name for name in self.source.defaults if name != "lr")
+            names = sorted(name for name in getattr(self.source, "defaults", ()) if name != "lr")
             settings = tuple([tuple([group.get(name) for name in names]) for group in groups])
         rates = tuple([group.get("lr") for group in (groups if settings else groups[:8])])
         monitor.record("step", site, None, (self.number, norm, rates, settings))
