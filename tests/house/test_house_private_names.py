@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-OURS = re.compile(r"_drivetrain|_getframe$")
+OURS = re.compile(r"_drivetrain|_getframe$|_current_frames$")
 """What is not another library's: our own marks, and Python's frames."""
 
 AT_IMPORT = {

@@ -165,7 +165,7 @@ def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_p
 
 def swapped(folder, order):
     """Two models with an optimizer each, in one loop; rank 1 trains them in another order."""
-    accelerator = accelerator_of("ddp", folder)
+    accelerator = accelerator_of("fsdp", folder)
     models = [accelerator.prepare(nn.Linear(4, 4)) for _ in range(2)]
     optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=2))

@@ -128,7 +128,9 @@ class RunCheckpoints:
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
             return path
-        if not alone:
+        if alone:
+            call_monitor.raise_if_apart()
+        else:
             call_monitor.agree()  # nothing is written by ranks that are apart
         ranks = Ranks(self._backend, alone=alone)
         info: dict[str, Any] = {"run": self._run} if automatic else {}

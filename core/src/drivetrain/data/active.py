@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -100,8 +99,6 @@ class ActiveLoaders:
         self._placed = 0
         """The newest serial when :meth:`place` was asked last."""
         self._place: tuple[int, int, int] | None = None
-        self._taken: Counter[int] = Counter()
-        """Batches that loaders have yielded whose ranks may begin epochs at different times, by number."""
 
     @property
     def current(self) -> Pass | None:
@@ -116,8 +113,8 @@ class ActiveLoaders:
         """The batch that a call is about, the same on every rank: number of its loader, epoch, index in the epoch.
 
         Of several loaders that have yielded since the last call, the one that was begun first: a rank may look into
-        another loader by itself. Where each rank reads data of its own, whose length may differ, the epoch is -1 and
-        the index the number of batches so far. ``None`` outside of every loop.
+        another loader by itself. ``None`` outside of every loop, and where each rank reads data of its own, whose
+        length may differ.
         """
         passes = self._passes
         if not passes:
@@ -129,11 +126,7 @@ class ActiveLoaders:
                 return self._place
             one = min(moved, key=_created)
         self._placed = self._serial
-        loader = one.loader
-        if one.rows is None:
-            self._place = loader.number, -1, self._taken[loader.number]
-        else:
-            self._place = loader.number, loader.epoch, one.index
+        self._place = None if one.rows is None else one.place
         return self._place
 
     def is_last_batch(self) -> bool:
@@ -169,8 +162,6 @@ class ActiveLoaders:
         self._serial += 1
         one.serial = self._serial
         one.begun = one.begun or one.serial
-        if one.rows is None:
-            self._taken[one.loader.number] += 1
         if not self._passes or self._passes[-1] is not one:
             self.leave(one)
             self._passes.append(one)

@@ -40,7 +40,7 @@ from drivetrain.launch.failures import is_of_a_library, script_line
 logger = logging.getLogger(__name__)
 
 Place = tuple[int, int, int]
-"""Number of a loader, its epoch and the index of a batch; epoch -1 where only the number of batches is known."""
+"""Number of a loader, its epoch and the index of a batch in it."""
 
 CURE = (
     "Let all ranks decide alike: reduce the condition first (`accelerator.reduce(flag, 'max')`), or make the loss 0 "
@@ -126,6 +126,8 @@ class CallMonitor:
         """Accelerators that it serves."""
         self.suspended = False
         """Ranks may make different calls for a while."""
+        self.era = 0
+        """Grows where ranks begin anew."""
         self.error: CollectiveMismatchError | None = None
         """Set where ranks are apart, for the next call."""
         self._raised = self._told = False
@@ -166,7 +168,7 @@ class CallMonitor:
             CollectiveMismatchError: ranks are apart since an earlier call.
         """
         if self.error is not None:
-            self._raise()
+            self.refuse()
         if not self.suspended:
             self._append((call, site, place, values))
 
@@ -177,6 +179,7 @@ class CallMonitor:
     def begin_anew(self) -> None:
         """Number calls anew, after ranks made different ones and have found together again. Called by all ranks."""
         self._drain()
+        self.era += 1
         with self._lock:
             self._history.clear()
             self._number = (self._number // _ERA + 1) * _ERA
@@ -191,7 +194,7 @@ class CallMonitor:
             CollectiveMismatchError: ranks are apart.
         """
         if self.error is not None:
-            self._raise()
+            self.refuse()
         if self.suspended or not self._compares or not self._thread.is_alive():
             return
         self._drain()
@@ -210,7 +213,7 @@ class CallMonitor:
         except dist.DistError:
             return  # the job is failing; what follows says how
         if self.error is not None:
-            self._raise()
+            self.refuse()
 
     def close(self) -> None:
         """End the thread. Not collective; may be called twice."""
@@ -220,8 +223,12 @@ class CallMonitor:
             self._thread.join(_REPORT_SECONDS)
         atexit.unregister(self.close)
 
-    def _raise(self) -> NoReturn:
-        """Raise the error, once the other ranks have had time to read the report: the store may end with this one."""
+    def refuse(self) -> NoReturn:
+        """Raise the error, once the other ranks have had time to read the report: the store may end with this one.
+
+        Raises:
+            CollectiveMismatchError: always.
+        """
         assert self.error is not None
         if not self._raised:
             self._raised = True
@@ -548,6 +555,16 @@ def stop(monitor: CallMonitor | None) -> None:
         monitor.close()
 
 
+def raise_if_apart() -> None:
+    """Raise where it is known that ranks are apart. Not collective.
+
+    Raises:
+        CollectiveMismatchError: they are.
+    """
+    if Current.monitor is not None and Current.monitor.error is not None:
+        Current.monitor.refuse()
+
+
 def agree() -> None:
     """Compare all calls so far, see :meth:`CallMonitor.agree`. Collective over all ranks."""
     if Current.monitor is not None:
@@ -606,7 +623,7 @@ def _batch(place: Place | None) -> str:
         return ""
     loader, epoch, index = place
     of = f" of loader {loader}" if loader else ""
-    return f"batch {index}{of}" if epoch < 0 else f"batch {index} of epoch {epoch}{of}"
+    return f"batch {index} of epoch {epoch}{of}"
 
 
 def _described(call: str, values: tuple[Any, ...]) -> str:

@@ -417,8 +417,9 @@ class MainProcessOnlyCall:
         self._times[step] += 1
         arrived, decision = f"{occasion}/arrived", f"{occasion}/decision"
         if self._rank != 0:
-            store.add(arrived, 1)
             try:
+                store.add(arrived, 1)
+                _wait_for(store, decision)
                 return bool(store.get(decision) == b"all")
             except dist.DistError as error:
                 give_up(site)
@@ -428,6 +429,7 @@ class MainProcessOnlyCall:
         deadline = time.monotonic() + (LATER_PATIENCE_SECONDS if self._absent else PATIENCE_SECONDS)
         pause = 0.0005
         while (here := store.add(arrived, 0)) < self._others and time.monotonic() < deadline:
+            call_monitor.raise_if_apart()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         everyone = bool(here >= self._others)
@@ -444,6 +446,23 @@ class MainProcessOnlyCall:
                 self._lost,
             )
         return everyone
+
+
+def _wait_for(store: Any, key: str) -> None:
+    """Wait for a key as long as the store's time-out allows.
+
+    Raises:
+        CollectiveMismatchError: ranks are found to be apart meanwhile.
+        DistStoreError: nobody has set it in time.
+    """
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    pause, longest = _POLL_SECONDS[0], 0.2
+    while not store.check([key]):
+        call_monitor.raise_if_apart()
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{key} was not set within {store.timeout}")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def note_likely_cause(error: BaseException) -> None:

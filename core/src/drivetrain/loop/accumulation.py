@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import ReferenceType, ref
 
@@ -365,7 +364,6 @@ class TrainingLoop:
         """Kinds of losses that were looked at for being a sum over the batch."""
         self.loose = LooseParameters(backend)
         """What prepared optimizers step and no prepared model holds."""
-        self.optimizer_numbers = count()
         self.optimizers: list[PreparedOptimizer] = []
         """In the order of ``prepare``."""
         self.unprepared: dict[int, ReferenceType[Tensor]] = {}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from drivetrain.distributed import call_monitor
+from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UsageError
 
@@ -76,8 +76,8 @@ class PreparedOptimizer(Optimizer):
         """Updates really applied, as far as it is known."""
         self.held: list[tuple[PreparedModel, frozenset[str]]] = []
         """Names of its parameters in each of these models."""
-        self.number, self._recorded = next(loop.optimizer_numbers), 0
-        """The same on every rank; and how many steps of it were compared."""
+        self._recorded, self._era = 0, 0
+        """How many steps of it were compared, and since which time at which ranks began to count anew."""
         self.come_back: Callable[[], None] | None = None
         """Set where an optimizer that was prepared later holds parameters of it: called before it steps again."""
 
@@ -159,9 +159,10 @@ class PreparedOptimizer(Optimizer):
         for model in self.models:  # `is_ready`, inlined since it runs at each step
             if not model.window.closing:
                 return None
-        self._record(log_call("step"))
+        site = log_call("step")
         if self.come_back is not None:
             self.come_back()
+        self._record(site)
         if self.pending is not None:
             self.settle()
         for model in self.models:
@@ -197,20 +198,24 @@ class PreparedOptimizer(Optimizer):
 
     def _record(self, site: str) -> None:
         """Remember a step for the comparison of ranks: rates each time, other settings of the groups at every 16th."""
-        monitor = call_monitor.Current.monitor
-        if monitor is None or self.models[0].steps_alone:
+        monitor = Current.monitor
+        if monitor is None:
+            return
+        loop = self._loop
+        norm, loop.clipped_to = loop.clipped_to, 0.0
+        if monitor.suspended or self.models[0].steps_alone:
             return
         groups = self.optimizer.param_groups
-        loop = self._loop
+        if self._era != monitor.era:
+            self._era, self._recorded = monitor.era, 0
         self._recorded = number = self._recorded + 1
-        norm, loop.clipped_to = loop.clipped_to, 0.0
         settings: Any = ()
         if number % 16 < 2:
             # The first two steps are among them. What the optimizer does not declare may be the script's own.
             names = sorted(name for name in getattr(self.source, "defaults", ()) if name != "lr")
             settings = tuple([tuple([group.get(name) for name in names]) for group in groups])
         rates = tuple([group.get("lr") for group in (groups if settings else groups[:8])])
-        monitor.record("step", site, None, (self.number, norm, rates, settings))
+        monitor.record("step", site, None, (loop.optimizers.index(self), norm, rates, settings))
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
         """Step an optimizer that holds loose parameters and no others, which no engine has to do with."""
