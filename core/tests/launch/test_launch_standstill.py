@@ -32,8 +32,8 @@ SETTINGS = "num_processes=2 use_cpu=true rank_monitor.interval_seconds=0.1 rank_
     ("how", "line", "word"),
     [("sleeps", r"at job\.py:10", "slow or stopped"), ("works", r"at job\.py:1[23], and works", "slow")],
 )
-def test_ranks_that_wait_are_told_once_for_whom_and_go_on(launch, script, how, line, word):
-    done = launch(SETTINGS, script(WAITING), 3, how)
+def test_ranks_that_wait_are_told_for_whom_and_go_on(launch, script, how, line, word):
+    done = launch(SETTINGS, script(WAITING), 12, how)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     begin = next(index for index, each in enumerate(lines) if each.startswith("rank 0 is waited for"))
@@ -41,7 +41,6 @@ def test_ranks_that_wait_are_told_once_for_whom_and_go_on(launch, script, how, l
     assert re.fullmatch(rf"  rank 0: {line}; last call: gather at job\.py:14", lines[begin + 1]), lines
     assert lines[begin + 2] == "  rank 1: waits in gather at job.py:14; last call: gather at job.py:14"
     assert "process_group.timeout_seconds" in lines[begin + 3]
-    assert done.stderr.count("is waited for") <= 2  # after another second it may be told again
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -57,6 +57,9 @@ _ERA = 1 << 40
 _REPORT_SECONDS = 5.0
 """How long ranks wait for each other's part of a report, beside the interval at which they look."""
 
+_SIGN_SECONDS = 2.0
+"""How long a rank may take at least to publish again, before it is said to give no sign of life."""
+
 _AGREE_SECONDS = 10.0
 """How long a save, or the end of the training, waits for other ranks to compare; then the comparison goes on later."""
 
@@ -145,7 +148,8 @@ class CallMonitor:
         self._agreements = 0
         self._seen, self._since = 0, time.monotonic()
         self._looks, self._episode, self._quiet_until = 0, 0, 0.0
-        self._last_frame: tuple[int, int] | None = None
+        self._frames: deque[tuple[int, int]] = deque(maxlen=5)
+        """Where the main thread was at the last looks."""
         self._moves = False
         self._main = threading.get_ident()
         self._wake, self._closing = threading.Event(), False
@@ -270,6 +274,7 @@ class CallMonitor:
         now = time.monotonic()
         if self._number != self._seen:
             self._seen, self._since = self._number, now
+            self._frames.clear()
         idle = now - self._since
         self._publish(self._where() if idle >= min(2 * self._interval, self._limit / 2) else "", moves=self._moves)
         if self.error is None and self._compares:
@@ -411,13 +416,12 @@ class CallMonitor:
     # ---- ranks that wait ----------------------------------------------------------------------------------------
 
     def _where(self) -> str:
-        """Where the main thread is: ``in backward at train.py:35``. Notes whether that changed since the last look."""
+        """Where the main thread is: ``in backward at train.py:35``. Notes whether that changed in the last looks."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
         if frame is None:
             return "has no main thread any more"
-        now = id(frame.f_code), frame.f_lasti
-        self._moves = self._last_frame is not None and now != self._last_frame
-        self._last_frame = now
+        self._frames.append((id(frame.f_code), frame.f_lasti))
+        self._moves = len(set(self._frames)) > 1
         return f"{'waits ' if _communicates(frame) else ''}{script_line(''.join(traceback.format_stack(frame)))}"
 
     def _report_standstill(self, idle: float) -> None:
@@ -439,7 +443,8 @@ class CallMonitor:
     def _standstill(self) -> str:
         """The report of all ranks; empty where none of them waits."""
         before = self._statuses()
-        threading.Event().wait(1.5 * self._interval)
+        self._wait(lambda: False, max(3 * self._interval, _SIGN_SECONDS))
+        self._publish(self._where(), moves=self._moves)
         found = [_Status.read(each, was) for each, was in zip(self._statuses(), before, strict=True)]
         fewest = min(each.number for each in found)
         behind = {rank for rank, each in enumerate(found) if each.number == fewest}
