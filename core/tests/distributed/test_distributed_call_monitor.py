@@ -160,30 +160,6 @@ def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_p
     assert lines[2].endswith("batch 0 of epoch 1")
 
 
-def swapped(folder, order):
-    """Two models with an optimizer each, in one loop; rank 1 trains them in another order."""
-    accelerator = accelerator_of("fsdp", folder)
-    models = [accelerator.prepare(nn.Linear(4, 4)) for _ in range(2)]
-    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=2))
-    turn = (1, 0) if order == "swapped" and accelerator.process_index else (0, 1)
-    for (x,) in loader:
-        for index in turn:
-            accelerator.backward(models[index](x).square().mean())
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-        time.sleep(PAUSE)
-    accelerator.end_training()
-
-
-def test_two_losses_in_another_order_are_named_by_their_optimizers(tmp_path):
-    lines = report_of(swapped, 2, str(tmp_path), "swapped")
-    assert lines[0] == "ranks are apart since call 4, in optimizer step 0:"  # prepare twice, backward
-    assert "optimizer 0, rates 0.1" in lines[1]
-    assert "optimizer 1, rates 0.1" in lines[2]
-    spawn(swapped, 2, str(tmp_path), "alike")
-
-
 def lawful(engine, folder):
     """What ranks may do apart: look, log, save, measure, evaluate and read other data by themselves."""
     accelerator = accelerator_of(engine, folder, interval_seconds=0.02)
