@@ -15,7 +15,7 @@ CORE = (
     "accelerator_ids, count_items, dataloader, debug, desync_watchdog, device_order, distributed_type, "
     "gradient_accumulation_steps, log_with, machine_rank, main_process_ip, main_process_port, max_restarts, mesh, "
     "mixed_precision, monitor_interval, num_machines, num_processes, output, output_dtype, plan, process_group, "
-    "project_dir, rdzv_backend, rendezvous, save_on_interrupt, scheduler, sync_batch_norm, use_cpu"
+    "project_dir, rank_monitor, rdzv_backend, rendezvous, save_on_interrupt, scheduler, sync_batch_norm, use_cpu"
 )
 
 
