@@ -32,6 +32,11 @@ def test_mistake_is_caught(mistake: str, case: str, tmp_path: Path) -> None:
 
 
 NAMED = {
+    ("seedseachforward", "randomness.masks_of_each_rank"): "^data-parallel ranks draw the same masks in step 1",
+    ("seedseachforward", "randomness.masks_of_an_explicit_step"): "^data-parallel ranks draw the same masks",
+    ("drawsinbackward", "randomness.masks_of_each_rank"): "^the script's numbers differ among ranks after a step",
+    ("seedsbytherank", "randomness.masks_of_each_rank"): "^the script's numbers differ among ranks after a step",
+    ("keepsastream", "randomness.masks_go_on_after_a_load"): "",
     ("tearsmemory", "scripts.parameters_in_one_memory"): "^two parameters in one memory: no error",
     ("stepsonnothing", "scripts.steps_without_a_backward"): r"^optimizer.step\(\) before any backward: it did not r",
     ("knowstensorsintrees", "scripts.outputs_of_any_type"): "^an output that is a dataclass: no error",

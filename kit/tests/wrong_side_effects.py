@@ -35,6 +35,61 @@ class TearsMemory(Mistake):
             return super().forward(*args, **kwargs)
 
 
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+class SeedsEachForward(Mistake):
+    """Seeds torch before each forward, so that all ranks draw one mask."""
+
+    caught_by = ("randomness.masks_of_each_rank", "randomness.masks_of_an_explicit_step")
+
+    class trainable(ToyTrainable):  # noqa: N801
+        calls = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            torch.manual_seed(self.calls)
+            return super().forward(*args, **kwargs)
+
+
+class DrawsInBackward(Mistake):
+    """Draws from the script's generator in the backward of one rank."""
+
+    caught_by = ("randomness.masks_of_each_rank",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Any, scale: Any) -> None:
+            super().backward(loss, scale)
+            if self.backend.topology.rank:
+                torch.rand(1)
+
+
+class SeedsByTheRank(Mistake):
+    """Seeds the script's generators when it prepares a model, by the rank."""
+
+    caught_by = ("randomness.masks_of_each_rank",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, backend: Any, model: Any, optimizers: Any) -> None:
+            super().__init__(backend, model, optimizers)
+            torch.manual_seed(backend.topology.rank)
+
+
+class KeepsAStream(Mistake):
+    """Draws masks from a generator of its own, which no checkpoint holds."""
+
+    caught_by = ("randomness.masks_go_on_after_a_load",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, backend: Any, model: Any, optimizers: Any) -> None:
+            super().__init__(backend, model, optimizers)
+            self.stream = torch.Generator().manual_seed(backend.topology.rank)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            torch.manual_seed(int(torch.randint(1 << 60, (1,), generator=self.stream)))
+            return super().forward(*args, **kwargs)
+
+
 # ---- what is declared -----------------------------------------------------------------------------------------------
 
 

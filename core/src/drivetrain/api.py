@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
     from drivetrain.distributed import collectives, trees
     from drivetrain.distributed.process_group import ensure_process_group, pick_device
+    from drivetrain.distributed.rank_numbers import numbers_coordinate
     from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
     from drivetrain.launch.dry_run import CommandLine
     from drivetrain.launch.plan import LaunchPlan
@@ -79,6 +80,7 @@ _HEAVY = {
     "drivetrain.config.resolved": ("ResolvedConfig",),
     "drivetrain.distributed": ("collectives", "trees"),
     "drivetrain.distributed.process_group": ("ensure_process_group", "pick_device"),
+    "drivetrain.distributed.rank_numbers": ("numbers_coordinate",),
     "drivetrain.distributed.rng": ("DeviceGenerator", "register_device_generator"),
     "drivetrain.launch.dry_run": ("CommandLine",),
     "drivetrain.launch.plan": ("LaunchPlan",),
@@ -157,6 +159,7 @@ __all__ = [
     "load_config",
     "multiply_gradients",
     "number",
+    "numbers_coordinate",
     "original_module",
     "pick_device",
     "place_model",

@@ -58,6 +58,7 @@ FAMILIES = (
     "precision",
     "scheduling",
     "data",
+    "randomness",
     "collectives",
     "evaluation",
     "deferred",

@@ -34,7 +34,7 @@ from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
-from drivetrain.distributed.rng import capture_rng, restore_rng, set_seed
+from drivetrain.distributed.rng import capture_rng, restore_rng, seed_all
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from drivetrain.parameter_names import original_name
 
@@ -494,7 +494,7 @@ class _Load:
         self._counters = decode(self._manifest.counters, self._words.__getitem__)
         if not isinstance(self._counters, dict) or any(type(each) is not int for each in self._counters.values()):
             raise CheckpointCorruptError("the counters make no sense", whose=str(self._folder))
-        file = self._manifest.rng.get(self._topology.dp_rank)
+        file = self._rng_file(self._topology.dp_rank)
         if self._state.rng and file is not None:
             self._rng = _read_rng(self._folder / file, self._topology.device)
         for sentence in self.remarks if self._topology.rank == 0 else ():
@@ -531,7 +531,7 @@ class _Load:
         if self._rng is not None:
             restore_rng(self._rng, self._topology.device)
         elif self._state.rng and self._manifest.rng:
-            set_seed(self._derived_seed(self._topology.dp_rank))
+            seed_all(self._derived_seed(self._topology.dp_rank))
 
     def _kind(self, index: int) -> str:
         return "average" if index >= len(self._state.trainables) - self._state.averages else "model"
@@ -600,7 +600,7 @@ class _Load:
 
     def _compare_rng(self) -> None:
         """Add a remark where the checkpoint has no random state for a data-parallel coordinate."""
-        lacking = [at for at in range(self._topology.dp_size) if at not in self._manifest.rng]
+        lacking = [at for at in range(self._topology.dp_size) if self._rng_file(at) is None]
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
         elif lacking:
@@ -609,6 +609,13 @@ class _Load:
                 f"the checkpoint holds the random state of {len(self._manifest.rng)} data-parallel process(es); "
                 f"the others are seeded from it ({seeds})"
             )
+
+    def _rng_file(self, coordinate: int) -> str | None:
+        """The file with this coordinate's random state; any where all that were saved are the same."""
+        saved = self._manifest.rng
+        if coordinate not in saved and len({self._manifest.files[name].crc32 for name in saved.values()}) == 1:
+            return saved[min(saved)]
+        return saved.get(coordinate)
 
     def _derived_seed(self, coordinate: int) -> int:
         """A seed that depends on the checkpoint and the coordinate only."""

@@ -28,6 +28,7 @@ from drivetrain.data.source import (
     make_source,
 )
 from drivetrain.distributed import trees
+from drivetrain.distributed.rank_numbers import seed_of_run
 from drivetrain.distributed.rng import synchronize_rng_states
 from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
@@ -211,6 +212,8 @@ class PreparedDataLoader(DataLoader[Any]):
         active, cursor, source = self._context.active, self._cursor, self._source
         resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
         skip, discard = self._begin(this_pass)
+        if not resumed or cursor.position.numbers is None:
+            cursor.position.numbers = seed_of_run()
         self.end_of_dataloader = False
         start = replace(cursor.position)
         if start.finished:
@@ -438,6 +441,7 @@ class PreparedDataLoader(DataLoader[Any]):
             "finished": position.finished,
             "streams": list(position.streams),
             "turn": position.turn,
+            "numbers": position.numbers,
             "length": source.length(),
             "shares": source.shares,
         }
@@ -467,6 +471,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 bool(state_dict["finished"]),
                 tuple(int(each) for each in state_dict["streams"]),
                 int(state_dict["turn"]),
+                numbers=state_dict.get("numbers"),
             )
             unit, shares, length = state_dict["unit"], int(state_dict["shares"]), state_dict["length"]
         except (KeyError, TypeError) as error:
@@ -581,6 +586,7 @@ def prepare_data_loader(
         None if dispatched else 0 if shares else topology.dp_rank,
         shares=shares,
         ignores_signals=context.interruption is not None,
+        coordinate=(0 if dispatched else topology.dp_rank) if topology.dp_size > 1 or dispatched else None,
     )
     if dispatched:
         if slice_fn_for_dispatch is not None and not source.cut.batch_size and source.round_units > 1:

@@ -342,6 +342,7 @@ class Position:
         streams: for a dataset read by several workers, units taken from each worker's stream; else empty.
         turn: the worker whose stream is next.
         mark: of a loader that has a state of its own: how many units were consumed when it was taken, and the state.
+        numbers: what torch was seeded with when the epoch began; the random numbers of its reads follow from it.
     """
 
     seed: int
@@ -352,6 +353,7 @@ class Position:
     streams: tuple[int, ...] = ()
     turn: int = 0
     mark: tuple[int, Any] | None = None
+    numbers: int | None = None
 
     def at(self, epoch: int, consumed: int = 0) -> Position:
         """Another position in the same order."""

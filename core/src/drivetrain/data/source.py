@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -25,13 +26,18 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
+    default_convert,
     get_worker_info,
 )
 
@@ -52,6 +58,17 @@ from drivetrain.data.plan import (
     split_total,
 )
 from drivetrain.distributed import trees
+from drivetrain.distributed.rank_numbers import (
+    Held,
+    held_generators,
+    host_digest,
+    is_generator,
+    numbers_coordinate,
+    reading_held,
+    seed_everything,
+    seed_generator,
+)
+from drivetrain.distributed.rng import draws_alike
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.launch.worker import SIGNALS
@@ -91,7 +108,7 @@ class PrivateRandom:
 def generators(sampler: Any) -> Iterator[Any]:
     """Random generators that a sampler holds, and those of samplers inside it, in the order of its attributes."""
     for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
-        if _is_generator(value):
+        if is_generator(value):
             yield value
         elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
             yield from generators(value)
@@ -100,20 +117,42 @@ def generators(sampler: Any) -> Iterator[Any]:
 def reseed(sampler: Any, seed: int) -> None:
     """Give every generator that a sampler holds a seed of its own."""
     for index, generator in enumerate(generators(sampler)):
-        own = derive_seed("generator", seed, index)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(own)
-        elif isinstance(generator, random.Random):
-            generator.seed(own)
-        elif hasattr(generator, "bit_generator"):
-            bits = generator.bit_generator
-            bits.state = type(bits)(own).state
-        else:
-            generator.seed(own % 2**32)
+        seed_generator(generator, derive_seed("generator", seed, index))
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
+@final
+class ReadNumbers:
+    """Seeds of the random numbers that a loader's reads draw, where a run has several data-parallel coordinates.
+
+    Args:
+        coordinate: of this rank; ``None`` where the numbers are those of plain torch.
+    """
+
+    def __init__(self, coordinate: int | None) -> None:
+        self._coordinate = coordinate
+
+    @property
+    def apply(self) -> bool:
+        """Whether reads draw by a seed: there are several coordinates, and the script does not want equal numbers."""
+        return self._coordinate is not None and not draws_alike()
+
+    def seed(self, position: Position) -> int:
+        """The seed of an epoch on this rank."""
+        assert self._coordinate is not None
+        return derive_seed(
+            "reads", position.seed, position.epoch, position.numbers, numbers_coordinate(self._coordinate)
+        )
+
+
+_DRAW_NOTHING: tuple[Any, ...] = (TensorDataset, range, list, tuple)
+
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether reading a batch certainly draws no random number."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in _DRAW_NOTHING and loader.collate_fn in (default_collate, default_convert)
 
 
 # ---- samplers -------------------------------------------------------------------------------------------------------
@@ -402,22 +441,58 @@ class PlannedSampler:
     def __init__(self) -> None:
         self._plan: Iterator[tuple[Any, Rows]] = iter(())
         self._planned: deque[Rows] = deque()
+        self._seeds: Iterator[int] | None = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> PlannedSampler:
         """A new one: the plan belongs to an iteration under way."""
         return PlannedSampler()
 
-    def set_plan(self, plan: Iterator[tuple[Any, Rows]]) -> deque[Rows]:
-        """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read."""
-        self._plan, self._planned = plan, deque()
+    def set_plan(self, plan: Iterator[tuple[Any, Rows]], seeds: Iterator[int] | None = None) -> deque[Rows]:
+        """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read.
+
+        With ``seeds`` it yields ``(seed, units)``, for a :class:`SeededReads`.
+        """
+        self._plan, self._planned, self._seeds = plan, deque(), seeds
         return self._planned
 
     def __iter__(self) -> Iterator[Any]:
-        plan, keep = self._plan, self._planned.append
+        plan, keep, seeds = self._plan, self._planned.append, self._seeds
         for units, rows in plan:
             keep(rows)
             if units is not None:
-                yield units
+                yield units if seeds is None else (next(seeds), units)
+
+
+@final
+class SeededReads(Dataset[Any]):
+    """Reads the user's dataset in a worker, each batch under random numbers of its own.
+
+    Args:
+        dataset: the user's.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.seeds = True
+        """Off where the user's ``worker_init_fn`` has seeded generators itself: the streams then go on from there."""
+        self._held: Held | None = None
+
+    def __getitems__(self, tagged: tuple[int, Any]) -> Any:
+        units = self._begin(tagged)
+        several = getattr(self.dataset, "__getitems__", None)
+        return several(units) if several else [self.dataset[unit] for unit in units]
+
+    def __getitem__(self, tagged: tuple[int, Any]) -> Any:
+        return self.dataset[self._begin(tagged)]
+
+    def _begin(self, tagged: tuple[int, Any]) -> Any:
+        seed, units = tagged
+        if self.seeds:
+            if self._held is None:
+                self._held = Held(self.dataset)
+            seed_everything(seed)
+            self._held.seed(seed)
+        return units
 
 
 @final
@@ -429,10 +504,19 @@ class MapSource(Source):
         reading: its order.
         cut, dp_rank, shares: see :class:`Source`.
         split: each whole batch is a global one, cut among the ranks.
+        numbers: what its reads draw.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], reading: Reading, cut: Cut, dp_rank: int | None, *, split: bool, shares: int
+        self,
+        loader: DataLoader[Any],
+        reading: Reading,
+        cut: Cut,
+        dp_rank: int | None,
+        *,
+        split: bool,
+        shares: int,
+        numbers: ReadNumbers,
     ) -> None:
         super().__init__(cut, dp_rank, shares)
         self._reading, self._split = reading, split
@@ -443,6 +527,10 @@ class MapSource(Source):
         self._sampler = PlannedSampler()
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         self._loader = clone(loader, {name: self._sampler})
+        self._numbers, self._draws_nothing = numbers, draws_nothing(loader)
+        self._init = WorkerInit.of(loader.worker_init_fn)
+        seeded = {name: self._sampler, "worker_init_fn": self._init, "dataset": SeededReads(loader.dataset)}
+        self._seeded = clone(loader, seeded)
 
     def length(self) -> int | None:
         return self._reading.length()
@@ -452,8 +540,22 @@ class MapSource(Source):
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(position.epoch)
         order = self._reading.open(position, self.cut.dp_size)
-        planned = self._sampler.set_plan(self._plan(order, self.cut, position.consumed))
-        batches = iter(self._loader)
+        plan = self._plan(order, self.cut, position.consumed)
+        if not self._numbers.apply or self._draws_nothing:
+            planned = self._sampler.set_plan(plan)
+            batches = iter(self._loader)
+        else:
+            seed = self._numbers.seed(position)
+            # Counted by units, so that a resumed epoch goes on in them.
+            step = 1 if self._in_rounds and self._dp_rank is None else self.round_units
+            seeds = (derive_seed(seed, number) for number in count(position.consumed, step))
+            if self._loader.num_workers:
+                planned = self._sampler.set_plan(plan, seeds)
+                self._init.seed = seed
+                batches = iter(self._seeded)
+            else:
+                planned = self._sampler.set_plan(plan)
+                batches = _read_seeded(iter(self._loader), seeds, held_generators(dataset))
         for first in batches:
             batch, rows = first, planned.popleft()
             if self._in_rounds and self._dp_rank is None:
@@ -522,6 +624,19 @@ class StatefulSource(Source):
             yield Item(_part_of(batches, self._dp_rank), rows, mark=loader.state_dict())
 
 
+def _read_seeded(batches: Iterator[Any], seeds: Iterator[int], held: list[Any]) -> Iterator[Any]:
+    """Read each batch in this process under random numbers of its own; the script's generators do not move."""
+    for seed in seeds:
+        with PrivateRandom(seed), reading_held(held, seed):
+            batch = next(batches, _NOTHING)
+        if batch is _NOTHING:
+            return
+        yield batch
+
+
+_NOTHING = object()
+
+
 def _part_of(batches: list[Any], dp_rank: int | None) -> Any:
     """One coordinate's batch of a round, ``None`` if it has none; all of them for ``None``."""
     if dp_rank is None:
@@ -538,21 +653,42 @@ class WorkerInit:
         ignores_signal: the worker ignores the first SIGTERM or SIGINT. Schedulers send SIGTERM to all processes of a
             job, and a terminal sends SIGINT, loader workers included. Those that must really end get a second signal:
             from torch when it gives up on one, then from Python when it exits.
+
+    Attributes:
+        seed: of the epoch's random numbers on this rank; ``None``: those that torch gave to the worker.
     """
 
-    def __init__(self, function: Callable[[int], None] | None, *, ignores_signal: bool) -> None:
+    def __init__(self, function: Callable[[int], None] | None, *, ignores_signal: bool = False) -> None:
         self._function, self._ignores_signal = function, ignores_signal
+        self.seed: int | None = None
+
+    @classmethod
+    def of(cls, function: Callable[[int], None] | None) -> WorkerInit:
+        """Another one for the same function, which may be one of these."""
+        if isinstance(function, WorkerInit):
+            return copy.copy(function)
+        return cls(function)
 
     def __call__(self, worker: int) -> None:
         if self._ignores_signal:
             for number in SIGNALS:  # here, since torch sets handlers when the process has started
                 signal.signal(number, _heed_next_signal)
         info: Any = get_worker_info()
-        if isinstance(info.dataset, StreamShard):
+        reader = info.dataset
+        if isinstance(reader, StreamShard | SeededReads):
             # WorkerInfo refuses assignment to protect users; this restores what they expect in it.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._function is not None:
-            self._function(worker)
+            object.__setattr__(info, "dataset", reader.dataset)
+        if self.seed is not None:
+            own = derive_seed("worker", self.seed, worker)
+            object.__setattr__(info, "seed", own)
+            seed_everything(own)
+        if self._function is None:
+            return
+        seeded = isinstance(reader, SeededReads)
+        before, held = host_digest() if seeded else 0, Held(reader.dataset if seeded else None)
+        self._function(worker)
+        if isinstance(reader, SeededReads):
+            reader.seeds = host_digest() == before and not held.changed
 
 
 def _heed_next_signal(number: int, frame: FrameType | None) -> None:
@@ -596,21 +732,32 @@ class StreamShard(IterableDataset[Any]):
     ) -> None:
         self.dataset, self.cut, self.dp_rank = dataset, cut, dp_rank
         self._collate, self._seed_workers = collate, seed_workers
+        self._collate_draws = collate not in (default_collate, default_convert)
         # Persistent workers hold a copy of this object from the first epoch; this memory tells them of later ones.
-        self._control = torch.zeros(4 + num_streams, dtype=torch.int64)
+        self._control = torch.zeros(5 + num_streams, dtype=torch.int64)
 
     def share(self) -> None:
         """Make :meth:`begin_at` reach the workers."""
         self._control.share_memory_()  # type: ignore[no-untyped-call]
 
-    def begin_at(self, position: Position, skips: tuple[int, ...], *, even_batches: bool) -> None:
-        """Set where the next iteration begins; ``skips`` are units to skip in each stream."""
-        self._control.copy_(torch.tensor([position.seed, position.epoch, position.turn, even_batches, *skips]))
+    def begin_at(
+        self, position: Position, skips: tuple[int, ...], *, even_batches: bool, numbers: int | None
+    ) -> None:
+        """Set where the next iteration begins.
+
+        Args:
+            position: of the loader.
+            skips: units to skip in each stream.
+            even_batches: see :class:`Cut`.
+            numbers: seed of what ``collate_fn`` draws on this rank; ``None`` where it draws from the reader's state.
+        """
+        told = [position.seed, position.epoch, position.turn, even_batches, -1 if numbers is None else numbers, *skips]
+        self._control.copy_(torch.tensor(told))
 
     def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
         info = get_worker_info()
         stream = 0 if info is None else info.id
-        seed, epoch, turn, even, *skips = self._control.tolist()
+        seed, epoch, turn, even, numbers, *skips = self._control.tolist()
         skip = skips[stream]
         if stream < turn:
             # torch begins with worker 0; it gets batches to skip until the stream that was next.
@@ -628,18 +775,28 @@ class StreamShard(IterableDataset[Any]):
         reseed(self.dataset, own)
         cut = replace(self.cut, even_batches=bool(even))
         order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
+        collate = self._collate
+        if numbers >= 0 and self._collate_draws:
+            # All ranks read one stream under one state; a collate function sees this rank's rows only.
+            seeds = (derive_seed(numbers, stream, number) for number in count(skip, cut.units))
+            collate = lambda batch: _under(next(seeds), self._collate, batch)  # noqa: E731
         if cut.batch_size:
             for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
-                yield stream, rows.units, [], self._collate(mine) if mine else None
+                yield stream, rows.units, [], collate(mine) if mine else None
             return
         for batches, real in plan_rounds(order, cut, skip):
             sizes = [num_rows(batch) for batch in batches]
             mine = _part_of(batches, self.dp_rank)
             if self.dp_rank is None:
-                mine = [self._collate(batch) for batch in batches]
+                mine = [collate(batch) for batch in batches]
             elif self.dp_rank < len(batches):
-                mine = self._collate(mine)
+                mine = collate(mine)
             yield stream, real, sizes, mine
+
+
+def _under(seed: int, function: Callable[[Any], Any], batch: Any) -> Any:
+    with PrivateRandom(seed):
+        return function(batch)
 
 
 def _deferred(dataset: Any) -> Iterator[Any]:
@@ -658,13 +815,22 @@ class IterableSource(Source):
     Args:
         loader: the user's.
         cut, dp_rank, shares: see :class:`Source`.
+        numbers: what its ``collate_fn`` draws.
         ignores_signals: its workers ignore the first signal.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], cut: Cut, dp_rank: int | None, *, shares: int, ignores_signals: bool = False
+        self,
+        loader: DataLoader[Any],
+        cut: Cut,
+        dp_rank: int | None,
+        *,
+        shares: int,
+        numbers: ReadNumbers,
+        ignores_signals: bool = False,
     ) -> None:
         super().__init__(cut, dp_rank, shares)
+        self._numbers = numbers
         self.num_streams = max(loader.num_workers, 1)
         self._dataset = loader.dataset
         held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
@@ -685,7 +851,8 @@ class IterableSource(Source):
     def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
         cut = self.cut
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
-        self._shard.begin_at(position, skips, even_batches=cut.even_batches)
+        numbers = self._numbers.seed(position) if self._numbers.apply else None
+        self._shard.begin_at(position, skips, even_batches=cut.even_batches, numbers=numbers)
         for stream, real, sizes, batch in self._loader:
             if real == _NO_BATCH:
                 continue
@@ -792,6 +959,7 @@ def make_source(
     *,
     shares: int,
     ignores_signals: bool,
+    coordinate: int | None = None,
 ) -> Source:
     """The source of a loader.
 
@@ -801,6 +969,7 @@ def make_source(
         dp_size: among how many ranks.
         dp_rank, shares: see :class:`Source`.
         ignores_signals: the loader's workers ignore the first signal.
+        coordinate: whose random numbers reads draw, see :class:`ReadNumbers`.
 
     Raises:
         UsageError: the settings do not fit the loader.
@@ -818,14 +987,17 @@ def make_source(
         size = loader.batch_size or 0
         _refuse_split(splits and not size, "a dataset that yields whole batches")
         cut = Cut(split_total(size, dp_size) if splits else size, dp_size, config.even_batches, loader.drop_last)
-        return IterableSource(loader, cut, dp_rank, shares=shares, ignores_signals=ignores_signals)
+        return IterableSource(
+            loader, cut, dp_rank, shares=shares, numbers=ReadNumbers(coordinate), ignores_signals=ignores_signals
+        )
     reading = read_map_loader(loader)
     if ignores_signals and loader.num_workers:
         loader = clone(loader, {"worker_init_fn": WorkerInit(loader.worker_init_fn, ignores_signal=True)})
     size = reading.batch_size
     _refuse_split(splits and not size and loader.batch_sampler is None, "a loader with batch_size=None")
     cut = Cut(split_total(size, dp_size) if splits else size, dp_size, config.even_batches, reading.drop_last)
-    return MapSource(loader, reading, cut, dp_rank, split=splits and not size, shares=shares)
+    numbers = ReadNumbers(coordinate)
+    return MapSource(loader, reading, cut, dp_rank, split=splits and not size, shares=shares, numbers=numbers)
 
 
 def _refuse_split(refuse: bool, whose: str) -> None:

@@ -54,14 +54,39 @@ _numpy = np.random
 _NUMPY_SEEDS = 1 << 32
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+@dataclass
+class _Policy:
+    """What the last :func:`set_seed` said about ranks."""
+
+    alike: bool = False
+    added: int = 0
+
+
+_policy = _Policy()
+
+
+def draws_alike() -> bool:
+    """Whether the script wants the same random numbers on all ranks, in forwards and in reads too."""
+    return _policy.alike
+
+
+def added_to_seed() -> int:
+    """What the last :func:`set_seed` added to its seed on this rank."""
+    return _policy.added
+
+
+def set_seed(seed: int, device_specific: bool | None = None, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's generators, on the CPU and on every accelerator. Not collective.
+
+    Peers along ``tp``, ``pp`` and ``cp`` hold parts of one model and draw the same numbers in any case.
 
     Args:
         seed: from 0 to 2**32 - 1.
-        device_specific: add this process's data-parallel coordinate, so that ranks draw different numbers for different
-            samples. Peers along other axes hold parts of one model and must draw the same. Without an accelerator: the
-            global rank.
+        device_specific: which random numbers ranks of other data-parallel coordinates draw. ``None``: the script draws
+            the same on all of them (initial weights, splits); forwards of prepared models (dropout) and reads of
+            prepared loaders (augmentation) draw other numbers on each. ``True``: the script draws other numbers too,
+            since the coordinate is added to the seed; without an accelerator the global rank. ``False``: all draw the
+            same, in forwards and reads too. Holds until the next call.
         deterministic: also make torch refuse operations without a deterministic implementation. CUDA needs the
             environment variable ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` for that; torch says so when it is missing.
 
@@ -70,16 +95,23 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if not 0 <= seed < _NUMPY_SEEDS:
         raise UsageError(f"seed {seed} is out of range", cure="Choose one from 0 to 4294967295.")
+    _policy.alike, _policy.added = device_specific is False, 0
     if device_specific:
         started = started_backend()
-        seed += started[0].topology.dp_rank if started is not None else read_process_info(os.environ).rank
+        _policy.added = started[0].topology.dp_rank if started is not None else read_process_info(os.environ).rank
+        seed += _policy.added
+    seed_all(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that :func:`set_seed` seeds, and leave what it said about ranks as it is."""
     random.seed(seed)
     _numpy.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
     for generator in _generators.values():
         generator.seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 def synchronize_rng_state(
@@ -110,7 +142,7 @@ def synchronize_rng_state(
         _numpy.set_state(backend.broadcast_object(_numpy.get_state()))
     elif rng_type == "device" or (rng_type == device.type and device.type != "cpu"):
         if device.type != "cpu":
-            _set_device_state(device, backend.broadcast_object(_device_state(device)))
+            set_device_state(device, backend.broadcast_object(device_state(device)))
     else:
         raise UsageError(
             f"rng type {rng_type!r} cannot be synchronised by a process on {device.type}",
@@ -140,7 +172,7 @@ def capture_rng(device: str = "cpu") -> dict[str, Any]:
     }
     place = torch.device(device)
     if place.type != "cpu":
-        captured["device"] = {"type": place.type, "state": _device_state(place).cpu()}
+        captured["device"] = {"type": place.type, "state": device_state(place).cpu()}
     return captured
 
 
@@ -169,10 +201,15 @@ def restore_rng(captured: Mapping[str, Any], device: str = "cpu") -> None:
         )
     elif saved is not None:
         # On the CPU, as generators take it, whatever device the script has made torch's default.
-        _set_device_state(place, torch.as_tensor(saved["state"], dtype=torch.uint8).cpu())
+        set_device_state(place, torch.as_tensor(saved["state"], dtype=torch.uint8).cpu())
 
 
-def _device_state(device: torch.device) -> Tensor:
+def registered_generator(device_type: str) -> DeviceGenerator | None:
+    """What :func:`register_device_generator` was given for a device type."""
+    return _generators.get(device_type)
+
+
+def device_state(device: torch.device) -> Tensor:
     """State of an accelerator's generator; a kind that has one device only (mps) takes no index."""
     if device.type in _generators:
         return _generators[device.type].state()
@@ -181,7 +218,8 @@ def _device_state(device: torch.device) -> Tensor:
     return state
 
 
-def _set_device_state(device: torch.device, state: Tensor) -> None:
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Set what :func:`device_state` returned."""
     if device.type in _generators:
         _generators[device.type].set_state(state)
         return

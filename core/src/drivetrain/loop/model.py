@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
+from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.watchdog import note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
@@ -50,6 +51,8 @@ class PreparedModel:
         stay_frozen: names of parameters that must not be trained, see :meth:`SharedMemory.add`.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
         hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
+        numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
+            one coordinate.
     """
 
     trainable: Trainable
@@ -68,6 +71,7 @@ class PreparedModel:
     stay_frozen: Sequence[str] = ()
     inner: nn.Module | None = None
     hooks_tried: tuple[int, bool] = (-1, False)
+    numbers: ForwardNumbers | None = None
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -145,6 +149,9 @@ class PreparedModule(nn.Module):
                 check_still_frozen(self, prepared.stay_frozen)
         if prepared.buffers is not None:
             prepared.buffers.before_forward()
+        numbers = None if torch.compiler.is_compiling() else prepared.numbers
+        if numbers is not None:
+            numbers.__enter__()
         prepared.inside.add(thread)
         try:
             return prepared.trainable.forward(*args, **kwargs)
@@ -153,6 +160,8 @@ class PreparedModule(nn.Module):
             raise
         finally:
             prepared.inside.discard(thread)
+            if numbers is not None:
+                numbers.__exit__()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.backend import Backend, FileConfiguredBackend
+from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UnsupportedError, UsageError
@@ -109,6 +110,7 @@ class Preparer:
         frozen, shared = self._memory.add(module), self._memory.pairs(module)
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
         self._memory.check_kept(module, shared)
+        topology = self._backend.topology
         model = PreparedModel(
             trainable,
             module,
@@ -117,6 +119,7 @@ class Preparer:
             plain_class=plain_class,
             replicated=capabilities.replicated,
             stay_frozen=frozen,
+            numbers=ForwardNumbers(topology.dp_rank, topology.device) if topology.dp_size > 1 else None,
         )
         if training and not trainable.settles_buffers:
             model.idle_buffers = Buffers(trainable.module, self._backend.topology)

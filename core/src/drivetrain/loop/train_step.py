@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -92,7 +93,7 @@ def train_step(
         loss_fn = _Judged(loss_fn, lambda loss, _batch: loose.before_backward(loss, weight / denominator))
     if model.stay_frozen:
         check_still_frozen(model.source, model.stay_frozen)
-    with model.running():
+    with model.numbers or nullcontext(), model.running():
         local = model.trainable.forward_backward(
             [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
         )

@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from drivetrain.api import BackendBlockedError, Topology, UsageError
+from drivetrain.api import BackendBlockedError, Topology, UsageError, numbers_coordinate
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine import alone, private_names
 from drivetrain_megatron.tensor.collectives import Ring
+
+_COORDINATE_SEEDS = 1_000_003
+"""Between seeds of data-parallel coordinates: Megatron-Core counts up by 2718 and by the tensor-parallel rank."""
 
 SUPPORTED = "0.16."
 """Releases that were tried: names inside of Megatron-Core move from one to the next."""
@@ -104,7 +107,7 @@ class ParallelState:
                 f"Megatron-Core was initialised with tp, pp = {present}, the configuration asks for {wanted}",
                 cure="Leave initialize_model_parallel to Drivetrain.",
             )
-        _random_numbers(topology.device, ring)
+        _random_numbers(topology.device, ring, numbers_coordinate(topology.dp_rank))
         self._groups: dict[str, Any] | None = alone.snapshot()
         alone.begin()
         self._whole = alone.snapshot()
@@ -154,8 +157,8 @@ def whole_models(device: str) -> None:
     _random_numbers(device, Ring(None))
 
 
-def _random_numbers(device: str, ring: Ring) -> None:
-    """Dropout inside of shared layers draws other numbers on each rank of the axis ``tp``."""
+def _random_numbers(device: str, ring: Ring, coordinate: int = 0) -> None:
+    """Dropout inside of shared layers draws other numbers on each rank of the axis ``tp`` and of the data axes."""
     if device == "cpu":
         from drivetrain_megatron.core_engine.device import use_cpu
 
@@ -164,7 +167,9 @@ def _random_numbers(device: str, ring: Ring) -> None:
     from megatron.core import tensor_parallel
 
     with torch.random.fork_rng(devices=[torch.device(device)], device_type="cuda"):
-        tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % (1 << 31))
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            (torch.initial_seed() + coordinate * _COORDINATE_SEEDS) % (1 << 31)
+        )
 
 
 def import_core() -> None:

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast, call_plainly
+from drivetrain.api import (
+    DrivetrainError,
+    TorchEngine,
+    UnsupportedError,
+    UsageError,
+    autocast,
+    call_plainly,
+    numbers_coordinate,
+)
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients
@@ -70,7 +78,7 @@ class Pipeline:
         self._called = (model,) if model is module else (model, module)
         self._group, self._device, self._on_cut = group, torch.device(device), on_cut
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._stream = self.rank + self.num_ranks * replica
+        self._replica = replica
         num_stages = self.num_ranks * schedules.stages_per_rank(section)
         schedules.wanted_parts(section, self.num_ranks)
         self.planner = Planner(module, engine, section, num_stages, self._device)
@@ -433,7 +441,8 @@ class Pipeline:
 
     def _own_numbers(self, way: Passage) -> AbstractContextManager[Callable[[], None]]:
         """Each stage draws random numbers of its own in here; see :mod:`~drivetrain_megatron.pipeline.randomness`."""
-        return own_numbers(way.draws, self._stream, self._rank_of[-1], self._group, self._device)
+        stream = self.rank + self.num_ranks * numbers_coordinate(self._replica)
+        return own_numbers(way.draws, stream, self._rank_of[-1], self._group, self._device)
 
     @contextmanager
     def _computing_by(self, compute: Callable[[int, int, tuple[Tensor, ...]], Any]) -> Iterator[None]:
