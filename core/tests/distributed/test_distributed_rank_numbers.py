@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,6 +126,30 @@ def test_generators_are_found_where_datasets_keep_them():
     found = held_generators(data)
     kinds = [np.random.Generator, np.random.RandomState, torch.Generator, random.Random]
     assert [type(each) for each in found] == kinds
+
+
+RNG = np.random.default_rng(3)
+
+
+def test_generators_of_functions_are_found():
+    own, other = random.Random(0), torch.Generator()
+
+    def transform(sample, generator=None):
+        return sample + own.random() + RNG.random()
+
+    class Data(torch.utils.data.Dataset):
+        def __init__(self) -> None:
+            self.transform = partial(transform, generator=other)
+
+        def __getitem__(self, index):
+            return self.transform(index) + RNG.random()
+
+        def draw(self):
+            return 0
+
+    assert set(map(id, held_generators(Data()))) == {id(own), id(other), id(RNG)}
+    assert held_generators(Data().draw)
+    assert held_generators(np, torch.nn.Linear, None) == []
 
 
 def of_each_kind() -> list:

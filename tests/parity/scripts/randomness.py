@@ -83,9 +83,7 @@ def beta_share_from_numpy(accelerator):
 
 def _weighed(accelerator, draw):
     model = build()
-    model, losses = train(
-        accelerator, model, loader(), loss_of=lambda output, y: draw() * F.cross_entropy(output, y)
-    )
+    model, losses = train(accelerator, model, loader(), loss_of=lambda output, y: draw() * F.cross_entropy(output, y))
     return result(accelerator, losses, model=model)
 
 

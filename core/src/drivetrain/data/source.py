@@ -469,10 +469,11 @@ class SeededReads(Dataset[Any]):
 
     Args:
         dataset: the user's.
+        collate: the user's.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Any) -> None:
+        self.dataset, self.collate = dataset, collate
         self.seeds = True
         """Off where the user's ``worker_init_fn`` has seeded generators itself: the streams then go on from there."""
         self._held: Held | None = None
@@ -489,7 +490,7 @@ class SeededReads(Dataset[Any]):
         seed, units = tagged
         if self.seeds:
             if self._held is None:
-                self._held = Held(self.dataset)
+                self._held = Held(self.dataset, self.collate)
             seed_everything(seed)
             self._held.seed(seed)
         return units
@@ -529,8 +530,8 @@ class MapSource(Source):
         self._loader = clone(loader, {name: self._sampler})
         self._numbers, self._draws_nothing = numbers, draws_nothing(loader)
         self._init = WorkerInit.of(loader.worker_init_fn)
-        seeded = {name: self._sampler, "worker_init_fn": self._init, "dataset": SeededReads(loader.dataset)}
-        self._seeded = clone(loader, seeded)
+        reader = SeededReads(loader.dataset, loader.collate_fn)
+        self._seeded = clone(loader, {name: self._sampler, "worker_init_fn": self._init, "dataset": reader})
 
     def length(self) -> int | None:
         return self._reading.length()
@@ -555,7 +556,7 @@ class MapSource(Source):
                 batches = iter(self._seeded)
             else:
                 planned = self._sampler.set_plan(plan)
-                batches = _read_seeded(iter(self._loader), seeds, held_generators(dataset))
+                batches = _read_seeded(iter(self._loader), seeds, held_generators(dataset, self._loader.collate_fn))
         for first in batches:
             batch, rows = first, planned.popleft()
             if self._in_rounds and self._dp_rank is None:
@@ -684,11 +685,12 @@ class WorkerInit:
             seed_everything(own)
         if self._function is None:
             return
-        seeded = isinstance(reader, SeededReads)
-        before, held = host_digest() if seeded else 0, Held(reader.dataset if seeded else None)
+        if not isinstance(reader, SeededReads):
+            self._function(worker)
+            return
+        before, held = host_digest(), Held(reader.dataset, reader.collate)
         self._function(worker)
-        if isinstance(reader, SeededReads):
-            reader.seeds = host_digest() == before and not held.changed
+        reader.seeds = host_digest() == before and not held.changed
 
 
 def _heed_next_signal(number: int, frame: FrameType | None) -> None:

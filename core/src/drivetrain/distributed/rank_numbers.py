@@ -14,7 +14,9 @@ import hashlib
 import pickle
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -189,36 +191,58 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed % _NUMPY_SEEDS)
 
 
-_DEPTH = 5
+_DEPTH = 8
 _ITEMS = 64
 """Containers that are longer hold samples, not transforms."""
 
 
-def held_generators(data: Any) -> list[Any]:
-    """Random generators that a dataset holds, in its attributes or in those of its transforms and inner datasets."""
+def held_generators(*readers: Any) -> list[Any]:
+    """Random generators that reads draw from, beside the global ones.
+
+    They are looked for in attributes of datasets, of their transforms and inner datasets, in what functions close over,
+    and among the globals that their functions name.
+
+    Args:
+        readers: the dataset, and the collate function.
+    """
     found: list[Any] = []
     seen: set[int] = set()
 
     def look(value: Any, depth: int) -> None:
-        if id(value) in seen or depth > _DEPTH:
+        if id(value) in seen or depth > _DEPTH or isinstance(value, type | ModuleType | Tensor | np.ndarray):
             return
         seen.add(id(value))
         if is_generator(value):
             found.append(value)
-        elif isinstance(value, list | tuple):
-            for each in value if len(value) <= _ITEMS else ():
-                look(each, depth + 1)
-        elif isinstance(value, dict):
-            for each in value.values() if len(value) <= _ITEMS else ():
-                look(each, depth + 1)
-        elif hasattr(value, "__dict__") and not isinstance(value, type | Tensor | np.ndarray):
-            if isinstance(value, nn.Module) and depth > 1 and any(True for _ in value.parameters()):
-                return  # A model, not a transform.
-            for each in vars(value).values():
+        elif depth > 0 and isinstance(value, nn.Module) and next(value.parameters(), None) is not None:
+            return  # A model, not a transform.
+        else:
+            for each in _parts(value):
                 look(each, depth + 1)
 
-    look(data, 0)
+    for each in readers:
+        look(each, 0)
     return found
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What an object that reads is made of."""
+    if isinstance(value, list | tuple):
+        yield from value if len(value) <= _ITEMS else ()
+    elif isinstance(value, dict):
+        yield from value.values() if len(value) <= _ITEMS else ()
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # A variable that was never set.
+                yield cell.cell_contents
+        yield from filter(is_generator, map(value.__globals__.get, value.__code__.co_names))
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif hasattr(value, "__dict__"):
+        yield from vars(value).values()
+        yield from (getattr(type(value), name, None) for name in ("__getitem__", "__getitems__", "__call__", "forward"))
 
 
 def _state_of(generator: Any) -> Any:
@@ -248,14 +272,14 @@ def _digest_of(state: Any) -> int:
 
 @final
 class Held:
-    """The generators that a dataset holds, seeded for one batch from their own state and the batch's seed.
+    """The generators that reads draw from, seeded for one batch from their own state and the batch's seed.
 
     Args:
-        data: the dataset.
+        readers: see :func:`held_generators`.
     """
 
-    def __init__(self, data: Any) -> None:
-        self._generators = held_generators(data)
+    def __init__(self, *readers: Any) -> None:
+        self._generators = held_generators(*readers)
         self._digests = [_digest_of(_state_of(each)) for each in self._generators]
 
     def seed(self, seed: int) -> None:
