@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.rng import set_seed
+from drivetrain.loop.model import prepared_model
 from drivetrain_testing import models
 from drivetrain_testing.kit import Kit, case
 
@@ -49,7 +50,7 @@ def _loss_of_step(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> fl
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def _by_coordinate(accelerator: Any, mine: Any, what: str) -> dict[int, Any]:
@@ -93,24 +94,28 @@ def masks_of_an_explicit_step(kit: Kit) -> None:
     accelerator = kit.accelerator()
     set_seed(7)
     model, _, x = _build(accelerator)
-    done = []
+    trainable, losses, means = _trainable(model), list[float](), list[float]()
+    step = trainable.forward_backward
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        # The loss of this rank's rows, before ranks are averaged.
+        loss: Tensor = step(*args, **kwargs)
+        losses.append(float(loss.detach()))
+        return loss
+
+    trainable.forward_backward = noted
     for _ in range(STEPS):
-        seen: list[float] = []
-
-        def loss_fn(output: Tensor, _: Any, seen: list[float] = seen) -> Tensor:
-            loss = output.pow(2).mean()
-            if not kit.capabilities.pipelined:
-                seen.append(float(loss.detach()))
-            return loss
-
-        mean = float(accelerator.train_step(model, (x, x), loss_fn).loss)
-        done.append((mean, seen))
+        means.append(float(accelerator.train_step(model, (x, x), lambda output, _: output.pow(2).mean()).loss))
         _assert_alike(accelerator, _script_draws(), "after a step")
-    assert len({mean for mean, _ in done}) == STEPS, f"steps draw the same masks: {done}"
-    found = _by_coordinate(accelerator, [seen for _, seen in done], "masks")
-    for each in zip(*found.values(), strict=True):
-        losses = [tuple(one) for one in each if one]
-        assert len(set(losses)) == len(losses), f"data-parallel ranks draw the same masks: {losses}"
+    assert len(set(means)) == STEPS, f"steps draw the same masks: {means}"
+    for each in zip(*_by_coordinate(accelerator, losses, "masks").values(), strict=True):
+        assert len(set(each)) == len(each), f"data-parallel ranks draw the same masks: {each}"
+
+
+def _trainable(model: Any) -> Any:
+    prepared = prepared_model(model)
+    assert prepared is not None, "prepare has just made it"
+    return prepared.trainable
 
 
 @case()
@@ -136,7 +141,7 @@ def equal_masks_on_demand(kit: Kit) -> None:
     try:
         set_seed(7, device_specific=False)
         losses = [_loss_of_step(accelerator, model, optimizer, x) for _ in range(STEPS)]
-        if not kit.capabilities.pipelined:
+        if not accelerator.backend.capabilities.pipelined:
             _assert_alike(accelerator, losses, "in forwards, against device_specific=False")
         _assert_alike(accelerator, _script_draws(), "after a step")
     finally:
@@ -154,16 +159,16 @@ class Noisy(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         held = float(self.numpy.random()), float(torch.rand((), generator=self.torch))
-        return torch.tensor([index, *_script_draws(), *held], dtype=torch.float64)
+        return torch.tensor([index, *_script_draws(), *held])
 
 
-def _read(kit: Kit, workers: int) -> None:
+def _read(kit: Kit, *, in_a_worker: bool) -> None:
     accelerator = kit.accelerator()
     set_seed(7)
-    loader: Any = accelerator.prepare_data_loader(
-        DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0),
-        device_placement=False,
-    )
+    # As DataLoader starts its workers where nothing else is said, which a rank of a test may have changed.
+    how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    data = DataLoader(Noisy(), batch_size=2, shuffle=True, **(how if in_a_worker else {}))
+    loader: Any = accelerator.prepare_data_loader(data)
     mine = [row for _ in range(2) for batch in loader for row in batch.tolist()]
     found = _by_coordinate(accelerator, mine, "augmentations")
     if len(found) > 1:
@@ -176,10 +181,10 @@ def _read(kit: Kit, workers: int) -> None:
 @case()
 def reads_of_each_rank(kit: Kit) -> None:
     """A dataset that draws gives other numbers to each data-parallel coordinate, in each epoch."""
-    _read(kit, 0)
+    _read(kit, in_a_worker=False)
 
 
 @case()
 def reads_of_workers(kit: Kit) -> None:
-    """So it does in workers, persistent ones too."""
-    _read(kit, 1)
+    """So it does in workers."""
+    _read(kit, in_a_worker=True)
