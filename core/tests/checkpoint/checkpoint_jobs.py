@@ -187,18 +187,18 @@ def load_warnings_job(path, **options):
         return [str(one.message) for one in caught]
 
 
-def random_job(path, saving):
+def random_job(path, saving, device_specific=None):
     """Save, or load; then draw numbers."""
     with started() as backend:
         net, optimizer, scheduler = build("replicated", 0)
-        state = run_state(net, optimizer, scheduler)
+        state = run_state(net, optimizer, scheduler, Counter())
         set_seed(100 + backend.topology.rank)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*random state of.*")
             if saving:
                 save(path, state, backend)
             else:
-                set_seed(7)
+                set_seed(7, device_specific)
                 load(path, state, backend)
         return torch.rand(2).tolist()
 

@@ -88,13 +88,24 @@ def test_random_state_follows_its_coordinate_and_a_new_one_is_derived(jobs, tmp_
     assert len({tuple(numbers) for numbers in four}) == 4
 
 
-def test_derived_random_state_is_reported_once_with_its_seeds(jobs, written):
-    path, _ = written("replicated", 1)
-    first, second = spawn(jobs.load_warnings_job, 2, path)
+@pytest.mark.filterwarnings("ignore")
+def test_derived_random_state_is_reported_once_with_its_seeds(jobs, tmp_path):
+    path = tmp_path / "ckpt"
+    spawn(jobs.random_job, 2, path, True)
+    first, second, third = spawn(jobs.load_warnings_job, 3, path)
     assert len(first) == 1
-    assert "random state of 1 data-parallel process(es)" in first[0]
-    assert "1: " in first[0]
-    assert second == []
+    assert "random state of 2 data-parallel process(es)" in first[0]
+    assert "2: " in first[0]
+    assert second == third == []
+
+
+def test_further_ranks_take_the_one_random_state(jobs, written):
+    path, _ = written("replicated", 1)
+    assert spawn(jobs.load_warnings_job, 2, path) == [[], []]
+    one, two = spawn(jobs.random_job, 2, path, False)
+    assert one == two
+    apart = spawn(jobs.random_job, 2, path, False, True)
+    assert apart[0] == one != apart[1]
 
 
 def test_an_object_that_differs_between_ranks_is_named(jobs, tmp_path):

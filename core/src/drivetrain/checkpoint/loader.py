@@ -34,7 +34,7 @@ from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
-from drivetrain.distributed.rng import capture_rng, restore_rng, seed_all
+from drivetrain.distributed.rng import capture_rng, restore_rng, script_draws_apart, seed_all
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from drivetrain.parameter_names import original_name
 
@@ -613,7 +613,8 @@ class _Load:
     def _rng_file(self, coordinate: int) -> str | None:
         """The file with this coordinate's random state; any where all that were saved are the same."""
         saved = self._manifest.rng
-        if coordinate not in saved and len({self._manifest.files[name].crc32 for name in saved.values()}) == 1:
+        states = {self._manifest.files[name].crc32 for name in saved.values()}
+        if coordinate not in saved and len(states) == 1 and not script_draws_apart():
             return saved[min(saved)]
         return saved.get(coordinate)
 

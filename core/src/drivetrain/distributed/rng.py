@@ -58,7 +58,7 @@ _NUMPY_SEEDS = 1 << 32
 class _Policy:
     """What the last :func:`set_seed` said about ranks."""
 
-    alike: bool = False
+    device_specific: bool | None = None
     added: int = 0
 
 
@@ -67,7 +67,12 @@ _policy = _Policy()
 
 def draws_alike() -> bool:
     """Whether the script wants the same random numbers on all ranks, in forwards and in reads too."""
-    return _policy.alike
+    return _policy.device_specific is False
+
+
+def script_draws_apart() -> bool:
+    """Whether the script's own random numbers differ between data-parallel coordinates by its wish."""
+    return _policy.device_specific is True
 
 
 def added_to_seed() -> int:
@@ -95,7 +100,7 @@ def set_seed(seed: int, device_specific: bool | None = None, deterministic: bool
     """
     if not 0 <= seed < _NUMPY_SEEDS:
         raise UsageError(f"seed {seed} is out of range", cure="Choose one from 0 to 4294967295.")
-    _policy.alike, _policy.added = device_specific is False, 0
+    _policy.device_specific, _policy.added = device_specific, 0
     if device_specific:
         started = started_backend()
         _policy.added = started[0].topology.dp_rank if started is not None else read_process_info(os.environ).rank
