@@ -137,8 +137,8 @@ def augmentation_by_index(accelerator):
 
 @script()
 def augmentation_by_index_in_workers(accelerator):
-    """The same from torch generators, in two persistent workers."""
-    data = DataLoader(ByIndex(kind="torch"), batch_size=BATCH, num_workers=2, persistent_workers=True)
+    """The same from torch generators, in two workers."""
+    data = DataLoader(ByIndex(kind="torch"), batch_size=BATCH, num_workers=2, multiprocessing_context="fork")
     model, losses = train(accelerator, build(), data)
     return result(accelerator, losses, model=model)
 
@@ -157,7 +157,8 @@ class SeedsGlobals(ByIndex):
 @script()
 def augmentation_seeds_globals(accelerator):
     """A dataset seeds the global generators by the index and draws from them, in a worker."""
-    model, losses = train(accelerator, build(), DataLoader(SeedsGlobals(), batch_size=BATCH, num_workers=1))
+    data = DataLoader(SeedsGlobals(), batch_size=BATCH, num_workers=1, multiprocessing_context="fork")
+    model, losses = train(accelerator, build(), data)
     return result(accelerator, losses, model=model)
 
 
