@@ -171,13 +171,3 @@ def shuffle_by_a_generator_after_training(accelerator):
     )
     second, more = train(accelerator, Net(), data)
     return result(accelerator, losses + more, first=first, second=second)
-
-
-@script()
-def dropout_of_nothing(accelerator):
-    """A model with ``Dropout(0)`` draws nothing: the next model begins as on one process."""
-    model = build()
-    model.body.insert(2, nn.Dropout(0.0))
-    first, losses = train(accelerator, model, loader())
-    second, more = train(accelerator, Net(), loader())
-    return result(accelerator, losses + more, first=first, second=second)

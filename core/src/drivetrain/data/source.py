@@ -139,6 +139,7 @@ class ReadNumbers:
     def seed(self, position: Position) -> int:
         """The seed of an epoch on this rank."""
         assert self._coordinate is not None
+        assert position.numbers is not None, "set where the pass begins"
         return derive_seed(
             "reads", position.seed, position.epoch, position.numbers, numbers_coordinate(self._coordinate)
         )
@@ -544,7 +545,7 @@ class MapSource(Source):
         plan = self._plan(order, self.cut, position.consumed)
         if not self._numbers.apply or self._draws_nothing:
             planned = self._sampler.set_plan(plan)
-            batches = iter(self._loader)
+            batches: Iterator[Any] = iter(self._loader)
         else:
             seed = self._numbers.seed(position)
             # Counted by units, so that a resumed epoch goes on in them.
