@@ -63,6 +63,8 @@ class ForwardNumbers:
         place = torch.device(device)
         self._device = _DeviceNumbers(place) if place.type != "cpu" else None
         self._entered: list[tuple[Tensor, bytes, Any] | None] = []
+        self._last, self._seed, self._begun = b"", 0, b""
+        """The script's state at the last forward, and what follows from it: most forwards find it as it was."""
 
     def __enter__(self) -> None:
         if draws_alike():
@@ -70,9 +72,15 @@ class ForwardNumbers:
             return
         cpu = torch.default_generator
         before = cpu.get_state()
-        cpu.manual_seed(_own(_digest(_bytes(before)), self._dp_rank))
-        begun = _bytes(cpu.get_state())
-        self._entered.append((before, begun, None if self._device is None else self._device.enter(self._dp_rank)))
+        state = _bytes(before)
+        if state != self._last:
+            seed = _own(_digest(state), self._dp_rank)
+            cpu.manual_seed(seed)
+            self._last, self._seed, self._begun = state, seed, _bytes(cpu.get_state())
+        else:
+            cpu.manual_seed(self._seed)
+        on_device = None if self._device is None else self._device.enter(self._dp_rank)
+        self._entered.append((before, self._begun, on_device))
 
     def __exit__(self, *_: object) -> None:
         entered = self._entered.pop()
