@@ -67,7 +67,8 @@ class ForwardNumbers:
         """The script's state at the last forward, and what follows from it: most forwards find it as it was."""
 
     def __enter__(self) -> None:
-        if draws_alike():
+        # Inside of torch.func.vmap, grad and the like a state cannot be read; numbers are the script's there.
+        if draws_alike() or torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (no public word)
             self._entered.append(None)
             return
         cpu = torch.default_generator
