@@ -142,7 +142,7 @@ def import_engines(groups: Iterable[str]) -> None:
     """Have these groups' engines imported once, for all jobs to come, instead of by each rank of each job.
 
     For quick runs: ranks that have more modules than they use start later and hold more memory. Not where there is an
-    accelerator, which DeepSpeed would open before the ranks are there.
+    accelerator, which Megatron-Core would open before the ranks are there.
     """
     from drivetrain_testing import preload
 

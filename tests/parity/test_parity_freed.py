@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from parity_worlds import PLACES, Place
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,16 +19,10 @@ from drivetrain.errors import DrivetrainError
 from drivetrain_testing import spawn
 
 LAYOUTS = {
-    "single": (1, {"distributed_type": "single"}),
-    "dp": (1, {"distributed_type": "dp"}),
-    "ddp": (2, {"distributed_type": "ddp"}),
-    "fsdp": (2, {"distributed_type": "fsdp"}),
-    **{
-        f"deepspeed {stage}": (2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": stage}})
-        for stage in range(4)
-    },
-    "tp": (2, {"distributed_type": "megatron", "mesh": {"tp": 2}}),
-    "pp": (2, {"distributed_type": "megatron", "mesh": {"pp": 2}, "megatron": {"num_micro_batches": 2}}),
+    **{name: PLACES[name] for name in ("single", "ddp-2", "fsdp-2", "tp-2", "pp-2")},
+    **{name: PLACES[name] for name in ("deepspeed-1", "deepspeed-2", "deepspeed-3")},
+    "dp": Place("dp", 1, {"distributed_type": "dp"}),
+    "deepspeed-0": Place("deepspeed-0", 2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 0}}),
 }
 
 Refs = dict[str, "weakref.ref[Any]"]
@@ -80,7 +76,7 @@ def train(accelerator: Accelerator, end: str) -> Refs:
 ENDS = ("the data", "a break", "an exception", "a refused prepare", "the data")
 
 
-def search(config: dict[str, Any]) -> list[str]:
+def search(config: Mapping[str, Any]) -> list[str]:
     """What is still alive after each trial, by how it ended; and after the accelerator's end."""
     accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
     alive: list[str] = []
@@ -98,8 +94,8 @@ def search(config: dict[str, Any]) -> list[str]:
 
 # torch deprecates TorchScript, whose modules are refused.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.gate("ddp", "fsdp", "deepspeed 3", "pp")
+@pytest.mark.gate("ddp-2", "fsdp-2", "deepspeed-3", "pp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_outlives_a_trial(layout: str) -> None:
-    world, config = LAYOUTS[layout]
-    assert spawn(search, world, config, timeout=100) == [[]] * world
+    place = LAYOUTS[layout]
+    assert spawn(search, place.world_size, place.config, timeout=100) == [[]] * place.world_size

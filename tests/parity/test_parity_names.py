@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity_worlds import PLACES
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -14,15 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from drivetrain import Accelerator, load_config
 from drivetrain_testing import spawn
 
-PLACES = {
-    "single": (1, {"distributed_type": "single"}),
-    "ddp": (2, {"distributed_type": "ddp"}),
-    "fsdp": (2, {"distributed_type": "fsdp"}),
-    "deepspeed 2": (2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 2}}),
-    "deepspeed 3": (2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 3}}),
-    "tp": (2, {"distributed_type": "megatron", "mesh": {"tp": 2}}),
-    "pp": (2, {"distributed_type": "megatron", "mesh": {"pp": 2}, "megatron": {"num_micro_batches": 2}}),
-}
+LAYOUTS = ("single", "ddp-2", "fsdp-2", "deepspeed-2", "deepspeed-3", "tp-2", "pp-2")
 
 
 class Scaled(nn.Module):
@@ -70,7 +64,7 @@ def wrapped(kind: str) -> nn.Module:
 KINDS = ("a compiled part", "a compiled layer", "a recomputed part", "both")
 
 
-def prepared(config: dict[str, Any], kind: str) -> tuple[Accelerator, Any, Any]:
+def prepared(config: Mapping[str, Any], kind: str) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
     net = wrapped(kind)
     return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9))
@@ -89,7 +83,7 @@ def weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def train(config: dict[str, Any], folder: str) -> None:
+def train(config: Mapping[str, Any], folder: str) -> None:
     """One step, saved; a second one from there, with another wrapper or none."""
     torch.manual_seed(0)
     wanted = list(Net().state_dict())
@@ -119,14 +113,14 @@ def train(config: dict[str, Any], folder: str) -> None:
 # torch's tracer makes an object of the function that DeepSpeed's linear layers are, and asks activations for gradients.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.gate("single", "fsdp", "pp")
-@pytest.mark.parametrize("layout", PLACES)
+@pytest.mark.gate("single", "fsdp-2", "pp-2")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_parts_that_wrap_have_no_names(layout: str, tmp_path: Path) -> None:
-    world, config = PLACES[layout]
-    spawn(train, world, config, str(tmp_path), timeout=200)
+    place = PLACES[layout]
+    spawn(train, place.world_size, place.config, str(tmp_path), timeout=200)
 
 
-def load(config: dict[str, Any]) -> None:
+def load(config: Mapping[str, Any]) -> None:
     """Names of the module itself, and those of its wrappers, are loaded alike."""
     torch.manual_seed(0)
     for kind in KINDS:
@@ -144,7 +138,7 @@ def load(config: dict[str, Any]) -> None:
         accelerator.end_training()
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", ["single", "ddp-2"])
 def test_a_script_loads_either_names(layout: str) -> None:
-    world, config = PLACES[layout]
-    spawn(load, world, config, timeout=100)
+    place = PLACES[layout]
+    spawn(load, place.world_size, place.config, timeout=100)

@@ -63,33 +63,33 @@ def other_momentum(accelerator, index, loss, optimizer):
         optimizer.param_groups[0]["momentum"] = 0.5
 
 
-def nothing(accelerator, index, loss, optimizer):
-    return False
+def breaks(accelerator, index, loss, optimizer):
+    return "break" if index == 3 and accelerator.process_index == accelerator.num_processes - 1 else None
 
 
 def train(engine, folder, act, saves=False, **settings):
-    """Two epochs, in which a rank does something by itself; the number of its steps."""
+    """Train for two epochs, in which a rank does something by itself."""
     accelerator = accelerator_of(engine, folder, **settings)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    data = TensorDataset(torch.randn(STEPS * 4, 8))
+    data = TensorDataset(torch.randn(STEPS * 2 * accelerator.num_processes, 8))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
-    done = 0
     for _ in range(2):
         for index, (x,) in enumerate(loader):
             loss = model(x).square().mean()
-            if act(accelerator, index, loss, optimizer):
+            does = act(accelerator, index, loss, optimizer)
+            if does == "break":
+                break
+            if does:
                 continue
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
             time.sleep(PAUSE)
             if saves and index == 4:
                 accelerator.save_state(f"{folder}/saved")
     accelerator.end_training()
-    return done
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
@@ -127,32 +127,9 @@ def test_a_checkpoint_of_ranks_that_are_apart_is_not_written(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def breaks(accelerator, index, loss, optimizer):
-    return index == 3 and accelerator.process_index == accelerator.num_processes - 1
-
-
-def train_until(engine, folder, saved_at=None):
-    """The last rank leaves its first epoch by ``break``."""
-    accelerator = accelerator_of(engine, folder)
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(48 * accelerator.num_processes, 8))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
-    for _ in range(2):
-        for index, (x,) in enumerate(loader):
-            loss = model(x).square().mean()
-            if breaks(accelerator, index, loss, optimizer):
-                break
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            time.sleep(PAUSE)
-    accelerator.end_training()
-
-
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp", 4)])
 def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_path):
-    lines = report_of(train_until, world, engine, str(tmp_path))
+    lines = report_of(train, world, engine, str(tmp_path), breaks)
     assert lines[0] == "ranks are apart since call 8, in optimizer step 3:"
     assert lines[1].startswith(f"  ranks 0-{world - 2}: backward at ")
     assert lines[1].endswith("batch 3 of epoch 0")
@@ -161,7 +138,7 @@ def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_p
 
 
 def lawful(engine, folder):
-    """What ranks may do apart: look, log, save, measure, evaluate and read other data by themselves."""
+    """Do what ranks may do apart: look, log, save, measure, evaluate and read other data by themselves."""
     accelerator = accelerator_of(engine, folder, interval_seconds=0.02)
     rank = accelerator.process_index
     model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""How calls are numbered, compared and reported, without an engine: several monitors share one store in one process."""
+"""Calls are numbered, compared and reported, without an engine: several monitors share one store in one process."""
 
 from __future__ import annotations
 

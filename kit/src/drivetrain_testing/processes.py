@@ -60,8 +60,8 @@ def preload(*modules: str, opens_accelerators: bool = False) -> None:
 
     Args:
         modules: names of modules.
-        opens_accelerators: their import opens an accelerator where there is one, as DeepSpeed's does. A forked process
-            cannot use an accelerator that was opened before the fork, so there the ranks import them themselves.
+        opens_accelerators: their import may open an accelerator where there is one, as Megatron-Core's does. A forked
+            process cannot use an accelerator that was opened before the fork, so there ranks import them themselves.
     """
     if _SERVER_STARTED:
         raise UsageError("the fork server has already started", cure="Call preload() in conftest.py.")

@@ -257,7 +257,7 @@ class PlanConfig(Section):
 
 
 class RankMonitorConfig(Section):
-    """How several processes compare their calls beside the training."""
+    """Compares the calls of several processes beside the training."""
 
     enabled: bool = Field(
         True,

@@ -49,19 +49,19 @@ CURE = (
 )
 
 KEPT_CALLS = 4096
-"""How many calls a rank remembers with their digests, about a second of the fastest loops that were measured."""
+"""Number of calls that a rank remembers with their digests: about a second of the fastest loops that were measured."""
 
 _ERA = 1 << 40
 """Calls are numbered from the next multiple of it when ranks begin anew; so many calls there never are."""
 
 _REPORT_SECONDS = 5.0
-"""How long ranks wait for each other's part of a report, beside the interval at which they look."""
+"""Time-out for another rank's part of a report, beside the interval at which ranks look."""
 
 _SIGN_SECONDS = 2.0
-"""How long a rank may take at least to publish again, before it is said to give no sign of life."""
+"""Least time for a rank to publish again, before it is said to give no sign of life."""
 
 _AGREE_SECONDS = 10.0
-"""How long a save, or the end of the training, waits for other ranks to compare; then the comparison goes on later."""
+"""Time-out of a save, or of the end of the training, for other ranks to compare; then the comparison goes on later."""
 
 _PAUSE_SECONDS = 0.0002, 0.02
 """Shortest and longest pause between two looks of a rank that waits."""
@@ -149,7 +149,7 @@ class CallMonitor:
         self._seen, self._since = 0, time.monotonic()
         self._looks, self._episode, self._quiet_until = 0, 0, 0.0
         self._frames: deque[tuple[int, int]] = deque(maxlen=5)
-        """Where the main thread was at the last looks."""
+        """Instructions at which the main thread was at the last looks."""
         self._moves = False
         self._main = threading.get_ident()
         self._wake, self._closing = threading.Event(), False
@@ -362,7 +362,7 @@ class CallMonitor:
         self.error = CollectiveMismatchError(report, cure=CURE)
 
     def _read(self, key: str) -> str | None:
-        """What a rank is about to write there; ``None`` where it does not in time."""
+        """Read what a rank is about to write; ``None`` where it does not in time."""
         there = self._wait(lambda: bool(self._store.check([key])), 2 * self._interval + _REPORT_SECONDS)
         return str(self._store.get(key).decode()) if there else None
 
@@ -416,7 +416,7 @@ class CallMonitor:
     # ---- ranks that wait ----------------------------------------------------------------------------------------
 
     def _where(self) -> str:
-        """Where the main thread is: ``in backward at train.py:35``. Notes whether that changed in the last looks."""
+        """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
         if frame is None:
             return "has no main thread any more"
@@ -473,7 +473,7 @@ class CallMonitor:
 
 @dataclass(frozen=True, slots=True)
 class _Status:
-    """What a rank has published.
+    """The published status of a rank.
 
     Args:
         number: of its last call.
@@ -532,7 +532,7 @@ def start(
         interval, standstill: seconds, see :class:`CallMonitor`.
         compares: see :class:`CallMonitor`.
     """
-    if store is None or world_size == 1:
+    if store is None:
         return None
     running = Current.monitor
     if running is not None:

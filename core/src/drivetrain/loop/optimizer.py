@@ -77,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         self.held: list[tuple[PreparedModel, frozenset[str]]] = []
         """Names of its parameters in each of these models."""
         self._recorded, self._era = 0, 0
-        """How many steps of it were compared, and since which time at which ranks began to count anew."""
+        """Number of its steps that were compared, and the era of the monitor in which they were."""
         self.come_back: Callable[[], None] | None = None
         """Set where an optimizer that was prepared later holds parameters of it: called before it steps again."""
 

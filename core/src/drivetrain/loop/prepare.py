@@ -75,12 +75,18 @@ class Preparer:
         before = list(self.optimizers)
         results: list[Any] = [self.optimizer(each, before) if is_optimizer(each) else each for each in objects]
         self._check_memory([each for each in results if is_model(each)])
-        results = [self.model(each) if is_model(each) else each for each in results]
+        results = [self._model(each) if is_model(each) else each for each in results]
         self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
     def model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
         """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
+        if prepared_model(module) is None:
+            self._check_memory([module])
+        return self._model(module, training=training)
+
+    def _model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
+        """As :meth:`model`, once its memory was compared with that of the others."""
         model = prepared_model(module)
         if model is not None:
             if model in self._loop.models:
@@ -88,7 +94,6 @@ class Preparer:
             # Another accelerator prepared it, and no longer trains it.
             restore(module)
         _refuse_kind(module, self._backend)
-        self._check_memory([module])
         capabilities = self._backend.capabilities
         check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
