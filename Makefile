@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-repeat test-xla test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-repeat test-xla test-newest test-oldest test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -62,6 +62,15 @@ $(XLA_PYTHON): force
 	"$(PYTHON)" plugins/xla/environment/make.py $(XLA_VENV)
 
 force:
+
+# Each in an environment of its own, which is made anew when what the distributions ask for has changed.
+test-newest: force  ## the quick tests against the newest releases of other libraries; ARGS=--record renews their table
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with the venv module was found: make $@ PYTHON=/path/to/python"; exit 1; }
+	"$(PYTHON)" tests/releases/run.py newest $(ARGS)
+
+test-oldest: force  ## the quick tests against the oldest releases that the distributions admit; ARGS as above
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with the venv module was found: make $@ PYTHON=/path/to/python"; exit 1; }
+	"$(PYTHON)" tests/releases/run.py oldest $(ARGS)
 
 # What it waives, and why, stands in tests/accelerate/waivers.py; the scripts are those of the installed Accelerate.
 test-accelerate: $(STAMP)  ## Accelerate's own test scripts with Drivetrain in its place; prints what passes and what is waived
@@ -126,4 +135,4 @@ bench-xla: $(XLA_PYTHON)  ## a step against the bare torch_xla loop, with the nu
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_PYTHON) -m benchmarks.xla
 
 clean:  ## drop .venv and caches; runs/ stays
-	rm -rf $(VENV) $(XLA_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) .venv-newest .venv-oldest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

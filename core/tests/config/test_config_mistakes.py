@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -57,7 +58,8 @@ def complaints(load, text, **layers):
         ("num_processes: [1]", "1:16: num_processes: expected a whole number, not a list"),
         ("main_process_port: 70000", "1:20: main_process_port: expected at most 65535, not 70000"),
         ("monitor_interval: 0", "1:19: monitor_interval: expected above 0, not 0"),
-        ("monitor_interval: .nan", "1:19: monitor_interval: expected above 0, not nan"),
+        # Of a number that is neither finite nor above 0, releases of pydantic name one or the other.
+        ("monitor_interval: .nan", re.compile("1:19: monitor_interval: expected (above 0|a finite number), not nan")),
         ("use_cpu: perhaps", "1:10: use_cpu: expected true or false, not 'perhaps'"),
         ("project_dir: 12", "1:14: project_dir: expected text, not 12; put it in quotes"),
         ("rdzv_backend: c10", "1:15: rdzv_backend: expected 'c10d' or 'static', not 'c10'; did you mean 'c10d'?"),
@@ -109,7 +111,8 @@ def complaints(load, text, **layers):
     ],
 )
 def test_one_mistake_in_a_file(load, text, complaint):
-    assert complaints(load, text) == [complaint]
+    (found,) = complaints(load, text)
+    assert complaint.fullmatch(found) if isinstance(complaint, re.Pattern) else found == complaint
 
 
 def test_all_mistakes_at_once(load):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_what_is_missing_is_named(owner: object, name: str, monkeypatch: pytest.
         torch_names.check()
     said = str(caught.value)
     assert f"has no {name}" in said
-    assert f"torch {torch.__version__}" in said
+    assert f"torch {metadata.version('torch')}" in said
     assert f"pip install torch=={torch_names.TESTED}" in said
 
 

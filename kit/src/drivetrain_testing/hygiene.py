@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,11 +137,20 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
             torch.are_deterministic_algorithms_enabled,
             torch.use_deterministic_algorithms,
         ),
-        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "float32 matmul precision": (_matmul_precision, torch.set_float32_matmul_precision),
     }
     if "torch.distributed" in sys.modules and torch.distributed.is_available():
         settings["default process group"] = (torch.distributed.is_initialized, _ignore)
     return settings
+
+
+def _matmul_precision() -> str:
+    """Read it without the warning that CUDA builds of torch 2.9 give: that there are newer settings."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        return torch.get_float32_matmul_precision()
 
 
 def _set_default_device(device: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -76,5 +77,5 @@ def prepared(lacks: str) -> str:
 )
 def test_a_class_that_is_not_as_expected_is_named(lacks: str, what: str) -> None:
     for said in spawn(prepared, 2, lacks):
-        assert f"Wrapper {what}, which drivetrain-ddp needs of torch {torch.__version__}" in said
+        assert f"Wrapper {what}, which drivetrain-ddp needs of torch {metadata.version('torch')}" in said
         assert "pip install torch==" in said

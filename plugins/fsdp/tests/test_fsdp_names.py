@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def trained(owner: str, lacks: str) -> str:
 )
 def test_what_fsdp_lacks_is_named(owner: str, lacks: str, what: str) -> None:
     for said in spawn(trained, 2, owner, lacks):
-        assert f"{what}, which drivetrain-fsdp needs of torch {torch.__version__}" in said
+        assert f"{what}, which drivetrain-fsdp needs of torch {metadata.version('torch')}" in said
         assert "pip install torch==" in said
 
 

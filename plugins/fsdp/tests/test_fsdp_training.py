@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
@@ -375,3 +376,54 @@ def whole_parameters(tmp: str) -> None:
 
 def test_stale_parameters_are_refused(tmp_path: Any) -> None:
     spawn(whole_parameters, 2, str(tmp_path))
+
+
+class Picks(nn.Module):
+    """Integer and boolean parameters beside trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+        self.switch = nn.Parameter(torch.arange(WIDTH) != 2, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, self.order] * self.switch)
+
+
+def train_picks(tmp: str) -> dict[str, Tensor]:
+    from drivetrain_fsdp import sharding
+
+    sharding.FLOATS_ALONE = True
+    accelerator = accelerator_with({}, tmp)
+    torch.manual_seed(5)
+    model = Picks()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert not isinstance(model.order, DTensor)
+    assert isinstance(model.inner.weight, DTensor)
+    share = slice(accelerator.process_index, None, accelerator.num_processes)
+    for step in range(STEPS):
+        x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(model(x[share]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return state
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_integers_stay_whole_where_torch_shards_floats_alone(tmp_path, world) -> None:
+    torch.manual_seed(5)
+    model = Picks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # The main process has the whole state.
+    state = spawn(train_picks, world, str(tmp_path))[0]
+    for name, tensor in model.state_dict().items():
+        assert state[name].dtype == tensor.dtype
+        torch.testing.assert_close(state[name], tensor, rtol=0, atol=2e-6)

@@ -129,7 +129,8 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
         return f"expected {wanted}, not {show(value)}" + (suggest(value, words) if isinstance(value, str) else "")
     if kind in _LIMITS:
         word, key = _LIMITS[kind]
-        return f"expected {word} {context.get(key)}, not {show(value)}"
+        # pydantic before 2.11 turns limits into floats.
+        return f"expected {word} {_number(context.get(key))}, not {show(value)}"
     if kind in _JUDGED:
         return str(context.get("error", details["msg"])).rstrip(".")
     family, _, rest = kind.partition("_")
@@ -137,6 +138,11 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
         quotes = "; put it in quotes" if family == "string" and isinstance(value, (int, float)) else ""
         return f"expected {_EXPECTED[family]}, not {show(value)}{quotes}"
     return details["msg"][:1].lower() + details["msg"][1:].rstrip(".")
+
+
+def _number(limit: Any) -> str:
+    """A limit as it was written: 0, not 0.0."""
+    return str(int(limit)) if isinstance(limit, float) and limit.is_integer() else str(limit)
 
 
 # ---- pydantic models ------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from drivetrain_fsdp.filling import Filling
 from drivetrain_fsdp.hooks import GradientHooks
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import parameters_of, remap
-from drivetrain_fsdp.sharding import Sharded, check_reshard, plan, shard
+from drivetrain_fsdp.sharding import Sharded, check_reshard, gets_gradients, plan, shard
 from drivetrain_fsdp.tensors import ShardedTensor, explain_missing_gradients, plain_gradients
 from drivetrain_fsdp.whole import WholeParameters
 from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
@@ -441,9 +441,10 @@ class FSDPBackend(Backend):
         filling.fill_buffers(module, self.topology)
         Buffers.place(module, self.topology)
         cut = plan(module, self.section, settings.precision)
-        if cut.whole and settings.precision.loss_scaling:
+        scaled = list(filter(gets_gradients, cut.whole)) if settings.precision.loss_scaling else []
+        if scaled:
             raise UnsupportedError(
-                f"{type(module).__name__} has {len(cut.whole)} parameter(s) that cannot be cut, such as 0-d ones, "
+                f"{type(module).__name__} has {len(scaled)} parameter(s) that cannot be cut, such as 0-d ones, "
                 "which torch's loss scaler does not take beside sharded ones",
                 cure="Give them the shape (1,), or use mixed_precision='bf16'.",
             )

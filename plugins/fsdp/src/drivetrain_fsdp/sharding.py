@@ -37,6 +37,9 @@ _KEEPS_STATISTICS = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 (the commo
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """On the CPU their kernels take no float32 input beside low-precision parameters."""
 
+FLOATS_ALONE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Up to torch 2.12 ``fully_shard`` makes each shard a parameter that requires gradients, which integers cannot be."""
+
 
 @dataclass
 class Plan:
@@ -77,7 +80,7 @@ def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan
     parameter that stands beside such of another dtype in one module stays whole.
     """
     blocks = choose_units(module, config)
-    whole = [parameter for parameter in module.parameters() if not parameter.dim()]
+    whole = [parameter for parameter in module.parameters() if not (parameter.dim() and _is_cut(parameter))]
     home = owners(module, blocks)
     tops = {id(module), *map(id, blocks)}
     trained = {
@@ -101,6 +104,16 @@ def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan
             whole.extend(odd)
     chosen = apart | set(map(id, blocks))
     return Plan([part for part in module.modules() if id(part) in chosen][::-1], blocks, whole)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Whether ``fully_shard`` of the installed torch takes parameters of this dtype."""
+    return gets_gradients(parameter) or not FLOATS_ALONE
+
+
+def gets_gradients(parameter: Tensor) -> bool:
+    """Whether a parameter is of a dtype that can have a gradient."""
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def shard(

@@ -17,6 +17,25 @@ TESTED = "2.13.0"
 _SINGLE = ("_initialize_stage", "_stage_backward_initialized", "_stage_forward_initialized", "_step_microbatches")
 _SEVERAL = ("_initialize_stages", "_stages_backward_initialized", "_stages_forward_initialized", "_step_microbatches")
 
+_ONE_FLAG = {
+    "_stage_forward_initialized": "_stage_initialized",
+    "_stage_backward_initialized": "_stage_initialized",
+    "_stages_forward_initialized": "_stages_initialized",
+    "_stages_backward_initialized": "_stages_initialized",
+}
+"""The names of older releases of torch, 2.9 among them, which have one flag for both directions."""
+
+
+def flags(schedule: Any) -> tuple[str, ...]:
+    """Names of the flags by which a schedule knows that its stages are set up."""
+    names = tuple(name for name in _names(schedule) if name.endswith("_initialized"))
+    older = tuple(dict.fromkeys(_ONE_FLAG[name] for name in names))
+    return older if all(hasattr(schedule, name) for name in older) else names
+
+
+def _names(schedule: Any) -> tuple[str, ...]:
+    return _SINGLE if isinstance(schedule, PipelineScheduleSingle) else _SEVERAL
+
 
 def check(schedule: Any) -> None:
     """Raise where a schedule of torch lacks an attribute. Not collective.
@@ -24,5 +43,5 @@ def check(schedule: Any) -> None:
     Raises:
         BackendBlockedError: it does.
     """
-    names = _SINGLE if isinstance(schedule, PipelineScheduleSingle) else _SEVERAL
+    names = (*(name for name in _names(schedule) if not name.endswith("_initialized")), *flags(schedule))
     BackendBlockedError.check_names(schedule, names, library="torch", tested=TESTED, user="drivetrain-megatron")

@@ -59,15 +59,14 @@ def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Cal
     fits = schedule.takes(stages[0].group_size, stages_per_rank(section), parts)
     kind = get_schedule_class(schedule.torch_name) if fits else _plainer(schedule)
     if issubclass(kind, PipelineScheduleSingle):
-        single = kind(stages[0], parts, loss_fn=loss, scale_grads=False)
-        private_names.check(single)
-        # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
-        single._stage_forward_initialized = single._stage_backward_initialized = True  # noqa: SLF001
-        return single
-    several = kind(list(stages), parts, loss_fn=loss, scale_grads=False)
-    private_names.check(several)
-    several._stages_forward_initialized = several._stages_backward_initialized = True  # noqa: SLF001
-    return several
+        made: Any = kind(stages[0], parts, loss_fn=loss, scale_grads=False)
+    else:
+        made = kind(list(stages), parts, loss_fn=loss, scale_grads=False)
+    private_names.check(made)
+    # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
+    for flag in private_names.flags(made):
+        setattr(made, flag, True)
+    return made
 
 
 def _plainer(schedule: Schedule) -> Any:
