@@ -37,8 +37,8 @@ _KEEPS_STATISTICS = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 (the commo
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """On the CPU their kernels take no float32 input beside low-precision parameters."""
 
-FLOATS_ALONE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Up to torch 2.12 ``fully_shard`` makes each shard a parameter that requires gradients, which integers cannot be."""
+FLOATS_ALONE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Up to torch 2.11 ``fully_shard`` makes each shard a parameter that requires gradients, which integers cannot be."""
 
 
 @dataclass

@@ -381,9 +381,7 @@ class Pipeline:
             self._own_numbers(call.way) as begin,
             self._computing_by(compute),
         ):
-            self._schedules[parts]._step_microbatches(  # noqa: SLF001 (step would cut the batch once more)
-                [()] * parts, [{"index": index} for index in range(parts)], list(range(parts)), return_outputs=False
-            )
+            schedules.run(self._schedules[parts], parts)
         for stage in self._stages:
             stage.clear_runtime_states()
         work.share(self._rank_of[last], self._group, self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
@@ -67,6 +68,19 @@ def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Cal
     for flag in private_names.flags(made):
         setattr(made, flag, True)
     return made
+
+
+def run(made: Any, parts: int) -> None:
+    """Run a schedule once. Collective over the pipeline.
+
+    Args:
+        made: by :func:`make`.
+        parts: how many micro-batches.
+    """
+    step = made._step_microbatches  # noqa: SLF001 (step would cut the batch once more)
+    # Older releases of torch, 2.9 among them, always keep the outputs of the last stage: losses, one number each.
+    keeps = {"return_outputs": False} if "return_outputs" in signature(step).parameters else {}
+    step([()] * parts, [{"index": index} for index in range(parts)], list(range(parts)), **keeps)
 
 
 def _plainer(schedule: Schedule) -> Any:

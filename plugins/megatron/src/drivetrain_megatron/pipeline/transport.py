@@ -74,8 +74,10 @@ class Stage(_PipelineStageBase):
     def expect(self, incoming: Sequence[Sequence[Meta]], outgoing: Sequence[Sequence[Meta]]) -> None:
         """Say what each micro-batch of the next run brings, and what it sends on."""
         self._incoming, self._outgoing = incoming, outgoing
-        counted: Any = tuple(incoming[0])
-        self._stage_meta.inputs = counted  # Torch looks at their number only.
+        if hasattr(self, "_stage_meta"):
+            # Since 2.12 (or before) torch looks at their number.
+            counted: Any = tuple(incoming[0])
+            self._stage_meta.inputs = counted
         self.chunks = len(incoming)
 
     def clear_runtime_states(self) -> None:
@@ -148,7 +150,8 @@ class Stage(_PipelineStageBase):
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """The gradients of what was received; zeros where the loss does not depend on it."""
-        found = self.bwd_cache.pop(mb_index)
+        # Older releases of torch have one more for each keyword of a stage's forward, which needs no gradient.
+        found = self.bwd_cache.pop(mb_index)[: len(self._incoming[mb_index])]
         return tuple(
             None if not meta.trained else meta.empty(self.device).zero_() if one is None else one
             for one, meta in zip(found, self._incoming[mb_index], strict=True)
@@ -172,11 +175,21 @@ class Stage(_PipelineStageBase):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         return tuple(self._gradients.pop(bwd_chunk_id))
 
+    def _rank_of(self, stage: int) -> int:
+        """Global rank that has a stage."""
+        return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
+
     def _receive(self, memory: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, memory, self._resolve_peer_global_rank(stage), self.group)
+        return dist.P2POp(dist.irecv, memory, self._rank_of(stage), self.group)
 
     def _send(self, value: Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(dist.isend, value.contiguous(), self._resolve_peer_global_rank(stage), self.group)
+        return dist.P2POp(dist.isend, value.contiguous(), self._rank_of(stage), self.group)
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Shapes are known; older releases of torch would compare them with those of a first micro-batch."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """As for inputs."""
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
         """Shapes are known."""
