@@ -177,6 +177,7 @@ class Stage(_PipelineStageBase):
 
     def _rank_of(self, stage: int) -> int:
         """Global rank that has a stage."""
+        assert self.group is not None
         return dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
 
     def _receive(self, memory: Tensor, stage: int) -> dist.P2POp:
