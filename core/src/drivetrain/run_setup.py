@@ -290,6 +290,12 @@ def resolve_config(config: ResolvedConfig | str | Path | None) -> ResolvedConfig
     """The script's configuration, else the launcher's, else defaults and environment."""
     if isinstance(config, ResolvedConfig):
         return config
+    if config is not None and not isinstance(config, (str, os.PathLike)):
+        raise UsageError(
+            f"Accelerator(config=...) takes the path of a YAML file, not a {type(config).__name__}",
+            cure="Write the keys to a file and give its path; mixed_precision, gradient_accumulation_steps, "
+            "split_batches and others are arguments of Accelerator too.",
+        )
     return worker_config(os.environ) if config is None else load_config(config)
 
 

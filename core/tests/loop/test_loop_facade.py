@@ -124,6 +124,8 @@ def test_arguments_of_one_engine_are_refused_with_the_section_to_write():
         Accelerator(megatron_lm_plugin=object())
     with pytest.raises(UsageError, match="section `mesh:`"):
         Accelerator(parallelism_config=object())
+    with pytest.raises(UsageError, match="takes the path of a YAML file, not a dict"):
+        Accelerator(config={"mixed_precision": "bf16"})
     with pytest.raises(TypeError, match="gradient_acumulation_steps"):
         Accelerator(gradient_acumulation_steps=2)
 

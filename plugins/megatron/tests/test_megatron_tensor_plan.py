@@ -301,7 +301,48 @@ def test_widths_that_do_not_divide() -> None:
         make_plan(model, 4, None)
 
 
-def test_a_forward_that_cannot_run_on_shapes() -> None:
+class Branching(nn.Module):
+    """A forward that asks for values between modules that do not."""
+
+    def __init__(self, *, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.unit = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.gate, self.head, self.between = nn.Linear(4, 2), nn.Linear(4, 2), between or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.unit(x)
+        rows = (self.gate(h)[:, 0] > 0).nonzero().flatten()
+        return self.head(self.between(h).index_fill(0, rows, 0.0) if len(rows) else h)
+
+
+def test_modules_between_which_a_forward_asks_for_values_are_shared(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plan = make_plan(Branching(), 2, None)
+    assert set(plan.cuts) == {"unit.0.weight", "unit.0.bias", "unit.2.weight"}
+    assert "Branching was not followed as a whole" in caplog.text
+    assert "computes all of: unit.2, gate, head." in caplog.text
+
+
+def test_a_module_that_asks_for_values_is_followed_by_its_own_modules() -> None:
+    plan = make_plan(nn.Sequential(Branching(between=Branching())), 2, None)
+    cut = {"unit.0.weight", "unit.0.bias", "unit.2.weight"}
+    assert set(plan.cuts) == {f"{path}.{name}" for path in ("0", "0.between") for name in cut}
+
+
+def test_what_another_module_holds_too_stays_whole() -> None:
+    model = Branching()
+    model.gate.weight = nn.Parameter(torch.zeros(8, 4))
+    model.gate.bias = model.unit[0].bias
+    assert "unit.0.bias" not in make_plan(model, 2, None).cuts
+
+
+def test_a_module_without_values_is_followed_by_a_guess_at_its_input() -> None:
+    with torch.device("meta"):
+        model = Branching()
+    assert set(make_plan(model, 2, None).cuts) == {"unit.0.weight", "unit.0.bias", "unit.2.weight"}
+
+
+def test_a_forward_that_cannot_run_on_shapes(caplog: pytest.LogCaptureFixture) -> None:
     class Deciding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -310,10 +351,10 @@ def test_a_forward_that_cannot_run_on_shapes() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x)) if x.sum() > 0 else x
 
-    with pytest.raises(
-        UsageError, match=r"Deciding cannot be followed.*with x \[2, 4\] float32.*Write megatron\.tp_plan"
-    ):
-        make_plan(Deciding(), 2, None)
+    with caplog.at_level(logging.WARNING):
+        assert not make_plan(Deciding(), 2, None).cuts
+    assert "No layer of Deciding can be shared" in caplog.text
+    assert "cannot be run without values: with x [2, 4] float32" in caplog.text
     plan = make_plan(Deciding(), 2, {"first": "colwise", "second": "rowwise"})
     assert set(plan.cuts) == {"first.weight", "first.bias", "second.weight"}
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import ReferenceType, ref
@@ -443,10 +443,7 @@ class TrainingLoop:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
         if kwargs:
-            raise UnsupportedError(
-                f"backward() does not take {', '.join(sorted(kwargs))} with a prepared model",
-                cure="Call torch.autograd.grad yourself for a gradient that is not a training step.",
-            )
+            loss = _weighted(loss, **kwargs, is_sum=num_items is not None or denominator is not None)
         if self.window.open:
             models, closes = self.window.models, self.window.closing
         else:
@@ -646,8 +643,9 @@ class TrainingLoop:
             self._warned_inputs = True
             logger.warning(
                 "backward() was given a loss that reaches a leaf of shape %s, such as an input, that nothing prepared "
-                "holds. If its .grad is read: it is that of this rank's loss times %d, the number of data-parallel "
-                "ranks. torch.autograd.grad(loss, leaf), called before backward(), gives it without that factor.",
+                "holds. If its .grad is read: it is that of this rank's own loss, a mean over 1/%d of the rows, times "
+                "what that weighs in its accumulation window. torch.autograd.grad(loss, leaf), called before "
+                "backward(), gives it without that weight.",
                 inputs[0],
                 self._dp_size,
             )
@@ -890,3 +888,42 @@ def _endless(loop: LoopState) -> LoopState:
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _weighted(loss: Tensor, gradient: Tensor | None = None, *, is_sum: bool, **others: Any) -> Tensor:
+    """The number whose gradient ``loss.backward(gradient)`` computes.
+
+    Raises:
+        UnsupportedError: there are other arguments of ``loss.backward``.
+        UsageError: the weights are not those of a mean, so that ranks with other numbers of rows could not be joined.
+    """
+    if others:
+        _refuse_arguments(others)
+    if gradient is None:
+        return loss
+    if not loss.dim():
+        return loss * gradient
+    if is_sum:
+        return (loss * gradient).sum()
+    total = float(gradient.detach().sum())
+    if not math.isclose(total, 1.0, rel_tol=1e-3):
+        raise UsageError(
+            f"the weights in backward(loss, gradient=weights) add up to {total:g}, and a loss of several processes is "
+            "a mean: its weights add up to 1 on each of them",
+            cure="Write accelerator.backward(loss, gradient=weights / weights.sum()), or accelerator.backward((loss * "
+            "weights).sum(), num_items=n) with the number of items that a sum is divided by.",
+        )
+    return (loss * gradient * loss.numel()).mean()
+
+
+def _refuse_arguments(names: Iterable[str]) -> NoReturn:
+    cures = {
+        "retain_graph": "Add up the losses of one forward: accelerator.backward(first + second).",
+        "create_graph": "Compute the gradient with torch.autograd.grad(loss, inputs, create_graph=True), and call "
+        "accelerator.backward with the loss that contains it.",
+        "inputs": "Set requires_grad_(False) on the parameters that this loss shall not train, before the forward.",
+    }
+    raise UnsupportedError(
+        f"backward() does not take {', '.join(sorted(names))} with a prepared model",
+        cure=" ".join(dict.fromkeys(cures.get(name, cures["create_graph"]) for name in sorted(names))),
+    )

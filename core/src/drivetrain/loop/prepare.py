@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, final
 
 import torch
@@ -74,10 +75,28 @@ class Preparer:
         # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         before = list(self.optimizers)
         results: list[Any] = [self.optimizer(each, before) if is_optimizer(each) else each for each in objects]
-        self._check_memory([each for each in results if is_model(each)])
+        models = [each for each in results if is_model(each)]
+        self._check_memory(models)
+        if not self._backend.capabilities.optimizer_spans_models:
+            self._check_shared_parts([*self.models, *models])
         results = [self._model(each) if is_model(each) else each for each in results]
         self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
+
+    def _check_shared_parts(self, models: Sequence[nn.Module]) -> None:
+        """Raise where an optimizer holds a parameter of two models, and the engine steps one model at a time."""
+        held = {id(parameter) for optimizer in self.optimizers for parameter in _held(optimizer.source)}
+        for first, second in combinations(dict.fromkeys(models), 2):
+            names = {id(parameter): name for name, parameter in first.named_parameters() if id(parameter) in held}
+            both = [names[id(parameter)] for parameter in second.parameters() if id(parameter) in names]
+            if both:
+                raise UnsupportedError(
+                    f"{type(first).__name__} and {type(second).__name__} share parameters that are trained "
+                    f"({', '.join(both[:3])}{', ...' if both[3:] else ''}), and {type(self._backend).__name__} trains "
+                    "each parameter in one model",
+                    cure="Make one nn.Module of both with one optimizer, and prepare that: its forward returns the "
+                    "outputs of both, and one accelerator.backward(first + second) trains them.",
+                )
 
     def model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
         """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""

@@ -25,6 +25,7 @@ from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
+from drivetrain_sharding import AssignmentRefusal
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -77,10 +78,8 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         elementwise.check_described(str(described["type"]), backend.config.stage)
         given = {"model_parameters": optimizers[0].given_groups()}
     if backend.config.stage == 3:
-        # It compares parameters between ranks byte by byte, as views that only contiguous ones have.
-        for parameter in module.parameters():
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
+        _refuse_empty(module)
+        _make_contiguous(module)
     engine = _initialize(backend, model, config, **given)
     private_names.check_engine(engine)
     steps = list(optimizers)
@@ -96,6 +95,8 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     ]
     driver = Driver(engine, backend.topology, backend.loss_scale, held, guard, backend.config.clipping)
     driver.extra_hooks = _close_ways_around(optimizers, guard, backend.config.stage)
+    if backend.config.stage in (1, 2):
+        driver.extra_hooks.append(AssignmentRefusal(module, f"ZeRO stage {backend.config.stage} shares out over ranks"))
     rank_state.serve(steps, driver.zero, backend.topology)
     if backend.config.stage in (1, 2):
         compare_buckets(module, driver.zero, backend.topology)
@@ -112,10 +113,27 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
 
 
+def _make_contiguous(module: nn.Module) -> None:
+    """Stage 3 compares parameters between ranks byte by byte, as views that only contiguous ones have."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _refuse_empty(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.numel():
+            raise UnsupportedError(
+                f"the parameter {name} of {type(module).__name__} has no element, and ZeRO stage 3 cannot gather it",
+                cure="Make it a buffer (register_buffer), or leave it out, or write deepspeed: {zero_stage: 2}.",
+            )
+
+
 def _evaluating(backend: DeepSpeedBackend, model: nn.Module, module: nn.Module) -> MadeEngine:
     """Stage 3 keeps a model in parts for evaluation too; under the other stages it needs no engine."""
     if backend.config.stage < 3:
         return MadeEngine(None, EngineState(module, None), [])
+    _refuse_empty(module)
     engine = _initialize(backend, model, _dictionary(backend, module, None))
     load_in_parts(module)
     return MadeEngine(None, EngineState(module, engine.optimizer), [], Guard(module, backend.config.stage))

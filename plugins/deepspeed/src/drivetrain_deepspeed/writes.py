@@ -41,7 +41,8 @@ class Writes:
         trained: list[Any] = [piece.parameter for flat in flat_groups(zero) for piece in flat.pieces]
         ours = set(map(id, trained))
         self._trained = trained
-        self._left_out = [each for each in held if id(each) not in ours]
+        # In a parameter without an element there is nothing to update.
+        self._left_out = [each for each in held if id(each) not in ours and each.numel()]
         self._places = [
             (owner._parameters, key, each)  # noqa: SLF001
             for owner in module.modules()

@@ -50,6 +50,7 @@ from drivetrain_fsdp.tensors import ShardedTensor, explain_missing_gradients, pl
 from drivetrain_fsdp.whole import WholeParameters
 from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 from drivetrain_sharding import (
+    AssignmentRefusal,
     FormerParameters,
     OwnerSteps,
     Recording,
@@ -87,8 +88,7 @@ class FSDPTrainable(TorchTrainable):
         super().__init__(model, (), engine)
         self._backend, self._sharded = backend, sharded
         self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
-        for part in self.module.modules():
-            sharded.undo.append(part.register_load_state_dict_pre_hook(_refuse_assigning).remove)  # type: ignore[no-untyped-call]
+        sharded.undo.append(AssignmentRefusal(self.module, "fsdp shards").remove)
         self._former, self._whole, self._hooks = former, whole, hooks
         self._groups_known: dict[int, int] = {}
         """By optimizer, the number of its parameter groups that a trial has seen."""
@@ -374,15 +374,6 @@ class FSDPTrainable(TorchTrainable):
     def reshard(self) -> None:
         """Reshard parameters that a forward left whole."""
         hidden.reshard(self._may_stay_whole)
-
-
-def _refuse_assigning(*args: Any) -> None:
-    _module, _state, _prefix, metadata, *_ = args
-    if metadata.get("assign_to_params_buffers"):
-        raise UnsupportedError(
-            "load_state_dict(assign=True) would put whole parameters in the place of those that fsdp shards",
-            cure="Call load_state_dict without assign=True, on every rank.",
-        )
 
 
 @final

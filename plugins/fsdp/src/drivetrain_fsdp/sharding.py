@@ -80,7 +80,7 @@ def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan
     parameter that stands beside such of another dtype in one module stays whole.
     """
     blocks = choose_units(module, config)
-    whole = [parameter for parameter in module.parameters() if not (parameter.dim() and _is_cut(parameter))]
+    whole = [each for each in module.parameters() if not (each.dim() and each.numel() and _is_cut(each))]
     home = owners(module, blocks)
     tops = {id(module), *map(id, blocks)}
     trained = {

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
@@ -67,7 +67,7 @@ class ShardedTensor(DTensor):
             return out
         changes = _changes(func, args)
         if changes is not None:
-            _refuse_other_memory(func)
+            _refuse_other_memory(func, changes)
             if func is _aten.copy_.default and not isinstance(args[1], DTensor):
                 return _copy(changes, args[1])
         elif _changes_plain(func, args):
@@ -96,7 +96,7 @@ class ShardedTensor(DTensor):
             ) from problem
         if changes is not None:
             return result
-        return pytree.tree_map_only(DTensor, lambda one: _as_sharded(one, func, args, kwargs), result)
+        return _all_as_sharded(result, func, args, kwargs)
 
     @property
     def data(self) -> Any:
@@ -153,7 +153,7 @@ class _Part(ShardedTensor):
         changes = _changes(func, args)
         if not isinstance(changes, _Part):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        _refuse_other_memory(func)
+        _refuse_other_memory(func, changes)
         # A copy where every rank has all of it: what is written there is written by _write only.
         whole = _whole(changes.root).clone()
         part = changes.in_whole(whole)
@@ -231,25 +231,40 @@ def plain_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             grad.__class__ = ShardedTensor
 
 
-def _as_sharded(result: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """The result of an operation on sharded tensors; a view that became a copy remembers what it is a view of."""
+def _all_as_sharded(results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """See :func:`_as_sharded`; operations such as ``unbind`` have several results."""
+    if isinstance(results, (list, tuple)):
+        return type(results)(_as_sharded(one, func, args, kwargs, place) for place, one in enumerate(results))
+    return _as_sharded(results, func, args, kwargs)
+
+
+def _as_sharded(
+    result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None = None
+) -> Any:
+    """The result of an operation on sharded tensors; a view that became a copy remembers what it is a view of.
+
+    Args:
+        result: one of them.
+        func: the operation, that was given ``args`` and ``kwargs``.
+        place: of the result, where the operation has several.
+    """
+    if not isinstance(result, DTensor):
+        return result
     as_sharded(result)
     base = args[0] if args else None
     is_view = any(one.alias_info is not None for one in func._schema.returns)  # noqa: SLF001 (torch has no other word)
     if not is_view or not isinstance(base, ShardedTensor):
         return result
     if isinstance(base, _Part) or _storage(result) != _storage(base):
-        several = len(func._schema.returns) > 1 or "[]" in str(func._schema.returns[0].type)  # noqa: SLF001
-        if several:
-            raise UnsupportedError(
-                f"{func} cuts a sharded tensor into views that no one rank holds",
-                cure="Cut p.full_tensor() instead, on every rank, and write with `p.copy_(whole)`.",
-            )
         result.__class__ = _Part
         assert isinstance(result, _Part)
         result.viewed = base
-        result.as_viewed = lambda whole: func(whole, *args[1:], **kwargs)
+        result.as_viewed = lambda whole: _one(func(whole, *args[1:], **kwargs), place)
     return result
+
+
+def _one(results: Any, place: int | None) -> Any:
+    return results if place is None else results[place]
 
 
 def _storage(tensor: DTensor) -> int:
@@ -282,8 +297,10 @@ def _writes_first(func: Any) -> bool:
     return alias is not None and bool(alias.is_write)
 
 
-def _refuse_other_memory(func: Any) -> None:
+def _refuse_other_memory(func: Any, changes: ShardedTensor) -> None:
     """Operations that change what a tensor is, not its values: ``set_``, ``resize_``, ``t_``."""
+    if func is _aten.squeeze_.dim and not isinstance(changes, nn.Parameter):
+        return  # the last step of torch's own quantile(), which DTensor can do
     name = func._schema.name  # noqa: SLF001
     if torch.Tag.inplace_view in func.tags or name in {"aten::set_", "aten::resize_"}:
         raise UnsupportedError(
@@ -352,10 +369,10 @@ def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     everywhere = [Replicate()] * like.device_mesh.ndim
 
     def give(whole: Tensor) -> DTensor:
-        made = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
-        return _as_sharded(made, func, args, kwargs)
+        return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
 
-    return pytree.tree_map_only(Tensor, give, func(*whole_args, **whole_kwargs))
+    found = func(*whole_args, **whole_kwargs)
+    return _all_as_sharded(pytree.tree_map_only(Tensor, give, found), func, args, kwargs)
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.whole import WholeState, refuse_pickling
-from drivetrain_sharding import FormerParameters
+from drivetrain_sharding import AssignmentRefusal, FormerParameters
 
 
 @final
@@ -75,6 +75,7 @@ class PipelinedTrainable(Trainable):
         self.whole: WholeState | None = None
         """Tells the state of the whole model."""
         self._linear = gradient_hooks.LinearHooks(module)
+        self._assignment = AssignmentRefusal(module, "a pipeline has on several stages")
         self._syncs, self._dividing = True, False
         self._held: list[nn.Parameter] = []
         self._absent: list[Elsewhere] = []
@@ -287,5 +288,6 @@ class PipelinedTrainable(Trainable):
     def release(self) -> None:
         """Give the module its own classes back; the stages of other ranks stay without values."""
         self.pipeline.release()
+        self._assignment.remove()
         if self.whole is not None:
             self.whole.remove()

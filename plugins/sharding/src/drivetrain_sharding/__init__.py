@@ -1,5 +1,6 @@
 """Helpers for backends that cut parameters into parts: optimizers, models made without memory, checks over ranks."""
 
+from drivetrain_sharding.assignment import AssignmentRefusal
 from drivetrain_sharding.deferred_init import Recording, deferred, temporary
 from drivetrain_sharding.elementwise import (
     ELEMENTWISE,
@@ -28,6 +29,7 @@ __all__ = [
     "ELEMENTWISE",
     "NEEDS_CLOSURE",
     "STEPPED_LOCALLY",
+    "AssignmentRefusal",
     "FormerParameters",
     "OwnerSteps",
     "Recording",

@@ -36,7 +36,7 @@ from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor import packing
 from drivetrain_megatron.whole import refuse_pickling
-from drivetrain_sharding import FormerParameters
+from drivetrain_sharding import AssignmentRefusal, FormerParameters
 
 
 @final
@@ -78,6 +78,7 @@ class CoreTrainable(Trainable):
         self.optimizers = stepping.optimizers
         self._whole_only = state.WholeOnly(module)
         self._watch = AttributeWatch(module, self._computed_elsewhere)
+        self._assignment = AssignmentRefusal(module, "Megatron-Core holds")
         self._syncs = True
         self._used = False
         """Megatron-Core's buffer holds gradients of this window that are not reduced yet."""
@@ -218,3 +219,4 @@ class CoreTrainable(Trainable):
         """Let go of Megatron-Core's model; the module keeps this rank's values, and its forward does not run."""
         self._whole_only.remove()
         self._watch.remove()
+        self._assignment.remove()

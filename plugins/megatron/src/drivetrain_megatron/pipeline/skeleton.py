@@ -222,7 +222,7 @@ class Elsewhere(FakeTensor):
             if name in _JOINING and _several(args, kwargs):
                 # What was cut out of it and written back, p.data = vector[:9], torch would take without a word.
                 raise absent.refused(f"{name} joins it with others")
-            if name == "backward" or (name.endswith("_") and not name.endswith("__")):
+            if name in _EXPORTS or name == "backward" or (name.endswith("_") and not name.endswith("__")):
                 raise absent.refused(f"{name} reads it")
             try:
                 args, kwargs = tree_map(_without_history, (args, kwargs))
@@ -252,6 +252,9 @@ _DRAWS = frozenset(
     {"bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_"}
     | {"uniform_"}
 )
+
+_EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
+"""What hands the memory of a tensor to other libraries."""
 
 _JOINING = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}

@@ -23,13 +23,30 @@ def deferred_loss(loss: Tensor) -> tuple[ModelCall[Any, Any], Node]:
     node = loss.node if isinstance(loss, Deferred) else None
     call = None if node is None else node.call
     if node is None or not isinstance(call, ModelCall):
-        raise UsageError(
-            "this loss does not come from a training output of the pipelined model, or it went backward already",
-            cure="Call the model in training mode with gradients enabled, and backward once for each call.",
-        )
+        raise _refused(loss, node)
     if node.absent.dim():
         raise UsageError("backward needs one number, this loss has several", cure="Reduce it: .mean() or .sum().")
     return call, node
+
+
+def _refused(loss: Tensor, node: Node | None) -> UsageError:
+    """Why a loss cannot go backward through a pipeline, from what it was computed from."""
+    if node is not None:
+        what = "this loss went backward already"
+        return UsageError(what, cure="Call the model again, and backward once for each call.")
+    beside = "is no function of an output of the pipelined model"
+    if loss.grad_fn is None:
+        return UsageError(
+            f"this loss {beside} in training mode, whose values are known only after backward",
+            cure="Call the model in training mode with gradients enabled. To train with dropout or batch norm off, "
+            "write model.train() and then part.eval() for those modules of it, such as every part in model.children(). "
+            "A function that reads values of the output, as torch's ctc_loss does, goes into train_step's loss_fn.",
+        )
+    return UsageError(
+        f"this loss {beside}, but of parameters or of another model",
+        cure="Put it into the model's forward, so that its stage computes it; use weight_decay in the optimizer for a "
+        "penalty on weights.",
+    )
 
 
 def run_window(

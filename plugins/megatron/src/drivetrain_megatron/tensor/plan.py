@@ -15,7 +15,7 @@ from drivetrain.api import UsageError, get_registry, trees
 from drivetrain_megatron.tensor.derive import conditions, derive
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.styles import matched_cuts, style_of
-from drivetrain_megatron.tensor.trace import Trace, record
+from drivetrain_megatron.tensor.trace import Trace, record, record_parts
 from drivetrain_megatron.tensor.trial import Cut, Unit
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def make_plan(model: nn.Module, degree: int, written: Mapping[str, str] | None) 
         written: ``megatron.tp_plan``.
 
     Raises:
-        UsageError: a pattern or a style that does not exist, sizes that do not divide, a model that cannot be followed.
+        UsageError: a pattern or a style that does not exist, sizes that do not divide.
     """
     if written is not None:
         return _given(model, degree, written, "megatron.tp_plan")
@@ -143,23 +143,60 @@ def _of_length(model: nn.Module, cuts: Mapping[str, Cut], length: int) -> Iterat
 
 def _derived(model: nn.Module, degree: int) -> Plan:
     plan = Plan("a plan derived from its forward")
-    trace = record(model)
-    names = {number: name for name, number in trace.parameters.items()}
-    for group in derive(trace):
+    unfollowed = ""
+    try:
+        traces = {"": record(model)}
+    except UsageError as problem:
+        unfollowed = f" ({problem.what})"
+        traces = record_parts(model)
+    first = {id(tensor): name for name, tensor in model.named_parameters()}
+    for path, trace in traces.items():
+        _add_groups(plan, model, path, trace, first)
+    _check(plan, degree)
+    if not plan.cuts:
+        logger.warning(
+            "No layer of %s can be shared over %s tensor-parallel ranks%s: each of them computes all of it.",
+            type(model).__name__,
+            degree,
+            unfollowed,
+        )
+    elif unfollowed:
+        whole = dict.fromkeys(name.rpartition(".")[0] or name for name in first.values() if name not in plan.cuts)
+        logger.warning(
+            "%s was not followed as a whole%s, but by its modules. Each of the %s tensor-parallel ranks computes all "
+            "of: %s. A plan of your own (megatron.tp_plan) may share more.",
+            type(model).__name__,
+            unfollowed,
+            degree,
+            ", ".join(whole) or "none of them",
+        )
+    return plan
+
+
+def _add_groups(plan: Plan, model: nn.Module, path: str, trace: Trace, first: Mapping[int, str]) -> None:
+    """Cut what can be cut in one module, given a trace of it; other modules' parameters in it stay whole."""
+    part = model.get_submodule(path)
+    inside = {id(module) for module in part.modules()}
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+    own = {name: first[id(tensor)] for name, tensor in part.named_parameters()}
+    taken = [trace.parameters[name] for name, tensor in part.named_parameters() if id(tensor) in elsewhere]
+    names = {number: own[name] for name, number in trace.parameters.items()}
+    before = set(plan.cuts)
+    for group in derive(trace, taken=taken):
         cuts = {names[number]: cut for number, cut in group.cuts.items()}
         plan.cuts |= cuts
         if not group.units:
             plan.uneven |= set(cuts)
         plan.units += [(unit, list(_of_length(model, cuts, unit.length))) for unit in sorted(group.units)]
-    _check(plan, degree)
-    plan.used_in = _used_elsewhere(model, trace, plan.cuts)
-    if not plan.cuts:
-        logger.warning(
-            "No layer of %s can be shared over %s tensor-parallel ranks: each of them computes all of it.",
-            type(model).__name__,
-            degree,
-        )
-    return plan
+    local = {own[name]: name for name in own}
+    used = _used_elsewhere(part, trace, [local[name] for name in plan.cuts if name not in before])
+    prefix = f"{path}." if path else ""
+    plan.used_in |= {own[name]: {f"{prefix}{scope}".rstrip(".") for scope in scopes} for name, scopes in used.items()}
 
 
 def _check(plan: Plan, degree: int) -> None:

@@ -2,13 +2,16 @@
 
 The forward runs once on fake tensors: shapes, no values. Its inputs are guessed from the model; each call of a torch
 function is written down with its arguments and results, so that the flow of data between parameters can be followed.
+
+Where a forward asks for values (``if late.any():``), another run may take another way. Of its modules those are
+recorded then that ask for none: what they compute is the same in every run.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.api import UsageError, trees
 from drivetrain_megatron.module_state import unchanged
 from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
+
+logger = logging.getLogger(__name__)
 
 _FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 BATCH, LENGTH = 2, 4
@@ -141,45 +146,137 @@ def record(model: nn.Module) -> Trace:
     """Run the model's forward on fake tensors and write down what it does. Not collective; the model is left as it was.
 
     Raises:
-        UsageError: no guess at the inputs made the forward run; says what it raised.
+        UsageError: it asks for values, or no guess at the inputs made the forward run; says what it raised.
     """
     problems = []
     for inputs in _guesses(model):
         # Some operators know their shapes in low precision only.
         for low in (False, True):
             try:
-                return _record(model, inputs, low=low)
+                return _record(model, *_as_arguments(model, _like_inputs(inputs)), low=low)
             except Exception as problem:  # noqa: BLE001 (a user's forward raises anything; it is reported)
                 if not low:
                     first_line = (str(problem).splitlines() or [""])[0]
                     problems.append(f"with {_told(inputs)}: {type(problem).__name__}: {first_line}")
     tried = "; ".join(problems[:3])
-    what = f"{type(model).__name__} cannot be followed, so no tensor-parallel plan can be derived ({tried})"
-    raise UsageError(what, cure="Write megatron.tp_plan: {'layers.*.wq': colwise, 'layers.*.wo': rowwise, ...}.")
+    raise UsageError(
+        f"its forward cannot be run without values: {tried}",
+        cure="Write megatron.tp_plan: {'layers.*.wq': colwise, 'layers.*.wo': rowwise, ...}.",
+    )
 
 
-def _record(model: nn.Module, inputs: Inputs, *, low: bool) -> Trace:
-    def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16 if low and dtype.is_floating_point else dtype)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call, by position and by name."""
+
+
+def record_parts(model: nn.Module) -> dict[str, Trace]:
+    """Record of a model that :func:`record` cannot follow the largest modules that can be followed.
+
+    Their inputs are those of a run of the whole model on values; of modules that did not run, guessed as the model's
+    own. Not collective; every rank draws the same input, and the model is left as it was.
+
+    Returns:
+        A trace for each path of a module.
+    """
+    calls = _calls_on_values(model)
+    found: dict[str, Trace] = {}
+    for path, part in model.named_modules():
+        if not path or any(path.startswith(f"{outer}.") for outer in found) or next(part.parameters(), None) is None:
+            continue
+        try:
+            found[path] = _record(part, *calls[path], low=False) if path in calls else record(part)
+        except Exception as problem:  # noqa: BLE001 (a user's forward raises anything; its own modules are next)
+            logger.debug("%s of %s cannot be followed: %s", path, type(model).__name__, problem)
+    return found
+
+
+def _calls_on_values(model: nn.Module) -> dict[str, Arguments]:
+    """What the modules are given in a run on values; empty where there are none (on meta), or no guess runs."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return {}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    for inputs in _guesses(model):
+        calls: dict[str, Arguments] = {}
+        positional, by_name = _as_arguments(model, _drawn_inputs(inputs, device))
+        try:
+            with unchanged(model), torch.no_grad(), _calm(model), _first_calls(model, calls):
+                model(*positional, **by_name)
+        except Exception as problem:  # noqa: BLE001 (a user's forward raises anything; record() has told what)
+            logger.debug("%s does not run on %s: %s", type(model).__name__, _told(inputs), problem)
+        else:
+            return calls
+    return {}
+
+
+@contextmanager
+def _first_calls(model: nn.Module, calls: dict[str, Arguments]) -> Iterator[None]:
+    """Keep what each module, under the first of its names, is given when it is called first; tensors as meta ones."""
+
+    def keep(path: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if path not in calls:
+                calls[path] = tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, (args, kwargs))
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(keep(path), with_kwargs=True) for path, module in model.named_modules() if path
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _like_inputs(inputs: Inputs) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in inputs.items()}
+
+
+def _drawn_inputs(inputs: Inputs, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(device, dtype)
+        if dtype.is_floating_point
+        else torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in inputs.items()
+    }
+
+
+def _record(model: nn.Module, positional: Any, by_name: Any, *, low: bool) -> Trace:
+    """Record a call with tensors like these, which may be on meta."""
+
+    def fake(like: Any) -> Any:
+        if not isinstance(like, Tensor):
+            return like
+        dtype = torch.bfloat16 if low and like.dtype.is_floating_point else like.dtype
+        return torch.empty(like.shape, dtype=dtype)
 
     trace = Trace()
     recorder = _Recorder(trace)
     calm = (_calm(model), _silent(), _scopes(model, recorder))
     with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), calm[0], calm[1], calm[2]:
-        tensors = {
-            name: fake(tensor.shape, tensor.dtype)
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, tensor in named
-        }
-        trace.parameters = {name: recorder.number(tensors[name]) for name, _ in model.named_parameters()}
-        given = {name: fake(shape, dtype) for name, (shape, dtype) in inputs.items()}
-        trace.inputs = {recorder.number(each) for each in given.values()}
-        positional, by_name = _as_arguments(model, given)
+        one_each = {tensor: fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        tensors = {name: one_each[tensor] for name, tensor in _held(model)}
+        trace.parameters = {name: recorder.number(one_each[one]) for name, one in model.named_parameters()}
+        positional, by_name = tree_map(fake, (positional, by_name))
+        given = tree_leaves((positional, by_name))
+        trace.inputs = {recorder.number(each) for each in given if isinstance(each, Tensor)}
         with recorder:
-            output = functional_call(model, tensors, positional, by_name)
+            output = functional_call(model, tensors, positional, by_name, tie_weights=False)
         trace.outputs = {recorder.number(leaf) for leaf in _tensors(output)}
     trace.values = recorder.values()
     return trace
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of each module: one that two modules share comes twice, one of a module of two names once.
+
+    ``functional_call`` would exchange the latter twice, and leave its own tensor there afterwards.
+    """
+    for path, module in model.named_modules():
+        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
+        yield from module.named_buffers(path, recurse=False, remove_duplicate=False)
 
 
 def guessed_arguments(model: nn.Module) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Any]]]:

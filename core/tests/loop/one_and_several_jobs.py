@@ -1,0 +1,94 @@
+"""What ranks compute for ``test_loop_one_and_several.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    """Features and the class of each row."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 4, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def start(**settings):
+    accelerator = Accelerator(**{"split_batches": True, **settings})
+    return accelerator, accelerator.prepare(model())
+
+
+def losses_of_a_short_batch() -> tuple[float, float, float]:
+    """Of the last seven rows of sixteen: by ``reduce``, by a sum and a count, and of the rows that are gathered."""
+    accelerator, net = start()
+    loader = accelerator.prepare(DataLoader(TensorDataset(*rows(16)), batch_size=9))
+    for x, y in loader:
+        with torch.no_grad():
+            each = F.cross_entropy(net(x), y, reduction="none")
+        loss = each.mean()
+        by_mean = accelerator.reduce(loss.detach(), "mean").item()
+        total, seen = accelerator.reduce(torch.stack([loss.detach() * len(x), torch.tensor(float(len(x)))]), "sum")
+        gathered = accelerator.gather_for_metrics(each)
+    return by_mean, (total / seen).item(), gathered.mean().item()
+
+
+def counts_of_a_single_row() -> tuple[float, float]:
+    """Rows that were seen, by ``reduce`` and by ``gather_for_metrics``."""
+    accelerator, _ = start()
+    loader = accelerator.prepare(DataLoader(TensorDataset(*rows(1)), batch_size=3))
+    reduced = gathered = 0.0
+    for x, _ in loader:
+        reduced += accelerator.reduce(torch.tensor(float(len(x))), "sum").item()
+        gathered += len(accelerator.gather_for_metrics(x))
+    return reduced, gathered
+
+
+def gradients_of_an_input(count: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Of all rows, in a window of so many steps: as ``backward`` leaves them, and by ``torch.autograd.grad``."""
+    accelerator, net = start(gradient_accumulation_steps=steps)
+    share = rows(count)[0].chunk(accelerator.num_processes)[accelerator.process_index]
+    by_grad = share.clone().requires_grad_()
+    (found,) = torch.autograd.grad(net(by_grad).pow(2).mean(), by_grad)
+    x = share.clone().requires_grad_()
+    with accelerator.accumulate(net):
+        accelerator.backward(net(x).pow(2).mean())
+    return accelerator.gather(x.grad), accelerator.gather(found)
+
+
+def weights_after_a_weighted_step(form: str) -> Tensor:
+    """One step of ``cross_entropy`` with weights of the classes."""
+    accelerator, net = start(count_items=form == "count_items")
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.5))
+    loader = accelerator.prepare(DataLoader(TensorDataset(*rows(12)), batch_size=12))
+    for x, y in loader:
+        if form == "sum":
+            losses = F.cross_entropy(net(x), y, reduction="none")
+            accelerator.backward((losses * CLASS_WEIGHTS[y]).sum(), num_items=CLASS_WEIGHTS[y].sum())
+        else:
+            accelerator.backward(F.cross_entropy(net(x), y, weight=CLASS_WEIGHTS))
+        optimizer.step()
+    return accelerator.get_state_dict(net)["weight"]
+
+
+def drawn_noise(*, device_specific: bool) -> Tensor:
+    """A row for each process."""
+    from drivetrain.utils import set_seed
+
+    accelerator, _ = start()
+    set_seed(11, device_specific=device_specific)
+    return accelerator.gather(torch.randn(1, 4))
+
+
+def steps_of_an_epoch(*, split_batches: bool) -> int:
+    accelerator, _ = start(split_batches=split_batches)
+    return len(accelerator.prepare(DataLoader(TensorDataset(*rows(24)), batch_size=6)))

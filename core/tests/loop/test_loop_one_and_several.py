@@ -1,0 +1,59 @@
+"""The sentences of docs/explanation/one-and-several.md, on one process and on three."""
+
+from __future__ import annotations
+
+import one_and_several_jobs as jobs
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drivetrain_testing import spawn
+
+CLOSE = {"atol": 1e-6, "rtol": 1e-5}
+
+
+def test_a_mean_over_processes_is_no_mean_over_rows():
+    x, y = (each[9:] for each in jobs.rows(16))
+    truth = F.cross_entropy(jobs.model()(x), y).item()  # of the last of two batches, which has 7 rows
+    for by_mean, counted, gathered in spawn(jobs.losses_of_a_short_batch, 3):
+        assert abs(by_mean - truth) > 1e-3
+        assert counted == pytest.approx(truth, rel=1e-5)
+        assert gathered == pytest.approx(truth, rel=1e-5)
+
+
+def test_a_repeated_row_is_counted_by_reduce_and_not_by_gather_for_metrics():
+    assert spawn(jobs.counts_of_a_single_row, 3) == [(3.0, 1)] * 3
+    assert spawn(jobs.counts_of_a_single_row, 1) == [(1.0, 1)]
+
+
+def test_the_gradient_of_an_input_is_that_of_this_processs_mean_times_its_weight():
+    x = jobs.rows(6)[0].requires_grad_()
+    jobs.model()(x).pow(2).mean().backward()
+    for steps in (1, 2):
+        for left, asked in spawn(jobs.gradients_of_an_input, 3, 6, steps):
+            torch.testing.assert_close(left, x.grad * 3 / steps, **CLOSE)
+            # Free of the number of rows, which are six here and two on each process there.
+            torch.testing.assert_close(asked * 2, x.grad * 6, **CLOSE)
+
+
+def test_class_weights_divide_by_the_labels_of_a_process_unless_items_are_given():
+    (truth,) = spawn(jobs.weights_after_a_weighted_step, 1, "mean")
+    for form in ("sum", "count_items"):
+        for found in spawn(jobs.weights_after_a_weighted_step, 3, form):
+            torch.testing.assert_close(found, truth, **CLOSE)
+    for found in spawn(jobs.weights_after_a_weighted_step, 3, "mean"):
+        assert (found - truth).abs().max() > 1e-3
+
+
+def test_noise_of_the_script_is_alike_unless_the_seed_is_the_devices():
+    alike, own = (spawn(jobs.drawn_noise, 3, device_specific=specific)[0] for specific in (False, True))
+    assert torch.equal(alike[0], alike[1])
+    assert torch.equal(alike[0], alike[2])
+    assert not torch.equal(own[0], own[1])
+    assert not torch.equal(own[1], own[2])
+
+
+def test_split_batches_keeps_the_steps_of_an_epoch():
+    assert spawn(jobs.steps_of_an_epoch, 1, split_batches=False) == [4]
+    assert spawn(jobs.steps_of_an_epoch, 2, split_batches=False) == [2, 2]
+    assert spawn(jobs.steps_of_an_epoch, 2, split_batches=True) == [4, 4]
