@@ -22,6 +22,12 @@ from torch.optim import Optimizer
 from drivetrain_deepspeed.flatshard import FlatShard
 
 
+def num_elements(parameter: Any) -> int:
+    """Of the whole parameter; under ZeRO-3 it is empty between uses."""
+    found: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """The range of one parameter that this rank owns.

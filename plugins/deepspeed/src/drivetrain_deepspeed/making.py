@@ -20,7 +20,7 @@ from drivetrain_deepspeed.engine_config import hidden_size_of
 from drivetrain_deepspeed.first_steps import compare_buckets, compare_gathers
 from drivetrain_deepspeed.forward_writes import WatchedForwards, refuse_max_norm
 from drivetrain_deepspeed.guard import Guard
-from drivetrain_deepspeed.layout import flat_groups
+from drivetrain_deepspeed.layout import flat_groups, num_elements
 from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
@@ -122,7 +122,7 @@ def _make_contiguous(module: nn.Module) -> None:
 
 def _refuse_empty(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if not parameter.numel():
+        if not num_elements(parameter):
             raise UnsupportedError(
                 f"the parameter {name} of {type(module).__name__} has no element, and ZeRO stage 3 cannot gather it",
                 cure="Make it a buffer (register_buffer), or leave it out, or write deepspeed: {zero_stage: 2}.",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed.guard import Guard
-from drivetrain_deepspeed.layout import flat_groups
+from drivetrain_deepspeed.layout import flat_groups, num_elements
 
 _ROW = 1024
 """Elements of a row of :func:`_fingerprint`."""
@@ -42,7 +42,7 @@ class Writes:
         ours = set(map(id, trained))
         self._trained = trained
         # In a parameter without an element there is nothing to update.
-        self._left_out = [each for each in held if id(each) not in ours and each.numel()]
+        self._left_out = [each for each in held if id(each) not in ours and num_elements(each)]
         self._places = [
             (owner._parameters, key, each)  # noqa: SLF001
             for owner in module.modules()
