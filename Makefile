@@ -8,6 +8,9 @@ XLA_VENV := .venv-xla
 XLA_PYTHON := $(XLA_VENV)/bin/python
 DECLARED := $(wildcard core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt locks/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers often set this, and then each process of thousands compiles what it imports, uv's packages too, which come
+# as sources. Empty is unset.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The first interpreter that is new enough and can make an environment. `make setup PYTHON=...` chooses another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3 python; do \
