@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import suite_gate
 from suite_second_run import transient
+
+from drivetrain_testing.kit import FAMILIES, all_cases
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
@@ -98,3 +101,9 @@ def test_a_connection_that_breaks_is_forgiven_only_while_a_group_is_formed():
     broken = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19584."
     assert transient(f"RuntimeError: Gloo connectFullMesh failed with {broken}") is not None
     assert transient(f"RuntimeError: {broken}") is None
+
+
+def test_the_quick_cases_are_cases_of_every_family():
+    assert set(suite_gate.QUICK_CASES) == set(FAMILIES)
+    named = {f"{family}.{case}" for family, cases in suite_gate.QUICK_CASES.items() for case in cases.split()}
+    assert not named - all_cases().keys()

@@ -102,6 +102,7 @@ def assert_close(found, wanted):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.gate("3-2")
 def test_every_way_into_the_model_is_reduced(world, accumulation):
     wanted = spawn(train_every_way, 1, "single", accumulation)[0]
     for rank in spawn(train_every_way, world, "ddp", accumulation):

@@ -76,6 +76,7 @@ MORE_RANKS = pytest.mark.filterwarnings("ignore:the checkpoint holds the random 
         ("7", "step_14", (1, 2)),
     ],
 )
+@pytest.mark.gate("epoch-epoch_0-worlds1", "7-*")
 def test_classification_resumes_by_its_own_bookkeeping(run, tmp_path, steps, checkpoint, worlds):
     first, second = worlds
 
@@ -93,6 +94,7 @@ def test_classification_resumes_by_its_own_bookkeeping(run, tmp_path, steps, che
 
 @BACKENDS
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.gate("bf16-2-ddp", "fp16-2-ddp", "bf16-1-dp")
 def test_classification_in_half_precision(run, world, backend, precision):
     arguments = ["--batch_size", 16 // world, "--mixed_precision", precision, "--gradient_accumulation_steps", 2]
     found = same_everywhere(run("text_classification", world, *arguments, backend=backend))
@@ -107,6 +109,7 @@ def test_classification_in_half_precision(run, world, backend, precision):
 
 
 @pytest.mark.parametrize("own", [(), ("--use_model_no_sync",)])
+@pytest.mark.gate("own0")
 def test_loss_normalised_by_hand_over_all_tokens(run, own):
     # 80 rows in batches of 8: windows of 3, 3, 3 and 1 micro-batches on one process.
     alone = run("token_normalisation", 1, "--batch_size", 8)[0]
@@ -134,6 +137,7 @@ def test_batch_size_that_fits_and_an_early_stop(run):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.gate("2")
 def test_replicas_drift_apart_and_meet(run, accumulation):
     arguments = ["--gradient_accumulation_steps", accumulation, "--local_sgd_steps", 2]
     found = run("local_sgd", 2, *arguments)
@@ -149,6 +153,7 @@ def test_replicas_drift_apart_and_meet(run, accumulation):
 
 
 @pytest.mark.parametrize("split", [True, False])
+@pytest.mark.gate("True")
 def test_folds_share_one_accelerator(run, split):
     alone = run("cross_validation", 1, "--batch_size", 12)[0]
     size = ["--batch_size", 12, "--split_batches"] if split else ["--batch_size", 6]
@@ -163,6 +168,7 @@ def test_folds_share_one_accelerator(run, split):
 
 @BACKENDS
 @pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.gate("no-2-ddp", "fp16-1-dp")
 def test_two_models_take_turns(run, caplog, world, backend, precision):
     found = same_everywhere(
         run("gan", world, "--batch_size", 16 // world, "--mixed_precision", precision, backend=backend)
@@ -180,6 +186,7 @@ def test_two_models_take_turns(run, caplog, world, backend, precision):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.gate("bf16")
 def test_denoiser_and_its_own_files(run, tmp_path, precision):
     wide = ["--mixed_precision", precision, "--checkpoints_total_limit", 2]
     alone = run("diffusion", 1, "--train_batch_size", 16, *wide, folder="alone")[0]
@@ -204,6 +211,7 @@ def test_denoiser_and_its_own_files(run, tmp_path, precision):
 
 @MORE_RANKS
 @pytest.mark.parametrize("worlds", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.gate("worlds1", "worlds2")
 def test_denoiser_resumes_from_the_latest(run, tmp_path, worlds):
     def size(world):
         return ["--train_batch_size", 16 // world]
@@ -256,6 +264,7 @@ def test_a_process_that_comes_too_late_to_a_save_goes_on(tmp_path, late):
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.gate("2")
 def test_bandit_with_numbered_checkpoints(run, world):
     whole = run("reinforce", world, "--num_steps", 15, folder="whole")
     assert whole[0]["history"] == whole[world - 1]["history"]
@@ -284,6 +293,7 @@ def test_prompts_are_shared_out_and_answers_come_in_order(run, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.gate("bf16")
 def test_everything_that_the_constructor_takes(run, precision):
     alone = run("handlers", 1, "--mixed_precision", precision, backend="single", folder="alone")[0]
     pair = run("handlers", 2, "--mixed_precision", precision, folder="pair")

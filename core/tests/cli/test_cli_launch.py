@@ -79,7 +79,7 @@ SHARDED = ("--cpu", "--num_processes", "2", "--distributed_type")
         (*SHARDED, "deepspeed", "--set", "deepspeed.gradient_clipping=1.0"),
     ],
 )
-@pytest.mark.gate("arguments1", "arguments2")
+@pytest.mark.gate("arguments2")
 def test_the_self_test_checks_gather_gradients_and_checkpoints(drivetrain, arguments):
     done = drivetrain("test", *arguments)
     assert done.returncode == 0, done.stderr

@@ -242,6 +242,7 @@ def train(folder: str, stop: int | None, resume: bool, workers: int) -> list[lis
 
 @pytest.mark.parametrize(("saved_by", "resumed_by"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("stop", [1, 5])
+@pytest.mark.gate("5-1-2", "5-4-2", "1-2-4")
 def test_a_run_goes_on_with_the_samples_that_are_left(tmp_path, saved_by, resumed_by, stop):
     folder = str(tmp_path / "state")
     before = same(spawn(train, saved_by, folder, stop, False, 0))

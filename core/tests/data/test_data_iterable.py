@@ -63,6 +63,7 @@ def build(kind=Stream, batch_size=2, **kwargs):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.gate("1", "4")
 def test_every_sample_once_and_in_order(ranks, world, run):
     loaders = ranks(build(), world)
     assert run(loaders) == list(range(N))
@@ -126,6 +127,7 @@ def test_a_worker_init_fn_sees_the_users_dataset(ranks, run):
 
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
 @pytest.mark.parametrize("resumed_by", [1, 2, 4])
+@pytest.mark.gate("2-4", "4-1", "1-2")
 def test_resumed_anywhere_each_sample_is_shown_once(ranks, saved_by, resumed_by, run):
     reference = ranks(build(Shuffled))
     epochs = [run(reference), run(reference)]
@@ -141,6 +143,7 @@ def test_resumed_anywhere_each_sample_is_shown_once(ranks, saved_by, resumed_by,
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.gate("1", "3")
 def test_workers_streams_are_resumed_in_turn(ranks, steps, run):
     kwargs = {"num_workers": 3}
     epoch = run(ranks(build(**kwargs), 2))
@@ -254,6 +257,7 @@ class Stateful:
 
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
 @pytest.mark.parametrize("resumed_by", [1, 2, 4])
+@pytest.mark.gate("2-4", "4-1")
 def test_a_stateful_loader_is_shared_out_and_resumed(ranks, saved_by, resumed_by, run):
     loaders = ranks(Stateful, saved_by)
     assert run(loaders) == list(range(14))

@@ -121,6 +121,7 @@ def kinds(context, size):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("even_batches", [True, False])
+@pytest.mark.gate("*-4")
 def test_every_kind_of_value_each_sample_once_in_order(world, even_batches):
     # With uneven batches a rank without a last batch could not call; 22 samples leave every rank some.
     found = same(on(world, "kinds", size=22, even_batches=even_batches))
@@ -143,6 +144,7 @@ def sizes(context):
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.gate("1", "4")
 def test_any_length_of_dataset(world):
     for size, shown in enumerate(same(on(world, "sizes"))):
         assert sorted(shown) == list(range(size))
@@ -173,6 +175,7 @@ def loops(context):
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.gate("1", "4")
 def test_after_a_skip_a_break_and_nested_loops(world):
     skipped, unrelated, nested, after = same(on(world, "loops"))
     assert skipped == list(range(13))[2 * 2 * world :]
@@ -274,6 +277,7 @@ def repeated(context, size):
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize(("world", "size"), [(1, 13), (2, 13), (3, 13), (4, 13), (3, 26), (4, 2)])
+@pytest.mark.gate("3-13-*", "4-2-*")
 def test_a_repeated_loss_has_a_row_for_each_sample_gathered_for_metrics_or_cut_at_its_end(world, size, dispatch):
     kwargs = {"dispatch_batches": True} if dispatch else {}
     found = same(on(world, "repeated", size=size, **kwargs))
@@ -397,6 +401,7 @@ def rounds(context):
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.gate("1", "4")
 def test_repeated_batches_are_left_out(world):
     shown, lengths = same(on(world, "rounds"))
     assert shown == list(range(11))
@@ -411,6 +416,7 @@ def streams(context, dispatch):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.gate("*-4")
 def test_iterable_datasets(world, dispatch):
     kwargs = {"dispatch_batches": True} if dispatch else {}
     assert same(on(world, "streams", dispatch=dispatch, **kwargs)) == [list(range(11))] * 2

@@ -93,6 +93,7 @@ def train(engine, folder, act, saves=False, **settings):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.gate("ddp")
 def test_a_rank_that_skips_a_batch_is_named_with_the_batch(engine, tmp_path):
     lines = report_of(train, 2, engine, str(tmp_path), skips)
     assert lines[0] == "ranks are apart since call 8, in optimizer step 3:"  # prepare, and two of each of three steps
@@ -111,6 +112,7 @@ def test_a_rank_that_skips_a_batch_is_named_with_the_batch(engine, tmp_path):
         (other_momentum, ("rates 0.1", "rates 0.1")),
     ],
 )
+@pytest.mark.gate("other_rate-*-fsdp", "other_rate-*-zero3")
 def test_settings_of_an_optimizer_that_differ_are_named_at_the_step(engine, act, words, tmp_path):
     lines = report_of(train, 2, engine, str(tmp_path), act)
     assert " step at test_distributed_call_monitor.py:" in lines[1]
@@ -128,6 +130,7 @@ def test_a_checkpoint_of_ranks_that_are_apart_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp", 4)])
+@pytest.mark.gate("fsdp-4")
 def test_a_rank_that_leaves_the_loop_is_named_among_several(engine, world, tmp_path):
     lines = report_of(train, world, engine, str(tmp_path), breaks)
     assert lines[0] == "ranks are apart since call 8, in optimizer step 3:"
@@ -180,6 +183,7 @@ def lawful(engine, folder):
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.gate("ddp", "zero3")
 def test_what_ranks_may_do_apart_is_not_reported(engine, tmp_path):
     assert all(spawn(lawful, 2, engine, str(tmp_path)))
 

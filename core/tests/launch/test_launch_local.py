@@ -222,6 +222,7 @@ def test_peers_that_lose_their_connection_do_not_bury_the_cause(launch, script):
         ("this is no Python", 1, "SyntaxError"),
     ],
 )
+@pytest.mark.gate("sys.exit*", "os.kill*")
 def test_every_way_to_end_has_its_exit_code(launch, script, ending, code, words):
     if ending.startswith("this"):
         path = script(ending)
@@ -245,6 +246,7 @@ def test_a_restart_shows_what_failed_and_may_succeed(launch, script, tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.gate("9")
 def test_no_worker_survives_the_launcher(launcher, script, tmp_path, how):
     path = script("""
         import os, time

@@ -32,6 +32,7 @@ SETTINGS = "num_processes=2 use_cpu=true rank_monitor.interval_seconds=0.1 rank_
     ("how", "line", "word"),
     [("sleeps", r"at job\.py:10", "slow or stopped"), ("works", r"at job\.py:1[23], and works", "slow")],
 )
+@pytest.mark.gate("sleeps*")
 def test_ranks_that_wait_are_told_for_whom_and_go_on(launch, script, how, line, word):
     done = launch(SETTINGS, script(WAITING), 12, how)
     assert done.returncode == 0, done.stderr
@@ -44,6 +45,7 @@ def test_ranks_that_wait_are_told_for_whom_and_go_on(launch, script, how, line, 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.gate("2")
 def test_a_stopped_run_says_where_every_rank_was(launcher, script, tmp_path, how):
     process = launcher(SETTINGS, script(WAITING), 600, "sleeps")
     while not (tmp_path / "waiting").exists():

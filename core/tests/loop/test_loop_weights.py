@@ -48,6 +48,7 @@ def check(results, expected) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.gate("1-2", "3-3")
 def test_no_sample_weighs_twice_in_a_window(world, steps):
     results = spawn(jobs.mean_loss, world, 65, 12, steps, "accumulate", "map")
     check(results, one_batch_a_step(65, 12 * world * steps))
@@ -55,6 +56,7 @@ def test_no_sample_weighs_twice_in_a_window(world, steps):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("form", ["plain", "sum", "train_step"])
+@pytest.mark.gate("*-3")
 def test_no_sample_weighs_twice_without_accumulate(world, form):
     check(spawn(jobs.mean_loss, world, 65, 12, 1, form, "map"), one_batch_a_step(65, 12 * world))
 
@@ -68,6 +70,7 @@ def test_ranks_without_a_sample_of_the_last_batch_weigh_nothing(rows, form):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.gate("2-3")
 def test_batches_of_a_sampler_weigh_by_their_rows(world, steps):
     # The last round has batches of 12 and of 5, and repeats whole ones.
     results = spawn(jobs.mean_loss, world, 65, 12, steps, "accumulate", "sampler")
@@ -109,17 +112,20 @@ def by_hand(num_rounds: int, sizes: tuple[int, int], steps: int, batch: int) -> 
     ("form", "sizes", "rounds"),
     [("zip", (5, 5), 5), ("zip", (5, 7), 5), ("zip", (7, 5), 5), ("cycle", (7, 3), 7), ("cycle", (5, 8), 5)],
 )
+@pytest.mark.gate("zip-sizes1-*-3", "cycle-sizes3-*-3")
 def test_a_loop_over_several_loaders_ends_its_last_window(world, form, sizes, rounds):
     check(spawn(jobs.two_loaders, world, form, sizes, 2), by_hand(rounds, sizes, 2, 2 * world))
 
 
 @pytest.mark.parametrize("form", ["kept", "endless"])
 @pytest.mark.parametrize("sizes", [(5, 5), (6, 6)])
+@pytest.mark.gate("sizes0-*")
 def test_an_iterator_that_the_script_keeps_ends_no_window(form, sizes):
     check(spawn(jobs.two_loaders, 2, form, sizes, 4), by_hand(sizes[0], sizes, 4, 4))
 
 
 @pytest.mark.parametrize(("form", "sizes"), [("kept", (7, 3)), ("kept", (5, 9))])
+@pytest.mark.gate("kept-sizes1")
 def test_a_kept_iterator_may_end_within_the_loop(form, sizes):
     [(steps, _), *_] = spawn(jobs.two_loaders, 2, form, sizes, 2)
     assert steps == 2 * -(-sizes[0] // 2)
@@ -154,6 +160,7 @@ def one_batch_of_labels(batch: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.gate("3")
 def test_counted_labels_weigh_the_same_in_every_batch(world):
     for weights in spawn(jobs.count_items, world, 2):
         torch.testing.assert_close(weights, one_batch_of_labels(4 * world), **TOLERANCE)
@@ -373,6 +380,7 @@ def test_a_sum_over_one_row_is_its_mean():
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.gate("*-3")
 def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, factor, by_function):
     for said in spawn(jobs.summed, world, factor, by_function):
         if world == 1 or factor:

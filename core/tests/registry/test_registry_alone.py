@@ -22,6 +22,7 @@ print(sorted(name for name in sys.modules if name.startswith("toy_")))
 
 
 @pytest.mark.parametrize("name", ["ddp", "single"])
+@pytest.mark.gate("ddp")
 def test_a_run_imports_the_plugin_of_its_backend_alone(toys, tmp_path, name):
     toys.add("slow", plugin=SLOW)
     toys.add("tracks", plugin=SLOW, hooks=("trackers", "commands"))

@@ -63,8 +63,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(names, parameters)
 
 
-_TOGETHER = pytest.StashKey[dict[tuple[str, str, int], frozenset[str]]]()
-"""For each module, family and world the cases that passed in one group of ranks."""
+TOGETHER = 50
+"""How many cases at most share a group of ranks: a failure ends its group, whose other cases then run on ranks of their
+own."""
+
+_PASSED = pytest.StashKey[dict[tuple[str, int, str], frozenset[str]]]()
+"""For each module, world and first case of a group, the cases that passed in it."""
 
 
 def test_conformance(request: pytest.FixtureRequest, conformance_case: str, world_size: int, tmp_path: Path) -> None:
@@ -85,25 +89,31 @@ def _seconds(request: pytest.FixtureRequest) -> float:
 
 
 def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int) -> frozenset[str]:
-    """What passed of this session's tests of a family in a world; they run when the first of them is asked for."""
-    known = request.session.stash.setdefault(_TOGETHER, {})
-    family, _, _ = case.partition(".")
-    key = (request.module.__name__, family, world_size)
+    """What passed of the group that a case is in, which runs when the first of its cases is asked for."""
+    known = request.session.stash.setdefault(_PASSED, {})
+    group = next((group for group in _groups(request, world_size) if case in group), [])
+    if len(group) < 2:
+        return frozenset()
+    key = (request.module.__name__, world_size, group[0])
     if key not in known:
-        wanted = [
-            str(item.callspec.params["conformance_case"])
-            for item in request.session.items
-            if isinstance(item, pytest.Function)
-            and item.module is request.module
-            and item.originalname == "test_conformance"
-            and item.callspec.params["world_size"] == world_size
-            and str(item.callspec.params["conformance_case"]).startswith(f"{family}.")
-            and item.get_closest_marker("xfail") is None
-        ]
         folders = request.getfixturevalue("tmp_path_factory").mktemp
-        kits = {name: _kit(request, world_size, folders(name)) for name in wanted}
-        known[key] = passed_together(kits, world_size, folders("together")) if len(kits) > 1 else frozenset()
+        kits = {name: _kit(request, world_size, folders(name)) for name in group}
+        known[key] = passed_together(kits, world_size, folders("together"))
     return known[key]
+
+
+def _groups(request: pytest.FixtureRequest, world_size: int) -> list[list[str]]:
+    """The cases of this module and world that this session runs, but for declared gaps, cut into groups."""
+    wanted = [
+        str(item.callspec.params["conformance_case"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and item.originalname == "test_conformance"
+        and item.callspec.params["world_size"] == world_size
+        and item.get_closest_marker("xfail") is None
+    ]
+    return [wanted[begin : begin + TOGETHER] for begin in range(0, len(wanted), TOGETHER)]
 
 
 _FIRST_PARTS = pytest.StashKey[dict[tuple[str, str, selection.Place], tuple[list[Any], Path]]]()

@@ -150,6 +150,7 @@ def compare(hooks: Callable[..., None], how: str, early: bool = False, **argumen
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("hooks", [clamp, rectify, write, look, look_and_leave, after_accumulation])
+@pytest.mark.gate("*-True")
 def test_hooks_are_called_with_what_each_backward_adds(hooks: Callable[..., None], early: bool) -> None:
     compare(hooks, "twice", early)
 
@@ -165,6 +166,7 @@ def test_linear_hooks_in_a_window() -> None:
 
 
 @pytest.mark.parametrize("hooks", [clamp, rectify, look])
+@pytest.mark.gate("clamp")
 def test_windows_that_reduce_each_micro_batch(hooks: Callable[..., None]) -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     compare(hooks, "accumulate", gradient_accumulation_plugin=plugin)

@@ -235,6 +235,7 @@ def same(found: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("values", [ZERO_2, ZERO_3], ids=["zero2", "zero3"])
 @pytest.mark.parametrize("optimizer", [None, OPTIMIZER], ids=["script", "named"])
+@pytest.mark.gate("script-zero3", "named-zero2")
 def test_files_of_transformers_documents_train_an_unchanged_script(ds, values, optimizer):
     section = ds(values if optimizer is None else {**values, "optimizer": optimizer})
     losses, _, kind = job(section, clip=0.5)
@@ -480,6 +481,7 @@ def printed(stage: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.gate("3")
 def test_nothing_is_printed_at_the_default_level(stage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert spawn(printed, WORLD, stage) == [("", "")] * WORLD
@@ -547,6 +549,7 @@ def visible_gradients(stage: int) -> tuple[int | None, int, float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.gate("0", "3")
 def test_gradients_are_visible_under_stage_0_only_and_their_norm_under_all(stage):
     network = model()
     x, y = next(iter(data(BATCH * WORLD)))

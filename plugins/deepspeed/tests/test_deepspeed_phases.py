@@ -211,6 +211,7 @@ def compare(found: Found, expected: Found, what: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "world"), [*((name, 3) for name in SECTIONS), ("stage2", 2), ("stage3", 2), ("stage3", 4)]
 )
+@pytest.mark.gate("stage0-3", "stage2-2", "stage3-3")
 def test_paces_and_phases(variant: str, world: int, tmp_path: Path) -> None:
     expected = [scenario(One()) for scenario in SCENARIOS]
     kept = kept_gradients(One())
@@ -268,6 +269,7 @@ def late_in_rank(section: dict[str, Any], folder: str) -> dict[tuple[str, bool],
 
 
 @pytest.mark.parametrize(("variant", "world"), [("stage1", 2), ("stage2", 3), ("stage3", 2), ("stage3-offload", 3)])
+@pytest.mark.gate("stage3-2")
 def test_a_layer_used_late_after_a_resume(variant: str, world: int, tmp_path: Path) -> None:
     expected = {kind: late(One(), kind, resume=False) for kind in LATE}
     for found in spawn(late_in_rank, world, SECTIONS[variant], str(tmp_path), timeout=180):
@@ -323,5 +325,6 @@ def replacements(section: dict[str, Any], folder: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["stage0", "stage2", "stage3"])
+@pytest.mark.gate("stage3")
 def test_replaced_optimizers(variant: str, tmp_path: Path) -> None:
     spawn(replacements, 2, SECTIONS[variant], str(tmp_path), timeout=120)

@@ -92,6 +92,7 @@ def train(how: str, section: dict[str, Any] | None, unlike: bool = False) -> tup
 @pytest.mark.parametrize(
     ("how", "steps"), [("forward", 0), ("data", 0), ("data in place", 0), ("frozen", 0), ("once", 8), ("one rank", 8)]
 )
+@pytest.mark.gate("*-0", "*-2")
 def test_what_each_rank_writes_from_its_own_samples_is_refused(how: str, steps: int, stage: int) -> None:
     for done, said in spawn(train, RANKS, how, {"zero_stage": stage}):
         assert done == steps
@@ -101,6 +102,7 @@ def test_what_each_rank_writes_from_its_own_samples_is_refused(how: str, steps: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.gate("2")
 def test_what_all_ranks_write_alike_trains_as_on_one_process(stage: int) -> None:
     _, expected = train("alike", None)
     for done, found in spawn(train, RANKS, "alike", {"zero_stage": stage}):
@@ -110,6 +112,7 @@ def test_what_all_ranks_write_alike_trains_as_on_one_process(stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.gate("2")
 def test_rounding_of_unlike_cards_is_no_write(stage: int) -> None:
     _, expected = train("alike", None)
     for done, found in spawn(train, RANKS, "rounded", {"zero_stage": stage}, True):

@@ -155,6 +155,7 @@ def schedule_follows(section):
     ],
     ids=lambda section: "-".join(map(str, section.values())),
 )
+@pytest.mark.gate("1f1b-4", "interleaved_1f1b-4", "zbv-4")
 def test_every_schedule_trains_the_same_model(section) -> None:
     held = spawn(schedule_follows, 2, {"pipeline_parallel_size": 2, **section})
     whole = sum(one.numel() for one in Net().parameters())
@@ -347,6 +348,7 @@ def awkward_follows(section):
 
 
 @pytest.mark.parametrize("points", ["mixes.2", "norms.1", "out"])
+@pytest.mark.gate("norms.1")
 def test_values_that_pass_by_the_blocks(points) -> None:
     section = {"pipeline_parallel_size": 2, "num_micro_batches": 4, "split_points": points}
     spawn(awkward_follows, 2, section)

@@ -240,6 +240,7 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.gate("tensor", "sequence")
 def test_plain_models(sequence: bool, tmp_path: Path) -> None:
     found = spawn(train, 2, ["GPT", "Torchs"], str(tmp_path), {"sequence_parallel": sequence}, {}, timeout=100)
     check(found, "GPT")
@@ -257,6 +258,7 @@ def test_transformers_models(sequence: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.gate("foreach")
 def test_optimizers_of_many_tensors_at_once(options: dict[str, Any], tmp_path: Path) -> None:
     check(spawn(train, 4, ["GPT"], str(tmp_path), {}, options, timeout=100), "GPT")
 
@@ -295,6 +297,7 @@ def checkpointed_and_generating(folder: str, sequence: bool) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.gate("tensor")
 def test_recomputed_activations_and_generation(sequence: bool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     *steps, written = spawn(checkpointed_and_generating, 2, str(tmp_path), sequence)[0]
@@ -360,6 +363,7 @@ def logits_in_memory(folder: str, sequence: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.gate("tensor")
 def test_full_logits_never_exist(sequence: bool, tmp_path: Path) -> None:
     whole = 4 * 16 * 4096
     for found in spawn(logits_in_memory, 2, str(tmp_path), sequence):
@@ -483,6 +487,7 @@ def with_dropout(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence", ["0", "1"], ids=["tensor", "sequence"])
+@pytest.mark.gate("tensor")
 def test_dropout_keeps_ranks_together(sequence: str, tmp_path: Path) -> None:
     # Equal to the last bit though ranks were seeded differently: were one mask of a whole tensor drawn differently,
     # replicated parameters would part.
@@ -554,7 +559,7 @@ JOURNEYS = [
 @pytest.mark.parametrize(
     ("writer", "reader"), JOURNEYS, ids=lambda place: f"{place[0]}{place[1]}" if isinstance(place, tuple) else None
 )
-@pytest.mark.gate("single1-tp2", "tp2-single1")
+@pytest.mark.gate("tp2-single1")
 def test_a_fused_layer_travels(writer: tuple[str, int], reader: tuple[str, int], tmp_path: Path) -> None:
     # Its rows lie in another order on the ranks than in the model; the second moments of AdamW too.
     saved = str(tmp_path / "saved")

@@ -72,6 +72,7 @@ def llama_8b(tmp_path_factory):
     return choose(request(asked, machine), machine)
 
 
+@pytest.mark.slow
 def test_llama_8b_on_eight_80_gb_cards(llama_8b):
     """The worked example of the planner's notes: replicas never, fsdp only when it recomputes."""
     assert [each.estimate.title for each in llama_8b.fitting] == ["fsdp, recompute"]
@@ -93,6 +94,7 @@ def test_llama_8b_on_eight_80_gb_cards(llama_8b):
     assert rejected["fsdp"].estimate.trace.saved == pytest.approx(kept + logits, rel=0.02)
 
 
+@pytest.mark.slow
 def test_flops_of_llama_8b(llama_8b):
     """6 P T for the matrices but the embedding's, and attention of the whole square: 4 + 10 layers s^2 width."""
     trace = next(each for each in llama_8b.rejected if each.estimate.title == "fsdp").estimate.trace

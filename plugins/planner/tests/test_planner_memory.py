@@ -72,16 +72,18 @@ def test_one_process_by_torchs_own_allocator(model):
 
 
 @pytest.mark.parametrize(("title", "ranks"), [("ddp", 3), ("fsdp", 3), ("fsdp, recompute", 2), ("zero 2", 2)])
-@pytest.mark.gate("ddp-3", "fsdp-3", "zero 2-2")
+@pytest.mark.gate("fsdp-3", "zero 2-2")
 def test_gpt2_under_each_backend(title, ranks):
     check("gpt2", title, ranks, sections=ZERO if title.startswith("zero") else {}, tolerance=0.005)
 
 
 @pytest.mark.parametrize("title", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_windows_keep_whole_gradients(title):
     check("gpt2", title, 2, accumulation=2, tolerance=0.005)
 
 
+@pytest.mark.slow
 def test_bf16():
     check("llama", "fsdp", 2, precision="bf16", tolerance=0.005)
 

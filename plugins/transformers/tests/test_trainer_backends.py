@@ -84,23 +84,27 @@ def assert_same(run: Any, reference: Any) -> None:
         assert all(close(run[1][name], tensor, 1e-5) for name, tensor in reference[1].items())
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_losses_norms_and_weights(of_backend: Any, whole: Any) -> None:
     for rank in of_backend:
         assert_same(rank["plain"], whole["plain"])
     assert of_backend[0]["plain"][1], "the main process has the weights"
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_a_last_batch_that_ranks_share_unevenly(of_backend: Any, whole: Any) -> None:
     for rank in of_backend:
         assert_same(rank["uneven"], whole["uneven"])
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_evaluate_before_train(of_backend: Any, whole: Any) -> None:
     for rank in of_backend:
         assert close(rank["evaluated first"][2], whole["loss"])
         assert_same(rank["evaluated first"], whole["plain"])
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_eval_loss_is_the_mean_over_labels(of_backend: Any, folder: str, found: Any) -> None:
     expected = run("single", folder, found)[0]["plain"][0]["eval_loss"]
     for rank in of_backend:
@@ -108,6 +112,7 @@ def test_eval_loss_is_the_mean_over_labels(of_backend: Any, folder: str, found: 
         assert close(rank["plain"][0]["eval_loss"], expected)
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_each_sample_is_predicted_once(of_backend: Any, whole: Any) -> None:
     for rank in of_backend:
         logits, labels, loss = rank["predictions"]
@@ -117,6 +122,7 @@ def test_each_sample_is_predicted_once(of_backend: Any, whole: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["best", "best only"])
+@pytest.mark.gate("single-best", "ddp-best", "fsdp-best", "zero3-best", "tp-best", "pp-best")
 def test_best_model_is_loaded(of_backend: Any, kind: str) -> None:
     for rank in of_backend:
         expected, last, again = rank[kind]
@@ -125,6 +131,7 @@ def test_best_model_is_loaded(of_backend: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.gate("ddp", "fsdp", "zero3", "tp", "pp")
 def test_resumes_what_another_backend_saved(name: str, folder: str, found: Any) -> None:
     expected = run("single", folder, found)[0]["shuffled"]
     config, processes, dp = BACKENDS[name]
@@ -144,7 +151,7 @@ def stock_tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3", "tp", "pp"])
-@pytest.mark.gate("fsdp", "tp")
+@pytest.mark.gate("tp")
 def test_tied_weights(name: str, stock_tied: Any, tmp_path: Path) -> None:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
@@ -155,6 +162,7 @@ def test_tied_weights(name: str, stock_tied: Any, tmp_path: Path) -> None:
         assert all(close(read[key], tensor, 1e-5) for key, tensor in stock_tied[1].items())
 
 
+@pytest.mark.gate("single", "ddp", "fsdp", "zero3", "tp", "pp")
 def test_a_checkpoint_holds_transformers_own_files(of_backend: Any, folder: str, request: Any) -> None:
     name = request.node.callspec.params["of_backend"]
     checkpoint = Path(folder, slug(name), "run", "checkpoint-3")

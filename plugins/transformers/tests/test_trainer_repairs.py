@@ -50,6 +50,7 @@ def t5(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return spawn(jobs.both_ignoring, request.param, str(tmp_path_factory.mktemp("t5")), request.param, timeout=120)
 
 
+@pytest.mark.gate("3")
 def test_a_model_that_ignores_num_items_in_batch(t5: Any, by_hand: Any) -> None:
     for rank in t5:
         for run in rank[:2]:
@@ -59,6 +60,7 @@ def test_a_model_that_ignores_num_items_in_batch(t5: Any, by_hand: Any) -> None:
             assert all(close(run[1][name], tensor, 1e-5) for name, tensor in by_hand[1].items())
 
 
+@pytest.mark.gate("3")
 def test_generated_predictions_are_those_of_each_sample(t5: Any) -> None:
     expected = torch.stack([jobs.Words(13, begin=1)[index]["labels"] for index in range(13)])
     alone = spawn(jobs.seq2seq, 1, {"distributed_type": "single"}, "/tmp")[0][0]
@@ -76,6 +78,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(SHARDED))
+@pytest.mark.gate("fsdp", "tp")
 def test_generation_that_ends_at_different_times_on_different_ranks(name: str, tmp_path: Path) -> None:
     if name == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
@@ -91,6 +94,7 @@ def test_generation_that_ends_at_different_times_on_different_ranks(name: str, t
 
 
 @pytest.mark.parametrize(("processes", "accumulate"), [(1, 2), (2, 2), (3, 1)])
+@pytest.mark.gate("2-2", "3-1")
 def test_a_loss_of_the_scripts_own(processes: int, accumulate: int, by_hand: Any, tmp_path: Path) -> None:
     for losses, state in spawn(jobs.own_loss, processes, str(tmp_path), processes, accumulate, timeout=90):
         assert close(losses["loss"], by_hand[0]["loss"])
@@ -105,6 +109,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("single", 1), ("ddp", 2), ("ddp", 3)])
+@pytest.mark.gate("ddp-3")
 def test_resumes_what_stock_trainer_wrote(engine: str, processes: int, stock: Any, tmp_path: Path) -> None:
     expected, checkpoint = stock
     config = {"distributed_type": engine}

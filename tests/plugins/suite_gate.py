@@ -1,0 +1,118 @@
+"""Chooses what ``make test`` runs: marks the rest as slow.
+
+A pytest plugin for the suite of this repository; ``conftest.py`` beside the Makefile names it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+import hypothesis
+import pytest
+
+WHOLE = {"ddp"}
+"""Backends whose conformance cases all run in `make test`: what the core does for every backend is shown there."""
+
+QUICK_CASES = {
+    "gradients": (
+        "dense ragged_labels empty_micro_batch explicit_step frozen_parameters tied_weights unused_parameters "
+        "parameter_groups several_models"
+    ),
+    "windows": "partial_window ragged_windows without_accumulate",
+    "uneven": "last_batch three_ranks",
+    "clipping": "clips_as_one_process_does same_norm_everywhere not_finite_is_skipped clips_by_value",
+    "loose": "in_the_optimizer_of_a_model",
+    "precision": "bf16_policy fp16_policy overflow_is_skipped",
+    "scheduling": "once_per_window metric_of_each_rank",
+    "data": "ranks_share_the_samples",
+    "randomness": "masks_of_each_rank masks_go_on_after_a_load equal_masks_on_demand",
+    "collectives": "gather_nested reductions",
+    "evaluation": "before_and_after_training each_sample_once_in_order statistics_are_alike synchronised_statistics",
+    "deferred": "value_before_backward unrecordable_is_refused",
+    "scripts": (
+        "the_model_is_the_users methods_that_call_the_model methods_that_do_not parameters_that_are_written "
+        "gradients_that_are_edited hooks_of_parameters forwards_that_write state_dicts"
+    ),
+    "honesty": (
+        "one_process_only unlisted_mesh_axes unlisted_precisions one_optimizer_per_model joins_uneven_inputs "
+        "no_uneven_inputs no_sync_keeps_gradients_local no_training_alone trains_alone_and_averages "
+        "replicas_are_whole_and_equal pipelined_means_deferred devices_are_listed optimizer_is_the_users "
+        "every_rank_saves_its_part every_rank_could_save_all saves_beside_training no_saving_beside_training "
+        "unlisted_handlers parameter_names_are_the_users"
+    ),
+    "mesh": "dp_replicate dp_shard cp tp pp",
+    "state": (
+        "resumed_equals_uninterrupted load_undoes parameter_groups_come_back random_numbers_go_on loss_scale_travels"
+    ),
+}
+"""By family the conformance cases that `make test` runs for the other backends: those that an engine's own code
+decides, every capability, and one for each promise of README."""
+
+
+QUICK_EXAMPLES = 25
+"""Examples that hypothesis draws for a test in `make test`; `make test-all` draws its hundred."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis draw fewer examples where slow tests are left out, which is how `make test` is known."""
+    if config.option.markexpr == "not slow":
+        hypothesis.settings.register_profile("gate", max_examples=QUICK_EXAMPLES)
+        hypothesis.settings.load_profile("gate")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Mark as slow what `make test` leaves out: by the marker `gate`, and in conformance modules."""
+    _keep_named(items, whole=not any("::" in argument for argument in config.args))
+    for item in items:
+        requirements = getattr(getattr(item, "module", None), "Requirements", None)
+        parameters = getattr(getattr(item, "callspec", None), "params", None)
+        conformance = requirements is not None and parameters is not None
+        if conformance and _left_out(item.originalname, parameters, requirements):
+            item.add_marker(pytest.mark.slow)
+
+
+def _keep_named(items: list[Any], *, whole: bool) -> None:
+    """Mark the parameters of a test as slow that its marker `gate` does not name.
+
+    Args:
+        items: the tests.
+        whole: tests were chosen by file or folder, so that all parameters of a test are here.
+    """
+    missing: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        marker = item.get_closest_marker("gate")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        matching = {name for name in marker.args if fnmatchcase(item.callspec.id, name)}
+        missing[test].update(marker.args)
+        found[test] |= matching
+        if not matching:
+            item.add_marker(pytest.mark.slow)
+    for test, names in missing.items():
+        if whole and names - found[test]:
+            raise pytest.UsageError(f"{test} has no parameter {', '.join(sorted(names - found[test]))}: see its @gate")
+
+
+def _left_out(test: str, parameters: dict[str, Any], requirements: Any) -> bool:
+    """Whether a faster test of the same module shows nearly the same.
+
+    Cases run on two processes where the backend takes several, those of :data:`QUICK_CASES` alone unless the backend is
+    of :data:`WHOLE`. A case of somebody's model, which no family names, runs always. Checkpoints travel between
+    `single` and two processes; every pair of backends is in tests/parity, which is slow. Of the two moments of a killed
+    save one is left.
+    """
+    quick = 2 if 2 in requirements.world_sizes else min(requirements.world_sizes)
+    if test == "test_conformance":
+        family, _, case = parameters["conformance_case"].partition(".")
+        if requirements.backend not in WHOLE and case not in QUICK_CASES.get(family, case).split():
+            return True
+        # A case with worlds of its own, as one on three ranks, has no other place.
+        return bool(parameters["world_size"] != quick and parameters["world_size"] in requirements.world_sizes)
+    if test in {"test_state_travels", "test_samples_after_resume"}:
+        return any(place not in {("single", 1), (requirements.backend, quick)} for place in parameters["journey"])
+    return test == "test_killed_save" and parameters["moment"] != "writing"
