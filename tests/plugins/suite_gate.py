@@ -1,11 +1,13 @@
-"""Chooses what ``make test`` runs: marks the rest as slow.
+"""Chooses what ``make test`` runs: marks the rest as slow. Keeps the collector away from what all tests share.
 
 A pytest plugin for the suite of this repository; ``conftest.py`` beside the Makefile names it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
+from collections.abc import Generator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         hypothesis.settings.register_profile("gate", max_examples=QUICK_EXAMPLES)
         hypothesis.settings.load_profile("gate")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep the modules of all tests out of later collections of garbage, each of which would walk them anew."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,6 +51,7 @@ WAYS = pytest.mark.parametrize(
 
 @WAYS
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.gate("3-here", "3-workers")
 def test_no_two_ranks_draw_a_number(kwargs, world, ranks):
     read = [rows(loader) + rows(loader) for loader in ranks(build(**kwargs), world)]
     for kind in range(1, 1 + KINDS):

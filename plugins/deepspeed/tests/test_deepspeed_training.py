@@ -216,6 +216,7 @@ OTHERS = ("stage2-offload", "stage2-round-robin", "stage2-round-robin-offload", 
 
 
 @pytest.mark.parametrize("section", [*STAGES, *(VARIANTS[name] for name in OTHERS)], ids=str)
+@pytest.mark.gate("{'zero_stage': 0}", "{'zero_stage': 2}", "{'zero_stage': 3}")
 def test_several_engines_and_optimizers(section: dict[str, Any], tmp_path: Path) -> None:
     together = adversaries(None)
     state, norms = parts(None)
@@ -265,6 +266,7 @@ def steps(section: dict[str, Any], folder: str) -> None:
 
 
 @pytest.mark.parametrize("section", STAGES, ids=str)
+@pytest.mark.gate("{'zero_stage': 2}", "{'zero_stage': 3}")
 def test_steps(section: dict[str, Any], tmp_path: Path) -> None:
     spawn(steps, 2, section, str(tmp_path), timeout=120)
 
