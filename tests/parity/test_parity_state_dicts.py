@@ -124,6 +124,7 @@ def ask_for_distributed_checkpoint(backend):
 
 
 @pytest.mark.parametrize(("backend", "world"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.gate("ddp-2", "fsdp-3")
 def test_functions_of_torchs_distributed_checkpoints_read_a_prepared_model(backend, world):
     wanted = llama().state_dict()
     for shapes, values in spawn(ask_for_distributed_checkpoint, world, backend):

@@ -183,6 +183,7 @@ def trained_with_whole_statistics(at: Place) -> tuple[dict[str, Tensor], Tensor]
     ],
     ids=str,
 )
+@pytest.mark.gate("ddpx3", "fsdpx4", "deepspeedx2-zero_stage=3", "megatronx4-*")
 def test_batch_norms_take_statistics_of_the_global_batch(at):
     ranks = at.run(trained_with_whole_statistics)
     expected = trained_alone()
@@ -233,6 +234,7 @@ def evaluated(at: Place, how: str) -> Tensor | None:
     ],
     ids=str,
 )
+@pytest.mark.gate("ddpx3-after*", "ddpx2-main*", "fsdpx3-*", "deepspeedx2-zero_stage=3-*", "megatronx4-*")
 def test_ranks_evaluate_with_the_same_statistics(at, how):
     outputs = [output for output in at.run(evaluated, how) if output is not None]
     assert len(outputs) == (1 if "alone" in how else at.world_size)
@@ -309,6 +311,7 @@ def queued(at: Place | None, gathers: bool) -> tuple[list[str], dict[str, Tensor
 
 
 @pytest.mark.parametrize("at", [Place("ddp", 3), Place("fsdp", 3), zero(1, 2), tensor(2, 4)], ids=str)
+@pytest.mark.gate("ddpx3", "deepspeed*")
 def test_buffers_that_forward_computes_from_a_ranks_samples_are_said_once(at):
     ranks = [said for said, _ in at.run(queued, False)]
     (warning,) = [each for each in ranks[0] if "writes to buffers in forward" in each]
@@ -317,6 +320,7 @@ def test_buffers_that_forward_computes_from_a_ranks_samples_are_said_once(at):
 
 
 @pytest.mark.parametrize("at", [Place("ddp", 3), Place("fsdp", 3), zero(1, 2)], ids=str)
+@pytest.mark.gate("fsdpx3")
 def test_buffers_of_gathered_samples_are_those_of_one_process_and_nobodys_business(at):
     ranks = at.run(queued, True)
     assert not any("writes to buffers" in each for said, _ in ranks for each in said)

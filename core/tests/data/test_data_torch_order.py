@@ -66,6 +66,7 @@ def passes(loader: Any, epochs: int = EPOCHS) -> list[list[int]]:
 
 @pytest.mark.parametrize("generator", [seeded, drawn_from])
 @pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.gate("*-seeded")
 def test_epochs_of_the_plain_loader(make: Any, generator: Any) -> None:
     plain = passes(make(generator(3)))
     assert plain[0] != plain[1]

@@ -102,6 +102,7 @@ JOURNEYS = {
 
 
 @pytest.mark.parametrize("name", JOURNEYS)
+@pytest.mark.gate("round robin", "persistent")
 def test_every_layout_is_read_and_written(name, tmp_path):
     source, target = JOURNEYS[name]
     losses, whole = spawn(run, 2, "deepspeed", tmp_path / "cut", **source)[0]
@@ -122,6 +123,7 @@ def test_master_values_in_host_memory_beside_a_gpu(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.gate("3")
 def test_several_optimizers_of_one_model(stage, tmp_path):
     losses, _ = spawn(run, 2, "deepspeed", tmp_path / "cut", kind="two", zero_stage=stage)[0]
     resumed, _ = spawn(run, 2, "deepspeed", tmp_path / "cut", load=True, kind="two", zero_stage=5 - stage)[0]

@@ -102,6 +102,7 @@ def empty_model(tmp: str, steps: int, section: dict[str, Any]) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.gate("4")
 def test_empty_model_begins_as_an_eager_one(world_size: int, tmp_path: Path) -> None:
     assert_same(spawn(empty_model, world_size, str(tmp_path), 0, {})[0], trained_eagerly(0))
 
@@ -161,6 +162,7 @@ def saved_weights(folder: Path, *, index: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("index", "world_size"), [(False, 2), (True, 2), (True, 4)])
+@pytest.mark.gate("True-*")
 def test_empty_model_reads_weights(index: bool, world_size: int, tmp_path: Path) -> None:
     expected = saved_weights(tmp_path, index=index)
     found = spawn(empty_model, world_size, str(tmp_path), 0, {"weights": str(tmp_path)})[0]
@@ -275,6 +277,7 @@ def with_state(tmp: str, late: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.gate("True")
 def test_optimizer_keeps_its_state(late: bool, tmp_path: Path) -> None:
     found = spawn(with_state, 2, str(tmp_path), late)[0]
     assert_same(found, trained_eagerly(2), atol=1e-5)
@@ -298,5 +301,6 @@ def odd_models(tmp: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.gate("4")
 def test_odd_models(world_size: int, tmp_path: Path) -> None:
     spawn(odd_models, world_size, str(tmp_path))

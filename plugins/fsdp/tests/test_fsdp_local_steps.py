@@ -85,6 +85,7 @@ def alone():
 
 
 @pytest.mark.parametrize("section", [None, {"cpu_offload": True}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.gate("None", "{'cpu_offload': True}")
 def test_every_elementwise_optimizer_steps_as_in_one_process(alone, section):
     for number, rank in enumerate(spawn(several, 2, KINDS, "fsdp", section)):
         for name, found in rank.items():

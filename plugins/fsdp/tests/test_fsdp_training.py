@@ -172,6 +172,7 @@ def test_settings(name: str, each_setting: list[Any], tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.gate("4")
 def test_other_worlds(world_size: int, tmp_path: Any) -> None:
     same(spawn(train, world_size, {"activation_checkpointing": True}, str(tmp_path), 2), plain(2))
 
@@ -185,6 +186,7 @@ def test_other_worlds(world_size: int, tmp_path: Any) -> None:
         ({"dp_shard": 4}, {"reshard_after_forward": 2}),
     ],
 )
+@pytest.mark.gate("mesh0-*", "mesh3-*")
 def test_meshes(mesh: dict[str, int], section: dict[str, Any], tmp_path: Any) -> None:
     same(spawn(train, 4, section, str(tmp_path), 2, mesh=mesh), plain(2))
 
@@ -313,6 +315,7 @@ def dropped(tmp: str, section: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("section", [{}, {"accumulate_without_sync": False}])
+@pytest.mark.gate("section0")
 def test_zero_grad_drops_hidden_gradients(section: dict[str, Any], tmp_path: Any) -> None:
     spawn(dropped, 2, str(tmp_path), section)
 
@@ -413,6 +416,7 @@ def train_picks(tmp: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.gate("3")
 def test_integers_stay_whole_where_torch_shards_floats_alone(tmp_path, world) -> None:
     torch.manual_seed(5)
     model = Picks()

@@ -191,7 +191,7 @@ def test_three_axes_train_as_one_process(layout, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["single", "pp", "fsdp-pp", "zero1-tp", "tp-pp"])
-@pytest.mark.gate("single", "pp")
+@pytest.mark.gate("pp")
 def test_what_a_combination_saved_goes_on_in_another(reader, saved) -> None:
     writers = [layout for layout in FOUR if (saved / layout).exists()]
     if not writers:
