@@ -61,6 +61,7 @@ def before(folder):
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.slow
 def test_workers_meet_though_they_are_there_before_the_store(launch, script):
     """The launcher imports torch while the workers do; here its import takes much longer than theirs."""
     path = script("""
@@ -94,6 +95,7 @@ if "RANK" not in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_workers_are_stopped_when_there_will_be_no_store(launch, script):
     path = script("import time; time.sleep(100)")
     broken = path.parent / "broken"
