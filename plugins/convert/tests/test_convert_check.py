@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -64,6 +65,15 @@ SCRIPTS: dict[str, tuple[str, list[tuple[int, Kind, str]]]] = {
     "submodules": ("from drivetrain.utils.operations import gather_object", []),
     "our own modules": ("from drivetrain.checkpoint import save_object", []),
     "another backward": ("network.backward(delta)", []),
+    "a loss that is shown": (
+        """
+        with accelerator.accumulate(model):
+            accelerator.backward(loss)
+            total += loss.item() / args.gradient_accumulation_steps
+        """,
+        [],
+    ),
+    "a schedule in global batches": ("s = StepLR(o, len(rows) // (8 * accelerator.num_processes))", []),
     # modules and names
     "accelerate": ("from accelerate import Accelerator", [(5, Kind.DIFFERS, "from drivetrain import")]),
     "accelerate.utils": (
@@ -147,11 +157,19 @@ SCRIPTS: dict[str, tuple[str, list[tuple[int, Kind, str]]]] = {
         [(7, Kind.DIFFERS, "divides twice")],
     ),
     "divides twice in place": (
-        "with accelerator.accumulate(model):\n    loss /= args.gradient_accumulation_steps",
+        """
+        with accelerator.accumulate(model):
+            loss /= args.gradient_accumulation_steps
+            accelerator.backward(loss)
+        """,
         [(6, Kind.DIFFERS, "divides twice")],
     ),
     "multiplies for tokens": (
-        "with accelerator.accumulate(model):\n    loss = loss_sum * args.gradient_accumulation_steps / tokens",
+        """
+        with accelerator.accumulate(model):
+            loss = loss_sum * args.gradient_accumulation_steps / tokens
+            accelerator.backward(loss)
+        """,
         [(6, Kind.DIFFERS, "num_items")],
     ),
     "warm-up by processes": (
@@ -220,8 +238,22 @@ def test_what_is_said(name: str) -> None:
         assert words in f"{each.text}. {each.instead}"
 
 
-def test_scripts_without_an_accelerator_are_left_alone() -> None:
-    script = "import torch\nloss.backward()\nx = x.cuda()\ntorch.nn.utils.clip_grad_norm_(p, 1.0)\n"
+WHOLE = sorted((Path(__file__).parent / "whole_scripts").iterdir())
+
+
+@pytest.mark.parametrize("file", WHOLE, ids=lambda file: file.stem)
+def test_whole_scripts(file: Path) -> None:
+    """Scripts in the styles of well-known tutorials; a comment marks each line of which something is said."""
+    source = file.read_text(encoding="utf-8")
+    marked = {
+        number: line.rpartition("# <- ")[2] for number, line in enumerate(source.splitlines(), 1) if "# <- " in line
+    }
+    found = check_script(source, file.name)
+    assert {each.line: str(each.kind) for each in found} == marked, found
+
+
+def test_files_that_do_not_train_are_left_alone() -> None:
+    script = "import torch\nx = x.cuda()\ntorch.nn.utils.clip_grad_norm_(p, 1.0)\nloss.backward()\n"
     assert check_script(script) == []
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -101,10 +102,22 @@ class _Bindings(ast.NodeVisitor):
         self.imports: dict[str, str] = {}
         """Full name of each imported one."""
         self.accelerators: set[str] = set()
-        self.prepared: set[str] = set()
+        self.prepared: dict[str, int] = {}
+        """The line from which on each name is a prepared model, optimizer or loader."""
+        self.models: set[str] = set()
+        """Names that ``accelerator.unwrap_model`` gave."""
         self.gathered: set[str] = set()
+        self.losses: set[str] = set()
+        """Names that ``accelerator.backward`` is given."""
+        self.by_processes: set[str] = set()
+        """Names of what was multiplied by the number of processes."""
         self.calls: set[str] = set()
         """Last words of all calls."""
+
+    @property
+    def drivetrain_trainer(self) -> bool:
+        """A trainer of Drivetrain's is imported."""
+        return any(name.startswith("drivetrain_transformers") for name in self.imports.values())
 
     def full(self, name: str) -> str:
         """A chain with its first word resolved by imports."""
@@ -124,22 +137,38 @@ class _Bindings(ast.NodeVisitor):
         for each in node.names:
             self.imports[each.asname or each.name] = f"{node.module or ''}.{each.name}"
 
+    def is_prepared(self, name: str, node: ast.AST) -> bool:
+        """Whether this name was prepared by the time that this line runs."""
+        return self.prepared.get(name, sys.maxsize) < getattr(node, "lineno", 0)
+
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
+        names = [name for target in node.targets for name in _names(target)]
+        if not isinstance(node.value, ast.Call) and _multiplies_by_processes(node.value):
+            self.by_processes.update(names)
         if not isinstance(node.value, ast.Call):
             return
-        called, names = _dotted(node.value.func), [name for target in node.targets for name in _names(target)]
+        called = _dotted(node.value.func)
         owner, _, method = called.rpartition(".")
         if self.full(called).rpartition(".")[2] == "Accelerator":
             self.accelerators.update(names)
         elif self.is_accelerator(owner) and method in ("prepare", "prepare_model"):
-            self.prepared.update(names)
+            for name in names:
+                self.prepared[name] = min(self.prepared.get(name, sys.maxsize), node.end_lineno or node.lineno)
+        elif "unwrap_model" in (method, called):
+            self.models.update(names)
+        elif self.full(called).rpartition(".")[2] in _WRAPPERS:
+            for name in names:
+                self.prepared.setdefault(name, node.end_lineno or node.lineno)
         elif self.is_accelerator(owner) and method == "gather":
             self.gathered.update(names)
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        self.calls.add(_dotted(node.func).rpartition(".")[2])
+        owner, _, method = _dotted(node.func).rpartition(".")
+        self.calls.add(method)
+        if method == "backward" and self.is_accelerator(owner):
+            self.losses.update(filter(None, map(_dotted, node.args)))
 
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"})
@@ -154,11 +183,59 @@ _OF_ALL = frozenset(
 )
 """Methods that every process calls."""
 
+_WRITE = frozenset({"save_model", "save_state"})
+"""Of these, the ones that write on the main process alone by themselves."""
+
+_ENGINES_OF_ARGUMENTS = ("deepspeed", "fsdp", "parallelism_config")
+"""Arguments of ``TrainingArguments`` by which Transformers chooses an engine."""
+
 _CONVERSIONS = frozenset({"to", "cuda", "cpu", "half", "float", "double", "bfloat16"})
 
 _SCHEDULE = re.compile(r"(^|_)(get_)?\w*(schedule|scheduler)\w*$|LR$|Scheduler$")
 
-_MAIN = ("is_main_process", "is_local_main_process", "is_last_process")
+_MAIN = (
+    *("is_main_process", "is_local_main_process", "is_last_process"),
+    *("is_world_process_zero", "is_local_process_zero"),
+)
+
+_RANKS = ("rank", "get_rank", "local_rank", "global_rank", "process_index", "local_process_index")
+
+_OF_TORCH = {
+    "DistributedSampler": (
+        Kind.LEAVE_OUT,
+        "prepare shares the samples out",
+        "Write DataLoader(dataset, shuffle=...) alone.",
+    ),
+    "GradScaler": (
+        Kind.DIFFERS,
+        "a scaler of the script's own stands beside the engine's",
+        "Leave it out: Accelerator(mixed_precision='fp16') scales losses, and skips steps that overflow.",
+    ),
+    "autocast": (
+        Kind.DIFFERS,
+        "it chooses a precision and a device beside the configuration",
+        "Leave it out around the model's call, or write accelerator.autocast().",
+    ),
+    "destroy_process_group": (
+        Kind.LEAVE_OUT,
+        "it ends what Accelerator() began",
+        "Write accelerator.end_training().",
+    ),
+    "init_process_group": (Kind.LEAVE_OUT, "Accelerator() does what init_process_group does", "Leave it out."),
+    "set_device": (Kind.LEAVE_OUT, "Accelerator() does what set_device does", "Leave it out."),
+    "spawn": (
+        Kind.LEAVE_OUT,
+        "drivetrain launch starts the processes",
+        "Call the function, and run the script by drivetrain launch --num_processes N.",
+    ),
+}
+"""Functions and classes of torch, by their last word, that an accelerator makes needless, and what to write."""
+
+_COLLECTIVES = frozenset({"all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object"})
+"""Of ``torch.distributed``."""
+
+_OF_TRAINERS = frozenset({"evaluate", "predict", "save_model", "train"})
+"""Methods of trainers that every process calls."""
 
 
 @final
@@ -171,13 +248,42 @@ class _Reader(ast.NodeVisitor):
             name.partition(".")[0] in ("accelerate", "drivetrain") for name in bindings.imports.values()
         )
         """The script has an accelerator."""
-        self._main_only = self._accumulating = 0
+        imported = {full.partition(".")[0] for full in bindings.imports.values()}
+        self._by_hand = not self._runs and "backward" in bindings.calls and "step" in bindings.calls
+        self._by_hand = self._by_hand and imported.isdisjoint(("lightning", "pytorch_lightning", "jax"))
+        """It trains without one."""
+        self._trainer = any(re.fullmatch(r"(transformers|trl)\..*Trainer", full) for full in bindings.imports.values())
+        self._main_only = self._accumulating = self._of_loss = 0
+        self._wraps = any(name in _WRAPPERS for name in bindings.calls) or any(
+            full.rpartition(".")[2] in _WRAPPERS for full in bindings.imports.values()
+        )
         self.found: list[Finding] = []
 
     def _say(self, node: ast.AST, kind: Kind, text: str, instead: str) -> None:
         self.found.append(Finding(getattr(node, "lineno", 1), kind, text, instead))
 
     # ---- imports ---------------------------------------------------------------------------------------------------
+
+    def visit_Module(self, node: ast.Module) -> None:
+        self.generic_visit(node)
+        if self._by_hand and not self._trainer:
+            self._say(
+                node,
+                Kind.DIFFERS,
+                "the script trains without an Accelerator: each process would train a model of its own"
+                if not self._wraps
+                else "the script trains without an Accelerator: the engine is the one that it wraps the model in",
+                "Write from drivetrain import Accelerator; accelerator = Accelerator(); model, optimizer, loader = "
+                "accelerator.prepare(model, optimizer, loader).",
+            )
+        if self._trainer and not self._of.drivetrain_trainer:
+            self._say(
+                node,
+                Kind.DIFFERS,
+                "the trainer is the library's own, whose engines are Accelerate's",
+                "Run it as it stands by drivetrain launch --trainer, or write on_drivetrain(TheTrainer) of "
+                "drivetrain_transformers.",
+            )
 
     def visit_Import(self, node: ast.Import) -> None:
         for each in node.names:
@@ -195,7 +301,8 @@ class _Reader(ast.NodeVisitor):
             return
         if package == "accelerate":
             module = ".".join(filter(None, ("drivetrain", path)))
-            self._say(node, Kind.DIFFERS, f"{node.module} is Accelerate's", f"Write from {module} import ...")
+            names = ", ".join(f"{each.name} as {each.asname}" if each.asname else each.name for each in node.names)
+            self._say(node, Kind.DIFFERS, f"{node.module} is Accelerate's", f"Write from {module} import {names}.")
         if package == "accelerate" and not self._check_path(node, path):
             return
         for each in node.names:
@@ -223,22 +330,22 @@ class _Reader(ast.NodeVisitor):
     # ---- what runs where -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _within(self, *, main_only: bool = False, accumulating: bool = False) -> Iterator[None]:
+    def _within(
+        self, *, main_only: bool = False, accumulating: bool = False, of_loss: bool = False
+    ) -> Iterator[None]:
         self._main_only += main_only
         self._accumulating += accumulating
+        self._of_loss += of_loss
         try:
             yield
         finally:
             self._main_only -= main_only
             self._accumulating -= accumulating
+            self._of_loss -= of_loss
 
     def visit_If(self, node: ast.If) -> None:
-        test = node.test
-        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        main = _inside(test, lambda name: name.rpartition(".")[2] in _MAIN) and not (
-            isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or)
-        )
-        self.visit(test)
+        main, negated = _asks_for_main(node.test)
+        self.visit(node.test)
         with self._within(main_only=main and not negated):
             for each in node.body:
                 self.visit(each)
@@ -249,8 +356,13 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         marks = [_dotted(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list]
         main = any(mark.rpartition(".")[2] in ("on_main_process", "on_local_main_process") for mark in marks)
-        with self._within(main_only=main):
-            self.generic_visit(node)
+        with ExitStack() as stack:
+            stack.enter_context(self._within(main_only=main))
+            for each in (*node.decorator_list, node.args, *node.body):
+                self.visit(each)
+                leaves = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)
+                if leaves and _asks_for_main(each.test) == (True, True):
+                    stack.enter_context(self._within(main_only=True))
 
     def visit_With(self, node: ast.With) -> None:
         calls = [each.context_expr for each in node.items if isinstance(each.context_expr, ast.Call)]
@@ -267,7 +379,14 @@ class _Reader(ast.NodeVisitor):
             return
         if owner in self._of.accelerators and not _is_member(node.attr):
             self._say(node, Kind.RAISES, f"an Accelerator has no {node.attr}", "See its methods in the API reference.")
-        if owner in self._of.prepared and node.attr == "module":
+        if node.attr == "__version__" and self._of.full(owner) == "accelerate":
+            self._say(
+                node,
+                Kind.DIFFERS,
+                "the version is Drivetrain's, which counts otherwise than Accelerate's",
+                "Leave the comparison out, and keep what it allows.",
+            )
+        if self._of.is_prepared(owner, node) and node.attr == "module":
             self._say(
                 node,
                 Kind.LEAVE_OUT,
@@ -292,7 +411,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.generic_visit(node)
-        if not self._accumulating or not isinstance(node.op, ast.Mult | ast.Div):
+        if not (self._accumulating and self._of_loss) or not isinstance(node.op, ast.Mult | ast.Div):
             return
         if not _dotted(node.right).endswith("gradient_accumulation_steps"):
             return
@@ -309,8 +428,16 @@ class _Reader(ast.NodeVisitor):
             "Pass the loss as it is, or a sum with accelerator.backward(loss_sum, num_items=...).",
         )
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = [name for target in node.targets for name in _names(target)]
+        with self._within(of_loss=not self._of.losses.isdisjoint(names)):
+            self.generic_visit(node)
+
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.visit_BinOp(ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
+        self.generic_visit(node)
+        if _dotted(node.target) in self._of.losses:
+            with self._within(of_loss=True):
+                self.visit_BinOp(ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
 
     def _method(self, function: ast.AST) -> str:
         """The method of an accelerator that is called; empty for other calls."""
@@ -318,13 +445,23 @@ class _Reader(ast.NodeVisitor):
         return method if self._of.is_accelerator(owner) else ""
 
     def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
+        with self._within(of_loss=self._method(node.func) == "backward"):
+            self.generic_visit(node)
         name = _dotted(node.func)
         full = self._of.full(name)
         end = full.rpartition(".")[2]
         if end == "Accelerator":
             self._check_arguments(node)
-        if not self._runs:
+        if end == "Fabric" and full.startswith(("lightning", "pytorch_lightning")):
+            self._say(
+                node,
+                Kind.DIFFERS,
+                "Fabric sets up engines of Lightning's",
+                "Write Accelerator(); docs/how-to/from-fabric.md has each call of Fabric beside the one here.",
+            )
+        if self._trainer:
+            self._check_trainer(node, name, end)
+        if not (self._runs or self._by_hand):
             return
         method = self._method(node.func)
         if method:
@@ -340,7 +477,9 @@ class _Reader(ast.NodeVisitor):
                 node,
                 Kind.DIFFERS,
                 f"accelerator.{method} is called on the main process alone, and every process takes part in it",
-                "Move it out of the branch; what it writes is written once.",
+                "Move it out of the branch; what it writes is written once."
+                if method in _WRITE
+                else "Call it on every process before the branch, and use there what it returned.",
             )
         if method == "skip_first_batches" and "load_state" in self._of.calls:
             self._say(
@@ -351,19 +490,22 @@ class _Reader(ast.NodeVisitor):
             )
 
     def _check_torch(self, node: ast.Call, full: str, end: str) -> None:
-        if (full.startswith("torch.") and end in _WRAPPERS) or full == "deepspeed.initialize":
+        if full.startswith("torch.") and end in _OF_TORCH:
+            self._say(node, *_OF_TORCH[end])
+        elif full.startswith("torch.distributed.") and end in _COLLECTIVES:
+            self._say(
+                node,
+                Kind.DIFFERS,
+                f"{end} of torch spans processes that share a sample too, under tensor and pipeline parallelism",
+                "Write accelerator.gather_for_metrics(...), accelerator.gather(...) or accelerator.reduce(...).",
+            )
+        elif (full.startswith("torch.") and end in _WRAPPERS) or full == "deepspeed.initialize":
             self._say(
                 node,
                 Kind.RAISES,
                 f"{full} wraps a model by hand",
                 "Leave it out: accelerator.prepare(model) does it, and distributed_type chooses the engine.",
             )
-        elif end == "DistributedSampler":
-            self._say(
-                node, Kind.LEAVE_OUT, "prepare shares the samples out", "Write DataLoader(dataset, shuffle=...) alone."
-            )
-        elif end == "init_process_group" or full == "torch.cuda.set_device":
-            self._say(node, Kind.LEAVE_OUT, f"Accelerator() does what {end} does", "Leave it out.")
         elif full in ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"):
             self._say(
                 node,
@@ -371,19 +513,30 @@ class _Reader(ast.NodeVisitor):
                 f"{end} of torch sees this process's part of the gradients, and a window that may still be open",
                 f"Write accelerator.{end}(...).",
             )
-        elif full == "torch.save" and node.args and self._state_dict_of(node.args[0]) in self._of.prepared:
+        elif full == "torch.save" and node.args and self._has_prepared_state(node.args[0], node):
             self._say(
                 node,
                 Kind.DIFFERS,
                 "the state dict of a prepared model may be this process's part",
                 "Write accelerator.save_model(model, folder) or accelerator.save_state(folder), on every process.",
             )
+        else:
+            self._check_methods(node, full, end)
+
+    def _check_methods(self, node: ast.Call, full: str, end: str) -> None:
+        """Find calls that are known by the name of a method."""
+        if end == "set_epoch" and "sampler" in full:
+            self._say(node, Kind.LEAVE_OUT, "a prepared loader counts its epochs itself", "Leave it out.")
         elif end == "shard" and any(_inside(each.value, _of_this_process) for each in node.keywords):
             self._say(
                 node,
                 Kind.DIFFERS,
                 "the dataset is shared out by hand, and prepare shares it out once more",
                 "Leave it out, or mark the dataset: drivetrain.already_sharded(dataset).",
+            )
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "backward" and _scales(node.func.value):
+            self._say(
+                node, Kind.DIFFERS, "backward of a scaled loss bypasses the engine", "Write accelerator.backward(loss)."
             )
         elif end == "backward" and not node.args and full.count(".") == 1 and "loss" in full.lower():
             self._say(
@@ -392,25 +545,69 @@ class _Reader(ast.NodeVisitor):
                 f"{full}() bypasses the engine, which may not reduce these gradients",
                 f"Write accelerator.backward({full.rpartition('.')[0]}).",
             )
-        elif end == "cuda" or (end in ("to", "device") and node.args and _says_cuda(node.args[0])):
+        elif (end == "cuda" and not full.startswith("torch.")) or (
+            end in ("to", "device") and node.args and any(map(_says_cuda, ast.walk(node.args[0])))
+        ):
             self._say(node, Kind.DIFFERS, "it asks for a CUDA device", "Write .to(accelerator.device).")
 
-    def _state_dict_of(self, node: ast.AST) -> str:
-        if isinstance(node, ast.Call):
-            owner, _, method = _dotted(node.func).rpartition(".")
-            return owner if method == "state_dict" else ""
-        return ""
+    def _has_prepared_state(self, value: ast.AST, at: ast.AST) -> bool:
+        """Whether the state dict of a prepared object is in this value."""
+        for each in ast.walk(value):
+            if not (isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)):
+                continue
+            owner = each.func.value
+            if each.func.attr != "state_dict":
+                continue
+            name = _dotted(owner)
+            unwrapped = isinstance(owner, ast.Call) and self._method(owner.func) == "unwrap_model"
+            if unwrapped or name in self._of.models or self._of.is_prepared(name, at):
+                return True
+        return False
+
+    def _check_trainer(self, node: ast.Call, name: str, end: str) -> None:
+        """What a program on Transformers' Trainer, or on one that is derived from it, does by itself."""
+        arguments = end.endswith("TrainingArguments") or self._of.full(name).startswith("trl.")
+        for each in node.keywords if arguments else ():
+            chosen = not (isinstance(each.value, ast.Constant) and not each.value.value)
+            if each.arg in _ENGINES_OF_ARGUMENTS and chosen:
+                self._say(
+                    each.value,
+                    Kind.RAISES,
+                    f"{end}({each.arg}=...) chooses an engine, which the configuration does here",
+                    "Leave it out; the error that it raises holds the configuration to write instead.",
+                )
+        owner, _, method = name.rpartition(".")
+        if self._main_only and owner.rpartition(".")[2].endswith("trainer") and method in _OF_TRAINERS:
+            self._say(
+                node,
+                Kind.DIFFERS,
+                f"{name} is called on the main process alone, and every process takes part in it",
+                "Move it out of the branch; what it writes is written once.",
+            )
 
     def _check_prepared(self, node: ast.Call, name: str) -> None:
         owner, _, method = name.rpartition(".")
-        if owner in self._of.prepared and method in _CONVERSIONS:
+        if method == "from_pretrained":
+            for each in node.keywords:
+                if each.arg == "device_map":
+                    self._say(
+                        each.value,
+                        Kind.DIFFERS,
+                        "device_map places a model on devices, which prepare does",
+                        "Leave it out.",
+                    )
+        if self._of.is_prepared(owner, node) and method in _CONVERSIONS:
             self._say(
                 node,
                 Kind.RAISES,
                 f"{owner}.{method}() comes after prepare, when engines that share parameters out have laid them out",
                 "Call it before accelerator.prepare; mixed_precision says in which dtype a model computes.",
             )
-        if name in ("copy.deepcopy", "deepcopy") and node.args and _dotted(node.args[0]) in self._of.prepared:
+        if (
+            name in ("copy.deepcopy", "deepcopy")
+            and node.args
+            and self._of.is_prepared(_dotted(node.args[0]), node)
+        ):
             self._say(
                 node,
                 Kind.RAISES,
@@ -423,14 +620,13 @@ class _Reader(ast.NodeVisitor):
         if not _SCHEDULE.search(end) or self._method(node.func):
             return
         for each in given:
-            for part in ast.walk(each):
-                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult) and _inside(part, _counts_processes):
-                    self._say(
-                        part,
-                        Kind.DIFFERS,
-                        "the schedule is made longer by the number of processes, and here it moves once an update",
-                        "Leave the factor out, or write scheduler: {step_per_process: true} in the configuration.",
-                    )
+            if _multiplies_by_processes(each) or _dotted(each) in self._of.by_processes:
+                self._say(
+                    each,
+                    Kind.DIFFERS,
+                    "the schedule is made longer by the number of processes, and here it moves once an update",
+                    "Leave the factor out, or write scheduler: {step_per_process: true} in the configuration.",
+                )
 
     def _check_arguments(self, node: ast.Call) -> None:
         for each in node.keywords:
@@ -451,6 +647,34 @@ class _Reader(ast.NodeVisitor):
                 )
             else:
                 self._say(each.value, Kind.RAISES, f"Accelerator takes no {each.arg}", "Leave it out.")
+
+
+def _asks_for_main(test: ast.expr) -> tuple[bool, bool]:
+    """Whether a branch is taken on the main process alone, and whether by all the others instead."""
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return False, negated
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        first = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value == 0
+        asked = test.left.func if isinstance(test.left, ast.Call) else test.left
+        if first and _dotted(asked).rpartition(".")[2] in _RANKS:
+            return True, isinstance(test.ops[0], ast.NotEq)
+    return _inside(test, lambda name: name.rpartition(".")[2] in _MAIN), negated
+
+
+def _multiplies_by_processes(node: ast.AST) -> bool:
+    """Whether the number of processes is a factor in here, and not in what is divided by."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
+        return _multiplies_by_processes(node.left)
+    factors = (node.left, node.right) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else ()
+    if any(_counts_processes(_dotted(each)) for each in factors):
+        return True
+    return any(map(_multiplies_by_processes, ast.iter_child_nodes(node)))
+
+
+def _scales(node: ast.AST) -> bool:
+    """Whether this is the call of a loss scaler."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale"
 
 
 def _of_this_process(name: str) -> bool:
