@@ -24,6 +24,7 @@ from drivetrain.api import (
     Topology,
     TorchEngine,
     Trainable,
+    UnsupportedError,
     UsageError,
     collectives,
     ensure_process_group,
@@ -39,6 +40,7 @@ from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.deferred import settled
+from drivetrain_megatron.pipeline.skeleton import Elsewhere
 from drivetrain_megatron.pipelined import PipelinedTrainable
 from drivetrain_megatron.plugin import MEGATRON
 from drivetrain_megatron.replicas import Replicas
@@ -106,6 +108,7 @@ class MegatronBackend(Backend):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         settings = self.settings
+        _refuse_stages(original_module(model))
         if self._pipeline is not None or self._parallel_state is not None:
             # The whole model may have no room on the device; each rank moves its own stages once they are known.
             settings = replace(settings, place_on_device=False)
@@ -226,6 +229,16 @@ class MegatronBackend(Backend):
         if self._parallel_state is not None:
             self._parallel_state.release()
         self._group.release()
+
+
+def _refuse_stages(module: nn.Module) -> None:
+    if any(isinstance(parameter, Elsewhere) for parameter in module.parameters()):
+        raise UnsupportedError(
+            f"this {type(module).__name__} was prepared before: it has the parameters of one pipeline stage, and "
+            "free_memory() does not give it the others back",
+            cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or construct it "
+            "anew, and load what accelerator.get_state_dict(model) gave before.",
+        )
 
 
 def _part_by_name(module: nn.Module, name: str, whole: Tensor, parameter: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ class PipelinedTrainable(Trainable):
             return
         before = parent._buffers.get(name)  # noqa: SLF001 (by name it may be anything)
         if before is not None and isinstance(value, Tensor) and value.shape == before.shape:
-            interception.written()
+            interception.written(parent, name, value)
             return
         raise UnsupportedError(
             f"{name!r} was set on {type(parent).__name__} after prepare; a pipelined {type(self.module).__name__} is "

@@ -51,14 +51,22 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         way: how it goes through the model.
         version: of the parameters.
         dims: in which each leaf of the arguments has the rows; not asked for where the batch is in one piece.
+        trained: which parameters required gradients, where the forward runs later.
     """
 
     def __init__(
-        self, reader: Reader, arguments: ArgumentsT, rows: Rows, way: WayT, version: int, dims: Dims = ()
+        self,
+        reader: Reader,
+        arguments: ArgumentsT,
+        rows: Rows,
+        way: WayT,
+        version: int,
+        dims: Dims = (),
+        trained: tuple[bool, ...] = (),
     ) -> None:
         self._reader = reader
         self.arguments, self.rows, self.way, self.version = arguments, rows, way, version
-        self.dims = dims
+        self.dims, self.trained = dims, trained
         self._given: list[weakref.ref[Deferred]] = []
         self._filled: list[tuple[Tensor, Node]] = []
         self.recorded_only = False

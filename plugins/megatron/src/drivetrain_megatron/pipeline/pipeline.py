@@ -139,7 +139,7 @@ class Pipeline:
             rows = Rows.of(size, schedules.parts_for(self._section, size, self.num_ranks))
         else:
             rows, dims = Rows.of(1, 1), ()
-        return ModelCall(self, arguments, rows, way, self.version, dims).outputs()
+        return ModelCall(self, arguments, rows, way, self.version, dims, self.planner.trained).outputs()
 
     def _check_inputs(self, arguments: Arguments, more: Sequence[Any] = ()) -> None:
         """All ranks that compute a batch together were given the same. Collective over them."""
@@ -203,7 +203,7 @@ class Pipeline:
                 cure="Put both models into one module and prepare that, or use pipeline_parallel_size: 1.",
             )
         hooks.check_global_hooks()
-        self.planner.look_at_parameters()
+        self.planner.look()
         cut_before = self.planner.cut is not None
         way = self.planner.passage(arguments)
         if not cut_before:
@@ -225,7 +225,7 @@ class Pipeline:
         made = self.planner.cut
         assert made is not None, "the first passage cuts"
         self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
-        self.planner.look_at_parameters(replaced=True)
+        self.planner.look(replaced=True)
         names = dict(self._module.named_parameters())
         for stage, rank in enumerate(self._rank_of):
             if rank != self.rank:
@@ -344,7 +344,7 @@ class Pipeline:
             loss: recorded, 0-d.
             scaled: what backward starts from, given a loss whose mean over micro-batches is the batch's.
         """
-        if self.planner.frozen_since():
+        if self.planner.trained_now() != call.trained:
             raise UsageError(
                 "parameters of a pipelined model were frozen or unfrozen between its forward and "
                 "accelerator.backward(loss), where the forward runs",
@@ -352,6 +352,8 @@ class Pipeline:
             )
         if self.planner.hooks.changed():
             raise hooks.changed_between()
+        # Another forward may have seen another state: a reference without the adapter that is trained.
+        self.planner.look()
         used = [leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs))]
         drawn = [torch.tensor(host_digest())] if call.way.draws.on_host else []
         self._check_inputs(call.arguments, [*(leaf for leaf in used if isinstance(leaf, Tensor)), *drawn])
@@ -420,6 +422,7 @@ class Pipeline:
         Not collective, and the same on every rank.
         """
         way, rows = call.way, call.rows
+        self.planner.look()
         if len(rows) > 1:
             way = self.planner.passage(cut(call.arguments, rows, call.dims)[0])
         return self._programs.example(loss, rows, dict(enumerate(leaves(way.output))))

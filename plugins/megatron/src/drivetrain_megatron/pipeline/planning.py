@@ -62,10 +62,18 @@ class Planner:
         self.cut: Cut | None = None
         self._passages: dict[Any, Passage] = {}
         self._counts: dict[int, list[Reduction | Tensor]] = {}
-        self.version = 0
-        """Grows when the script writes an attribute, or freezes parameters: forward may take another way."""
         self._parameters = list(module.parameters())
-        self._trained = trained(self._parameters)
+        self.trained = trained(self._parameters)
+        """Which parameters required gradients at the last look."""
+        self._attributes: dict[tuple[int, str], tuple[Any, Any]] = {}
+        """Plain values that the script wrote, by module and name, with what they held then."""
+        self._changes = 0
+        self._versions: dict[Any, int] = {self._state(): 0}
+        self.version = self._last_version = 0
+        """Number of a state of the attributes that the script writes, of what it froze and of its hooks, by which
+        forward may take another way. A state that comes back has its number again: an adapter that is switched off for
+        a reference and on again."""
+        self._followed = 0
         self.hooks = ModuleHooks(module, self.skeleton.module)
         self.interception = Interception(module, self._written, self.hooks.registered)
         self.interception.install([name for name, _ in module.named_modules()])
@@ -79,27 +87,51 @@ class Planner:
             return dtype_of(compute)
         return next((one.dtype for one in self._module.parameters() if one.is_floating_point()), None)
 
-    def _written(self) -> None:
-        self.version += 1
+    def _written(self, module: nn.Module, attribute: str, value: Any) -> None:
+        place = id(module), attribute
+        try:
+            self._attributes[place] = value, _content(value)
+        except _NotPlainError:
+            # Nothing tells whether such a value is that of an earlier state.
+            self._attributes.pop(place, None)
+            self._changes += 1
 
-    def look_at_parameters(self, *, replaced: bool = False) -> None:
-        """Take note of what the script has frozen or unfrozen, by which gradients cross the cuts.
+    def _state(self) -> Any:
+        for place, (value, content) in list(self._attributes.items()):
+            if not _is_still(value, content):
+                # A list that was filled since it was written, which a forward may do at each call.
+                del self._attributes[place]
+                self._changes += 1
+        return self._changes, self.trained, tuple((place, it) for place, (_, it) in self._attributes.items())
+
+    def look(self, *, replaced: bool = False) -> None:
+        """Take note of what the script has frozen or unfrozen, of the attributes it has written and of its hooks.
 
         Args:
             replaced: the module has other parameters than at the last look.
         """
         if replaced:
             self._parameters = list(self._module.parameters())
-        if self.frozen_since():
-            self._trained = trained(self._parameters)
-            self.version += 1
-        if self.hooks.changed():
-            self.version += 1
-            self.hooks.follow(self.skeleton.follow(self._module))
+        self.trained = self.trained_now()
+        hooked = self.hooks.changed()
+        self._changes += hooked
+        state = self._state()
+        if state not in self._versions:
+            if len(self._versions) >= _MOST_PASSAGES:
+                self._versions.clear()
+            self._last_version += 1
+            self._versions[state] = self._last_version
+        self.version = self._versions[state]
+        if hooked:
+            self._follow()
 
-    def frozen_since(self) -> bool:
-        """Whether something was frozen or unfrozen since the last look."""
-        return trained(self._parameters) != self._trained
+    def trained_now(self) -> tuple[bool, ...]:
+        """Which parameters require gradients."""
+        return trained(self._parameters)
+
+    def _follow(self) -> None:
+        self.hooks.follow(self.skeleton.follow(self._module))
+        self._followed = self.version
 
     def passage(self, arguments: Arguments) -> Passage:
         """The way of these inputs through the model.
@@ -156,6 +188,8 @@ class Planner:
         """
         found = self._counts.get(id(way))
         if found is None:
+            if self._followed != self.version:
+                self._follow()
             args, kwargs = arguments
             counting = Counting()
             run = StageRun(EVERYTHING, way)
@@ -167,7 +201,7 @@ class Planner:
         return found
 
     def _trace(self, arguments: Arguments) -> Timeline:
-        self.hooks.follow(self.skeleton.follow(self._module))
+        self._follow()
         args, kwargs = arguments
         with unchanged(self.skeleton.module, self._device) as state, TensorHooks():
             try:
@@ -213,6 +247,32 @@ class Planner:
     def release(self) -> None:
         """Give the module back as it was. May be called twice."""
         self.interception.remove()
+
+
+class _NotPlainError(Exception):
+    """A value whose content cannot be compared with that of another time."""
+
+
+def _content(value: Any) -> Any:
+    """A plain value as a key of a dictionary: two that are equal here lead forward the same way.
+
+    Raises:
+        _NotPlainError: it is no number, string or the like, and no list or tuple of such.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_content, value))
+    raise _NotPlainError
+
+
+def _is_still(value: Any, content: Any) -> bool:
+    if not isinstance(value, (list, tuple)):
+        return True
+    try:
+        return bool(_content(value) == content)
+    except _NotPlainError:
+        return False
 
 
 def points_of(

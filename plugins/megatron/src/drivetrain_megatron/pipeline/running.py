@@ -163,14 +163,14 @@ class Interception:
 
     Args:
         module: the model.
-        written: called when the script writes a Python attribute of a module.
+        written: called when the script writes a Python attribute of a module, with both and the value.
         hooked: called when the script sets a hook on a module, with both.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        written: Callable[[], None] = lambda: None,
+        written: Callable[[nn.Module, str, Any], None] = lambda *_: None,
         hooked: Callable[[nn.Module, Any], None] = lambda *_: None,
     ) -> None:
         self._module, self.written, self._hooked = module, written, hooked
@@ -249,7 +249,7 @@ class Interception:
 
         def set_attribute(module: nn.Module, attribute: str, value: Any) -> None:
             if not interception.running and attribute != "training" and not isinstance(value, (nn.Module, Tensor)):
-                interception.written()
+                interception.written(module, attribute, value)
             original.__setattr__(module, attribute, value)
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
