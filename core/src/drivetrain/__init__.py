@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         is_compiled_module,
         is_peft_model,
         is_torch_version,
+        load_checkpoint_in_model,
         prepare_data_loader,
         str_to_bool,
     )
@@ -89,7 +90,8 @@ _NAMES = {
     "accelerator": ("Accelerator",),
     "compat.functions": (
         *("SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "compare_versions", "init_empty_weights", "init_on_device"),
-        *("is_compiled_module", "is_peft_model", "is_torch_version", "prepare_data_loader", "str_to_bool"),
+        *("is_compiled_module", "is_peft_model", "is_torch_version", "load_checkpoint_in_model", "prepare_data_loader"),
+        "str_to_bool",
     ),
     "compat.names": ("DistributedType",),
     "compat.state": (
@@ -212,6 +214,7 @@ __all__ = [
     "is_initialized",
     "is_peft_model",
     "is_torch_version",
+    "load_checkpoint_in_model",
     "load_config",
     "notebook_launcher",
     "pad_across_processes",

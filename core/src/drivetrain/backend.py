@@ -422,7 +422,8 @@ class Trainable(ABC):
         """Take an optimizer that was prepared after its model. Collective where ``prepare`` is.
 
         The default fits an engine whose parameters are still the objects that the optimizer holds; one that replaced
-        them finds them again by name.
+        them finds them again by name. A model that was prepared with ``training=False`` is trained from here on: the
+        core prepares it anew where ``capabilities.replicated``, and another engine makes now what it left out.
         """
         self.optimizers.append(optimizer)
 

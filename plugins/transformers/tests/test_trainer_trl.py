@@ -86,7 +86,7 @@ IN_ONE_PIECE = {"megatron.num_micro_batches": 1}
 """For a loss over pairs, whose samples lie in the two halves of a batch."""
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [run for run in RUNS if run != ("dpo", True)])
+@pytest.mark.parametrize(("kind", "adapter"), RUNS)
 def test_losses_on_a_pipeline(kind: str, adapter: bool, stock: Any, base: str) -> None:
     config, processes, dp = BACKENDS["pp"]
     if kind in ("dpo", "reward"):

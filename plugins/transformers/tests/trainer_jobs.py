@@ -379,14 +379,27 @@ def lora(seed: int = 4) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def adapters(config: dict[str, Any], folder: str, dp: int) -> dict[str, Any]:
+def lora_and_head(seed: int = 4) -> Any:
+    """An adapter, and beside it the embedding and the head, which are trained whole."""
+    import peft
+
+    model = llama(seed)
+    torch.manual_seed(seed + 1)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0,
+        modules_to_save=["embed_tokens", "lm_head"],
+    )  # fmt: skip
+    return peft.get_peft_model(model, config)
+
+
+def adapters(config: dict[str, Any], folder: str, dp: int, model: Any = lora) -> dict[str, Any]:
     """Training, the best model, and a resume in mid-epoch, of an adapter."""
     windows = {"per_device_train_batch_size": 6 // dp, "gradient_accumulation_steps": 2}
     save = {"save_strategy": "steps", "save_steps": 3}
-    found = {"plain": ours(config, f"{folder}/plain", model=lora, **save, **windows)}
-    found["resumed"] = ours(config, f"{folder}/resumed", model=lora, resume=f"{folder}/plain/checkpoint-3", **windows)
+    found = {"plain": ours(config, f"{folder}/plain", model=model, **save, **windows)}
+    found["resumed"] = ours(config, f"{folder}/resumed", model=model, resume=f"{folder}/plain/checkpoint-3", **windows)
     found["evaluated first"] = ours(
-        config, f"{folder}/first", model=lora, first=True, resume=f"{folder}/plain/checkpoint-3", **windows
+        config, f"{folder}/first", model=model, first=True, resume=f"{folder}/plain/checkpoint-3", **windows
     )
     return found
 

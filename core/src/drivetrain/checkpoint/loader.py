@@ -451,8 +451,14 @@ class _Load:
         if self._state.rng:
             self._compare_rng()
         here, saved = set(self._state.objects), set(self._manifest.objects)
-        found.missing.update(f"objects.{name}" for name in here - saved)
-        found.unused.update(f"objects.{name}" for name in saved - here)
+        found.missing.update(f"objects.{name}" for name in here - saved - self._state.newer)
+        ended = {name for name in saved - here if self._state.ended(name, self._manifest.objects[name])}
+        if ended:
+            self.remarks.append(
+                f"{_list(sorted(ended))} of the checkpoint had ended their pass over the data and are not prepared "
+                "here; they begin with their first epoch where they are prepared later"
+            )
+        found.unused.update(f"objects.{name}" for name in saved - here - ended)
         self._lay_out(self._manifest.counters)
         for entry in self._manifest.trainables[: len(self._state.trainables)]:
             self._lay_out([entry["optimizers"], entry["extra"]])

@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -62,6 +63,8 @@ class RunCheckpoints:
         self.load_hooks: Hooks = OrderedDict()
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
         self._saver = Saver(backend)
+        self._num_loaders: dict[Path, int] = {}
+        """Of each checkpoint that this accelerator wrote: how many loaders were prepared by then."""
         topology = backend.topology
         # Where the main process holds all that the others hold, it could save without them.
         self._others_may_stay_away = backend.capabilities.replicated and topology.dp_size == topology.world_size
@@ -124,6 +127,7 @@ class RunCheckpoints:
             self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
         naming = self._naming() if automatic and output_dir is None else None
         path = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
+        self._num_loaders[path.absolute()] = len(self._loaders)
         alone = not self._called_by_all(self._saving)
         if alone and self._backend.topology.rank != 0:
             # Too late: the main process has written without this rank.
@@ -137,6 +141,7 @@ class RunCheckpoints:
         if naming is not None:
             naming.iteration = ranks.on_main("claim the folder", partial(naming.claim_next, begun_anew=begun_anew))
             path, info["iteration"] = naming.path, naming.iteration
+            self._num_loaders[path.absolute()] = len(self._loaders)
         if self._trainer.unfinished:
             logger.warning(
                 "This checkpoint is saved inside an accumulation window: the gradients of its %d micro-batch(es) so "
@@ -170,7 +175,9 @@ class RunCheckpoints:
             path = ranks.on_main("find the newest checkpoint", naming.latest)
         else:
             path = Path(str(input_dir))
-        state = self._state()
+        before = self._num_loaders.get(path.absolute(), len(self._loaders))
+        newer = frozenset(f"loader.{index}" for index in range(before, len(self._loaders)))
+        state = replace(self._state(), newer=newer, ended=_ended)
         hooks = self._run_load_hooks if self.load_hooks else None
         manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
         self._trainer.step = int(state.counters["step"])
@@ -243,6 +250,11 @@ class RunCheckpoints:
                 cure="Pass one, or set project_dir with ProjectConfiguration(automatic_checkpoint_naming=True).",
             )
         return folder
+
+
+def _ended(name: str, state: Any) -> bool:
+    """Whether this is the state of a loader that is not in the middle of a pass, as those of evaluations are."""
+    return name.startswith("loader.") and bool(state.get("finished") or not state.get("consumed"))
 
 
 def _taken_out(before: Sequence[Any], after: Sequence[Any]) -> set[int]:

@@ -87,6 +87,9 @@ class TrainingState:
         trainables: the prepared models with their optimizers, in the same order on every rank and in every run; after
             them the averages of models.
         averages: how many of ``trainables`` are averages.
+        newer: names of objects that were made after the checkpoint that is loaded: they stay as they are.
+        ended: whether the saved state of an object that is not here, given its name and its encoded state, is of
+            something that had come to its end, so that nothing is lost without it.
         objects: scheduler, loaders, the user's own, by a name that does not change; the same on every rank.
         counters: numbers of the run (optimizer steps, ...); a load replaces its values in place.
         rng: whether the processes' random state goes along, kept per data-parallel coordinate.
@@ -100,6 +103,8 @@ class TrainingState:
     rng: bool = False
     remember: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     averages: int = 0
+    newer: frozenset[str] = frozenset()
+    ended: Callable[[str, Any], bool] = lambda _name, _state: False
 
 
 # ---- Collecting the state

@@ -21,7 +21,7 @@ _DISPATCH = (
     *("attach_align_device_hook_on_blocks", "attach_execution_device_hook", "check_device_map", "compute_module_sizes"),
     *("cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "find_tied_parameters"),
     *("get_balanced_memory", "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager"),
-    *("has_offloaded_params", "infer_auto_device_map", "load_checkpoint_and_dispatch", "load_checkpoint_in_model"),
+    *("has_offloaded_params", "infer_auto_device_map", "load_checkpoint_and_dispatch"),
     *("load_offloaded_weight", "named_module_tensors", "offload_state_dict", "offload_weight"),
     *("remove_hook_from_module", "remove_hook_from_submodules", "retie_parameters", "set_module_tensor_to_device"),
 )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version, parse
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from drivetrain.backends.portable import tied_names
 from drivetrain.compat.state import extract_model_from_parallel, newest_accelerator
 from drivetrain.data import loader
-from drivetrain.errors import UsageError
+from drivetrain.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError, UsageError
+
+logger = logging.getLogger(__name__)
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
 """File name of a model that is saved in one piece."""
@@ -122,6 +129,78 @@ def is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
     )
+
+
+def load_checkpoint_in_model(
+    model: nn.Module, checkpoint: str | Path, *places: Any, strict: bool = False, **settings: Any
+) -> None:
+    """Load the weights that ``Accelerator.save_model`` or ``save_pretrained`` wrote into a model, prepared or not.
+
+    A prepared model keeps its layout: each process takes its part. Collective over all ranks where parameters are
+    sharded, and the files must be there for every process. A process holds the tensors of one file at a time.
+
+    Args:
+        model: what is filled.
+        checkpoint: a folder, a safetensors file, an index of several, or a ``.bin`` file of ``torch.save``, of which
+            nothing but tensors is unpickled.
+        strict: names that the model or the files lack are an error, and not a warning.
+        settings: others of Accelerate's, which place a model that is not trained on several devices.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights there.
+        CheckpointMismatchError: with ``strict``, names differ.
+        UnsupportedError: one of ``settings``.
+        RuntimeError: a tensor has another shape, as ``load_state_dict`` says it.
+    """
+    given = [name for name, value in settings.items() if value is not None and value is not False]
+    if places or given:
+        what = ", ".join(given) or "a device_map"
+        raise UnsupportedError(
+            f"load_checkpoint_in_model does not take {what} here, which places a model on several devices",
+            cure="Leave it out: a model keeps the device and the layout that prepare gave it.",
+        )
+    names = {*(name for name, _ in model.named_parameters(remove_duplicate=False)), *model.state_dict()}
+    found: set[str] = set()
+    for file in _weight_files(Path(checkpoint)):
+        tensors: dict[str, Tensor] = (
+            load_file(file)
+            if file.suffix == ".safetensors"
+            else torch.load(file, map_location="cpu", weights_only=True)
+        )
+        found |= tensors.keys()
+        model.load_state_dict(tensors, strict=False)
+    tied = tied_names(model)
+    missing = sorted(name for name in names - found if tied.get(name, name) not in found)
+    sentences = [
+        f"{len(some)} tensor(s) {where}, such as {', '.join(some[:3])}"
+        for where, some in (
+            ("of the model are not in the files", missing),
+            ("in the files are not the model's", sorted(found - names)),
+        )
+        if some
+    ]
+    if sentences and strict:
+        raise CheckpointMismatchError("; ".join(sentences), whose=str(checkpoint))
+    if sentences:
+        logger.warning("%s: %s.", checkpoint, "; ".join(sentences))
+
+
+def _weight_files(place: Path) -> list[Path]:
+    if place.is_dir():
+        named = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, "pytorch_model.bin.index.json", "pytorch_model.bin")
+        inside = next((place / name for name in named if (place / name).is_file()), None)
+        if inside is None:
+            raise CheckpointNotFoundError(
+                f"{place} holds no weights: none of {', '.join(named)}",
+                cure="Give a folder that accelerator.save_model(model, folder) wrote; accelerator.load_state(folder) "
+                "reads what save_state wrote.",
+            )
+        place = inside
+    if not place.is_file():
+        raise CheckpointNotFoundError(f"{place} does not exist")
+    if place.suffix == ".json":
+        return [place.parent / name for name in sorted(set(json.loads(place.read_text())["weight_map"].values()))]
+    return [place]
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:

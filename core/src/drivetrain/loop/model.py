@@ -53,6 +53,7 @@ class PreparedModel:
         hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
         numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
             one coordinate.
+        evaluates_only: its engine was asked to leave out what gradients need.
     """
 
     trainable: Trainable
@@ -72,6 +73,7 @@ class PreparedModel:
     inner: nn.Module | None = None
     hooks_tried: tuple[int, bool] = (-1, False)
     numbers: ForwardNumbers | None = None
+    evaluates_only: bool = False
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""

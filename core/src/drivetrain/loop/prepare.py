@@ -27,6 +27,7 @@ from drivetrain.loop.model import (
     make_prepared,
     prepared_model,
     restore,
+    unprepared,
     watch_registrations,
 )
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watch_unprepared_steps
@@ -99,7 +100,10 @@ class Preparer:
                 )
 
     def model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
-        """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks."""
+        """Prepare one model together with the optimizers that hold its parameters. Collective over all ranks.
+
+        A model that was prepared for evaluation alone, and is now to be trained, gets what its gradients need.
+        """
         if prepared_model(module) is None:
             self._check_memory([module])
         return self._model(module, training=training)
@@ -109,6 +113,8 @@ class Preparer:
         model = prepared_model(module)
         if model is not None:
             if model in self._loop.models:
+                if training:
+                    self._begin_training(model)
                 return model.source
             # Another accelerator prepared it, and no longer trains it.
             restore(module)
@@ -116,6 +122,7 @@ class Preparer:
         capabilities = self._backend.capabilities
         check_collective("prepare")
         mine = [optimizer for optimizer in self.optimizers if _holds_some(optimizer.source, module)]
+        training = training or bool(mine)
         for optimizer in mine:
             if optimizer.models and not capabilities.optimizer_spans_models:
                 raise UnsupportedError(
@@ -144,16 +151,36 @@ class Preparer:
             replicated=capabilities.replicated,
             stay_frozen=frozen,
             numbers=ForwardNumbers(topology.dp_rank, topology.device) if topology.dp_size > 1 else None,
+            evaluates_only=not training,
         )
-        if training and not trainable.settles_buffers:
-            model.idle_buffers = Buffers(trainable.module, self._backend.topology)
-            model.buffers = model.idle_buffers if model.idle_buffers.matter else None
+        if training:
+            self._watch_buffers(model)
         make_prepared(module, model)
         self._loop.models.append(model)
         watch_registrations(model)
         for optimizer, engine_optimizer, names in zip(mine, trainable.optimizers, held, strict=True):
             optimizer.bind(model, engine_optimizer, names)
         return module
+
+    def _watch_buffers(self, model: PreparedModel) -> None:
+        if model.trainable.settles_buffers:
+            return
+        model.idle_buffers = Buffers(model.trainable.module, self._backend.topology)
+        model.buffers = model.idle_buffers if model.idle_buffers.matter else None
+
+    def _begin_training(self, model: PreparedModel) -> None:
+        """Make a model that was prepared for evaluation alone one that is trained. Collective over all ranks."""
+        if not model.evaluates_only:
+            return
+        check_collective("prepare")
+        batch_norm.convert_or_warn(model.source, self._backend, training=True)
+        if self._backend.capabilities.replicated:
+            # The module is as the script made it, and has no optimizer yet: the engine begins anew.
+            with unprepared(model.source):
+                model.trainable = self._backend.prepare(model.source, [], training=True)
+        # An engine that moved the parameters adds the rest in ``add_optimizer``.
+        self._watch_buffers(model)
+        model.evaluates_only = False
 
     def optimizer(self, optimizer: Optimizer, before: Sequence[PreparedOptimizer] | None = None) -> PreparedOptimizer:
         """Wrap one optimizer and bind it to the models that are prepared already; later ones bind themselves.
@@ -173,6 +200,7 @@ class Preparer:
                 for one in before:
                     if one in self.optimizers and any(its is model and names & held for its, held in one.held):
                         self._replace(one)
+                self._begin_training(model)
                 model.trainable.add_optimizer(optimizer)
                 prepared.bind(model, model.trainable.optimizers[-1], names)
         self.optimizers.append(prepared)

@@ -15,8 +15,9 @@ from drivetrain_convert.script_check import Kind, check_script
 def check(files: tuple[Path, ...]) -> None:
     """Read scripts without running them, and list the lines to change.
 
-    Each line is one of these: it raises here, it gives other numbers than under Accelerate or plain torch, or it can
-    go. A script that trains by torch alone, by Lightning's Fabric or by a Trainer is told how it comes here. Only what the text of a file shows is found. The exit status is 1 where something raises or differs.
+    Each line is one of these: it raises here, it gives other numbers than under Accelerate or plain torch, or it
+    can go. A script that trains by torch alone, by Lightning's Fabric or by a Trainer is told how it comes here.
+    Only what the text of a file shows is found. The exit status is 1 where something raises or differs.
     """
     worst = 0
     for file in files:

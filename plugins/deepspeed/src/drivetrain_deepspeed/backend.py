@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from drivetrain_deepspeed.trainable import DeepSpeedTrainable
 
 logger = logging.getLogger(__name__)
+
+_PARTED: WeakSet[nn.Module] = WeakSet()
+"""Models that ZeRO stage 2 or 3 has prepared in this process."""
 
 
 @final
@@ -108,6 +112,8 @@ class DeepSpeedBackend(FileConfiguredBackend):
             self.config.check_batches()
         module = original_module(model)
         self._refuse(module)
+        if self.config.stage >= 2:
+            _PARTED.add(module)
         cast_parameters(module, self.settings.precision)
         place(module, self.topology)
         if self.config.stage == 3:
@@ -117,6 +123,13 @@ class DeepSpeedBackend(FileConfiguredBackend):
         return trainable
 
     def _refuse(self, module: nn.Module) -> None:
+        if module in _PARTED:
+            raise UnsupportedError(
+                f"this {type(module).__name__} was prepared before, and DeepSpeed's hooks and parts of it are still in "
+                "it; free_memory() does not take them away",
+                cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or "
+                "construct it anew, and load what accelerator.get_state_dict(model) gave before.",
+            )
         if not self.settings.place_on_device and self.topology.device != "cpu":
             raise UsageError(
                 "DeepSpeed keeps its model on the device, device_placement=False asks for something else",

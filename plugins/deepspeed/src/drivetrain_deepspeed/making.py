@@ -267,7 +267,8 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
             raise UnsupportedError(
                 f"parameter group {index} of {type(optimizer).__name__} holds no trained parameter, which DeepSpeed "
                 "does not take",
-                cure="Leave frozen parameters out of the optimizer.",
+                cure="Leave frozen parameters out of the optimizer, and a group that is empty without them: "
+                "AdamW([group for group in groups if group['params']]).",
             )
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -461,6 +462,13 @@ class FSDPBackend(Backend):
         return trainable
 
     def _refuse(self, module: nn.Module) -> None:
+        if isinstance(module, FSDPModule):
+            raise UnsupportedError(
+                f"fully_shard has cut the parameters of this {type(module).__name__} already, as an earlier prepare "
+                "does, and cannot do so again; free_memory() does not make them whole",
+                cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or "
+                "construct it anew, and load what accelerator.get_state_dict(model) gave before.",
+            )
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "quant_state") or type(parameter).__module__.partition(".")[0] == "bitsandbytes":
                 raise UnsupportedError(

@@ -77,7 +77,9 @@ class FSDPConfig(BaseModel):
         "saves only.",
     )
     forward_methods: Names = Field(
-        (), description="Methods of the model besides forward that scripts call, e.g. encode; they gather parameters."
+        (),
+        description="Methods of the model besides forward that scripts call, e.g. encode; they gather parameters. "
+        "generate of an encoder-decoder of Transformers is one without being named.",
     )
     weights: str | None = Field(
         None,

@@ -162,12 +162,19 @@ def shard(
     _prefetch([_as_sharded(block) for block in reversed(plan.blocks)], sharded.root, config)
     if config.reduce_unused_parameters:
         _reduce_unused(sharded.root)
-    for method in config.forward_methods:
+    for method in dict.fromkeys([*config.forward_methods, *_beside_forward(module)]):
         if not callable(getattr(module, method, None)):
             raise UsageError(f"fsdp.forward_methods: {type(module).__name__} has no method {method!r}")
         register_fsdp_forward_method(module, method)
         setattr(module, method, _outside_inference_mode(getattr(module, method)))
     return sharded
+
+
+def _beside_forward(module: nn.Module) -> list[str]:
+    """Methods that call parts of the model past its forward: ``generate`` of an encoder with a decoder."""
+    config = getattr(module, "config", None)
+    encodes = getattr(config, "is_encoder_decoder", False) is True
+    return ["generate"] if encodes and callable(getattr(module, "generate", None)) else []
 
 
 def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:

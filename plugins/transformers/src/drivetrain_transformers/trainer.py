@@ -84,6 +84,7 @@ class Trainer(StockTrainer):
         private_names.check()
         super().__init__(model, args, *others, **named)
         private_names.check_made(self)
+        self._refuse_generation()
 
     # ---- accelerator ------------------------------------------------------------------------------------------------
 
@@ -113,6 +114,18 @@ class Trainer(StockTrainer):
         self._count_again(counted)
         self.accelerator.register_save_state_pre_hook(self._leave_out_weights)
         self.accelerator.register_load_state_pre_hook(self._leave_out_model)
+
+    def _refuse_generation(self) -> None:
+        """Refuse to generate by an encoder and a decoder in stages, before anything was trained for it."""
+        generates = getattr(self.args, "predict_with_generate", False)
+        of_two = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        if generates and of_two and self.accelerator.backend.capabilities.pipelined:
+            raise UnsupportedError(
+                f"predict_with_generate calls the encoder of {type(self.model).__name__} by itself, and in a pipeline "
+                "it lies on one of the stages",
+                cure="Set predict_with_generate=False, evaluate by eval_loss and generate from the saved folder on one "
+                "process afterwards; or train without a pipeline, such as mesh: {tp: 2} or distributed_type: fsdp.",
+            )
 
     def _count_again(self, counted: int) -> None:
         """Sizes of TRL's that were computed before the mesh was known, when every process counted as a share."""
@@ -292,6 +305,9 @@ class Trainer(StockTrainer):
         if hasattr(self, "_gen_kwargs") and not self.accelerator.backend.capabilities.replicated:
             # generate() gathers parameters in each step: no rank may end before the others.
             self._gen_kwargs.setdefault("synced_gpus", self.accelerator.num_processes > 1)
+        if hasattr(self, "_gen_kwargs") and self.accelerator.backend.capabilities.pipelined:
+            # Keys and values of earlier words would lie on the stages that computed them.
+            self._gen_kwargs.setdefault("use_cache", False)
         self.prediction_step = counted  # type: ignore[method-assign]
         self._evaluating = True
         try:
@@ -345,7 +361,8 @@ class Trainer(StockTrainer):
         if self.accelerator.is_prepared(self.model):
             state = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:
-            self._save(folder, state_dict=state)
+            with weights.names_alone(self.model, state):
+                self._save(folder, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,37 @@ def has_adapter(model: Any) -> bool:
     from peft import PeftMixedModel, PeftModel
 
     return isinstance(model, PeftModel | PeftMixedModel)
+
+
+@contextmanager
+def names_alone(model: nn.Module, names: Collection[str] | None) -> Iterator[None]:
+    """Context in which a module that PEFT trains whole (``modules_to_save``) has a state dict of names alone.
+
+    PEFT takes tensors from the state dict that it is given, and asks these modules for nothing but names, on the
+    process that writes; an engine that shards them would gather them for it, with all processes.
+
+    Args:
+        model: one of PEFT's, or any other, with which nothing is done.
+        names: of the tensors in the state dict that PEFT is given; ``None`` if it makes one itself.
+    """
+    parts: dict[str, nn.Module] = {}
+    if names is not None and has_adapter(model):
+        from peft.utils import ModulesToSaveWrapper
+
+        wrappers = {path: part for path, part in model.named_modules() if isinstance(part, ModulesToSaveWrapper)}
+        parts = {
+            f"{path}.modules_to_save.{adapter}.": part
+            for path, wrapper in wrappers.items()
+            for adapter, part in wrapper.modules_to_save.items()
+        }
+    for prefix, part in parts.items():
+        own = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
+        vars(part)["state_dict"] = partial(dict.fromkeys, own)
+    try:
+        yield
+    finally:
+        for part in parts.values():
+            del vars(part)["state_dict"]
 
 
 def read(model: nn.Module, folder: str) -> dict[str, Tensor]:
@@ -58,7 +92,8 @@ def _adapter(model: Any, file: Path) -> dict[str, Tensor]:
     # PEFT's own words for each tensor, found by sending their numbers through it.
     names = [name for name, _ in model.named_parameters()]
     sent = {name: torch.tensor(index) for index, name in enumerate(names)}
-    theirs = get_peft_model_state_dict(model, state_dict=sent, save_embedding_layers=False)
+    with names_alone(model, names):
+        theirs = get_peft_model_state_dict(model, state_dict=sent, save_embedding_layers=False)
     known = {word: names[int(number)] for word, number in theirs.items()}
     found = load_file(file)
     strange = sorted(set(found) - set(known))
