@@ -23,6 +23,7 @@ from drivetrain.data import metrics
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.loader import (
     LoadingContext,
+    compare_with_other_ranks,
     even_batches_as,
     is_loader,
     prepare_data_loader,
@@ -214,6 +215,10 @@ class Accelerator(ProcessControl):
         Args:
             args: what to prepare. An optimizer is best prepared together with its model.
             device_placement: for each argument, whether it is moved to the device; for loaders only.
+
+        Raises:
+            UsageError: on every rank and before anything is changed: ranks hold parts of a loader's data, which would
+                be shared out a second time, or make a loader with different settings.
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
@@ -222,6 +227,7 @@ class Accelerator(ProcessControl):
         def load(each: Any) -> Any:
             return self._prepare_loader(each, placement.get(id(each))) if is_loader(each) else each
 
+        compare_with_other_ranks(filter(is_loader, args), self._loader_config, self.backend)
         # Loaders first, since an engine may have to know their batch size when it prepares the model.
         loaded = [load(each) for each in args]
         self._set_batches()
@@ -260,7 +266,13 @@ class Accelerator(ProcessControl):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks at the first one."""
+        """Prepare a loader: each data-parallel rank reads its share. Collective over all ranks.
+
+        Raises:
+            UsageError: on every rank: ranks hold parts of the data, or make loaders with different settings.
+        """
+        if is_loader(data_loader):
+            compare_with_other_ranks([data_loader], self._loader_config, self.backend)
         prepared = self._prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
         self._set_batches()
         return prepared

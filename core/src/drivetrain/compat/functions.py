@@ -69,7 +69,7 @@ _OF_THE_RUN = {
 def prepare_data_loader(dataloader: Any, *places: Any, **settings: Any) -> Any:
     """Prepare a loader with settings of its own, by the newest accelerator; no checkpoint holds its position.
 
-    Collective over all ranks if the loader has a random generator.
+    Collective over all ranks.
 
     Args:
         dataloader: as :meth:`drivetrain.Accelerator.prepare_data_loader` takes it.
@@ -91,9 +91,12 @@ def prepare_data_loader(dataloader: Any, *places: Any, **settings: Any) -> Any:
     context = run._context  # noqa: SLF001 (the accelerator's other half)
     own = {name: settings[name] for name in _OF_A_LOADER & settings.keys()}
     place, cut = own.pop("put_on_device", False), own.pop("slice_fn_for_dispatch", None)
+    context = replace(context, config=replace(context.config, **own))
+    if loader.is_loader(dataloader):
+        loader.compare_with_other_ranks([dataloader], context.config, context.backend)
     return loader.prepare_data_loader(
         dataloader,
-        replace(context, config=replace(context.config, **own)),
+        context,
         put_on_device=place,
         slice_fn_for_dispatch=cut,
     )

@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, Pass, remember_loaders
+from drivetrain.data.comparison import PassComparison, compare_loaders, describe
 from drivetrain.data.plan import Position, Rows, derive_seed
 from drivetrain.data.source import (
     DispatchSource,
     Item,
+    PrivateRandom,
     SliceFunction,
     Source,
     StatefulSource,
@@ -588,6 +590,8 @@ def prepare_data_loader(
         ignores_signals=context.interruption is not None,
         coordinate=(0 if dispatched else topology.dp_rank) if topology.dp_size > 1 or dispatched else None,
     )
+    if topology.world_size > 1 and not shares and not dispatched:
+        source.comparison = PassComparison(number, f"{type(loader).__name__} of {_type_of_data(loader)}")
     if dispatched:
         if slice_fn_for_dispatch is not None and not source.cut.batch_size and source.round_units > 1:
             raise UsageError(
@@ -603,6 +607,29 @@ def prepare_data_loader(
         put_on_device=context.put_on_device if put_on_device is None else put_on_device,
         number=number,
     )
+
+
+def _type_of_data(loader: Any) -> str:
+    return type(getattr(loader, "dataset", loader)).__name__
+
+
+def compare_with_other_ranks(loaders: Iterable[Any], config: DataLoaderConfiguration, backend: Backend) -> None:
+    """Compare the loaders that are about to be prepared with those of the other ranks. Collective over all ranks.
+
+    Args:
+        loaders: those that are prepared already are left out.
+        config: how samples are shared out.
+        backend: started.
+
+    Raises:
+        UsageError: on every rank: ranks hold parts of the data, or make loaders with different settings.
+    """
+    new = [loader for loader in loaders if not isinstance(loader, PreparedDataLoader)]
+    if new and backend.topology.world_size > 1:
+        marks = [is_sharded(each) or is_sharded(getattr(each, "dataset", None)) for each in new]
+        with PrivateRandom(0):  # a length may be drawn
+            described = [describe(each, config, backend, sharded=mark) for each, mark in zip(new, marks, strict=True)]
+        compare_loaders(described, backend)
 
 
 def _first_position(source: Source, context: LoadingContext, number: int) -> Position:

@@ -68,13 +68,13 @@ class IndexedOrder:
     """One epoch's units (sample indices or whole batches) by position, from a ``range``, a list or a numpy array."""
 
     def __init__(self, units: Sequence[Any] | np.ndarray) -> None:
-        self._units = units
+        self.units = units
         self.length: int | None = len(units)
         """Number of units, ``None`` when it is not known beforehand."""
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Units ``start`` to ``stop - 1``; fewer at the end. ``start`` never goes back."""
-        part = self._units[start:stop]
+        part = self.units[start:stop]
         # tolist() gives Python integers, which every dataset accepts.
         return part.tolist() if hasattr(part, "tolist") else list(part)
 

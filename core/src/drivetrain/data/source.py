@@ -42,6 +42,7 @@ from torch.utils.data import (
 )
 
 from drivetrain.backend import Backend
+from drivetrain.data.comparison import Content, FirstSamples, PassComparison
 from drivetrain.data.plan import (
     Cut,
     IndexedOrder,
@@ -173,6 +174,7 @@ class Reading:
         length: units in an epoch, ``None`` when they are not known beforehand.
         generator: the user's generator that decided the order, if there is one.
         replays: the order is what torch draws from that generator, wherever a position has its state.
+        own: the order is that of a sampler of the script's own, which is iterated.
     """
 
     batch_size: int
@@ -181,6 +183,7 @@ class Reading:
     length: Callable[[], int | None]
     generator: torch.Generator | None
     replays: bool
+    own: bool
 
 
 def read_map_loader(loader: DataLoader[Any]) -> Reading:
@@ -203,7 +206,8 @@ def read_map_loader(loader: DataLoader[Any]) -> Reading:
             seeded(position, keep) if position.generator is None else draws.epoch(position.generator, position.epoch)
         )
     mine = [each for each in generators(sampler) if isinstance(each, torch.Generator)]
-    return Reading(size, drop_last, opened, length, mine[0] if mine else loader.generator, replays)
+    own = not any(_is_plain(sampler, kind) for kind in (SequentialSampler, RandomSampler, DistributedSampler))
+    return Reading(size, drop_last, opened, length, mine[0] if mine else loader.generator, replays, own)
 
 
 def _num_indices(unit: Any) -> int | None:
@@ -378,11 +382,13 @@ class Source(ABC):
         num_streams: number of streams, one per worker; 1 without workers.
         generator: the user's generator that decides the order, if there is one.
         replays: whether torch would draw the order from it.
+        comparison: compares what passes read with other ranks; ``None`` where ranks may read different samples.
     """
 
     num_streams = 1
     generator: torch.Generator | None = None
     replays = False
+    comparison: PassComparison | None = None
 
     def __init__(self, cut: Cut, dp_rank: int | None, shares: int) -> None:
         self.cut, self._dp_rank, self.shares = cut, dp_rank, shares
@@ -542,6 +548,8 @@ class MapSource(Source):
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(position.epoch)
         order = self._reading.open(position, self.cut.dp_size)
+        if self.comparison is not None and self._reading.own and isinstance(order, IndexedOrder):
+            self.comparison.order(order.units, position.epoch)
         plan = self._plan(order, self.cut, position.consumed)
         if not self._numbers.apply or self._draws_nothing:
             planned = self._sampler.set_plan(plan)
@@ -620,9 +628,14 @@ class StatefulSource(Source):
                 )
             loader.load_state_dict(state)
         # Skipped batches are not kept, except the first, which may be needed to fill the last round.
-        order = StreamedOrder(iter(loader), self.cut.dp_size)
+        order, first = StreamedOrder(iter(loader), self.cut.dp_size), Content()
         for batches, real in plan_rounds(order, self.cut, wanted - read):
             rows = round_rows([num_rows(batch) for batch in batches], real, self.cut.dp_size)
+            if self.comparison is not None and not first.num_exact:
+                first.add(batches)
+                # Transforms of such a loader draw from numbers of its own.
+                if first.varies:
+                    self.comparison.samples(first.exact, position.epoch, position.consumed)
             yield Item(_part_of(batches, self._dp_rank), rows, mark=loader.state_dict())
 
 
@@ -704,10 +717,10 @@ _NO_BATCH = -1
 
 @final
 class StreamShard(IterableDataset[Any]):
-    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch)``.
+    """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch, samples)``.
 
     ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
-    yields whole batches.
+    yields whole batches, ``samples`` is the digest of the first ones where it is known.
 
     It splits and collates by itself, since only the reader of the stream knows which samples are repeated. Each worker
     reads its own stream, as in torch, the same on every rank.
@@ -757,14 +770,14 @@ class StreamShard(IterableDataset[Any]):
         told = [position.seed, position.epoch, position.turn, even_batches, -1 if numbers is None else numbers, *skips]
         self._control.copy_(torch.tensor(told))
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any, int | None]]:
         info = get_worker_info()
         stream = 0 if info is None else info.id
         seed, epoch, turn, even, numbers, *skips = self._control.tolist()
         skip = skips[stream]
         if stream < turn:
             # torch begins with worker 0; it gets batches to skip until the stream that was next.
-            yield stream, _NO_BATCH, [], None
+            yield stream, _NO_BATCH, [], None, None
         own = derive_seed("stream", seed, epoch, stream)
         guard: AbstractContextManager[None] | None = None
         if info is None:
@@ -777,7 +790,8 @@ class StreamShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         reseed(self.dataset, own)
         cut = replace(self.cut, even_batches=bool(even))
-        order = StreamedOrder(_deferred(self.dataset), cut.dp_size, guard)
+        first = FirstSamples(floats=info is None or self._seed_workers)
+        order = StreamedOrder(first.watch(_deferred(self.dataset)), cut.dp_size, guard)
         collate = self._collate
         if numbers >= 0 and self._collate_draws:
             # All ranks read one stream under one state; a collate function sees this rank's rows only.
@@ -785,7 +799,7 @@ class StreamShard(IterableDataset[Any]):
             collate = lambda batch: _under(next(seeds), self._collate, batch)  # noqa: E731
         if cut.batch_size:
             for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
-                yield stream, rows.units, [], collate(mine) if mine else None
+                yield stream, rows.units, [], collate(mine) if mine else None, first.take()
             return
         for batches, real in plan_rounds(order, cut, skip):
             sizes = [num_rows(batch) for batch in batches]
@@ -794,7 +808,7 @@ class StreamShard(IterableDataset[Any]):
                 mine = [collate(batch) for batch in batches]
             elif self.dp_rank < len(batches):
                 mine = collate(mine)
-            yield stream, real, sizes, mine
+            yield stream, real, sizes, mine, first.take()
 
 
 def _under(seed: int, function: Callable[[Any], Any], batch: Any) -> Any:
@@ -856,9 +870,11 @@ class IterableSource(Source):
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
         numbers = self._numbers.seed(position) if self._numbers.apply else None
         self._shard.begin_at(position, skips, even_batches=cut.even_batches, numbers=numbers)
-        for stream, real, sizes, batch in self._loader:
+        for stream, real, sizes, batch, samples in self._loader:
             if real == _NO_BATCH:
                 continue
+            if samples is not None and self.comparison is not None:
+                self.comparison.samples(samples, position.epoch, stream)
             rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
             yield Item(batch, rows, stream, hidden=discard > 0)
             discard -= 1

@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import json
 import logging
 import math
 import sys
@@ -75,6 +76,17 @@ _COMMUNICATION = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel
 
 _serial = count()
 """Numbers the monitors, which are made in the same order on every rank."""
+
+
+class _Told(NamedTuple):
+    """A value that must be the same on all ranks that tell it, or, with ``warning``, that ought to differ."""
+
+    key: str
+    digest: int
+    text: str
+    what: str = ""
+    cure: str = ""
+    warning: str = ""
 
 
 class _Numbered(NamedTuple):
@@ -142,6 +154,11 @@ class CallMonitor:
         self._number = self._digest = self._steps = 0
         self._codes: dict[str, int] = {}
         self._saved: deque[tuple[int, str]] = deque(maxlen=100)
+        self._told_values: deque[_Told] = deque()
+        self._told_keys: set[str] = set()
+        self._telling = threading.Lock()
+        self._may_be_same: list[tuple[str, str]] = []
+        """On rank 0: keys that other ranks may have told the same value for, with the warning."""
         self._left: tuple[int, int] | None = None
         """Number and digest of the next lower rank that are not compared yet."""
         self._left_is_there = False
@@ -176,6 +193,34 @@ class CallMonitor:
         if not self.suspended:
             self._append((call, site, place, values))
 
+    def tell(self, key: str, digest: int, text: str, *, what: str, cure: str) -> None:
+        """Compare a value with the ranks that tell it too, which need not be all; the first time for each key.
+
+        Where it differs, every rank raises at its next call.
+
+        Args:
+            key: of the value.
+            digest: of it.
+            text: says what it is on this rank.
+            what, cure: of the error.
+
+        Raises:
+            CollectiveMismatchError: ranks are apart already.
+        """
+        if self.error is not None:
+            self.refuse()
+        self._tell(_Told(key, digest, text, what, cure))
+
+    def tell_same(self, key: str, digest: int, warning: str) -> None:
+        """Log a warning on rank 0 where every rank tells the same value; the first time for each key."""
+        self._tell(_Told(key, digest, "", warning=warning))
+
+    def _tell(self, told: _Told) -> None:
+        told = told._replace(key=f"{self.era}/{told.key}")
+        if not self.suspended and told.key not in self._told_keys:
+            self._told_keys.add(told.key)
+            self._told_values.append(told)
+
     def saved(self, path: str) -> None:
         """Remember a checkpoint, for a report of ranks that were apart before it."""
         self._saved.append((self._number + len(self._pending), path))
@@ -206,6 +251,7 @@ class CallMonitor:
         key = f"agree/{self._agreements}"
         self._agreements += 1
         try:
+            self._compare_told()
             rank, _, first = self._store.compare_set(key, "", f"{self._rank} {mine}").decode().partition(" ")
             if first != mine:
                 self._store.compare_set("alarm", "", f"{rank} {self._rank}")
@@ -214,6 +260,10 @@ class CallMonitor:
                 self._wait(
                     lambda: self.error is not None or self._store.add(f"{key}/ranks", 0) >= self._world, _AGREE_SECONDS
                 )
+            if self._store.check(["alarm"]):
+                # Of a value that another rank has told before it came here.
+                self._wait(lambda: self.error is not None, 4 * _REPORT_SECONDS + 4 * self._interval)
+            self._warn_of_same()
         except dist.DistError:
             return  # the job is failing; what follows says how
         if self.error is not None:
@@ -277,12 +327,14 @@ class CallMonitor:
             self._frames.clear()
         idle = now - self._since
         self._publish(self._where() if idle >= min(2 * self._interval, self._limit / 2) else "", moves=self._moves)
-        if self.error is None and self._compares:
-            if self._rank:
+        if self.error is None:
+            self._compare_told()
+            self._warn_of_same()
+            if self._rank and self._compares:
                 self._compare_left()
             if self._store.check(["alarm"]):
                 self._resolve()
-        elif self.error is not None and not (self._raised or self._told):
+        elif not (self._raised or self._told):
             # One more look later the main thread would have raised, if it were not waiting for another rank.
             self._told = True
             logger.warning("%s", self.error)
@@ -329,6 +381,34 @@ class CallMonitor:
         if own is not None and own.digest != theirs:
             self._store.compare_set("alarm", "", f"{self._rank - 1} {self._rank}")
 
+    def _compare_told(self) -> None:
+        """Compare the values that this rank has told since the last look; those of a key with the first rank's."""
+        with self._telling:  # the other thread of this process waits until they are compared
+            while self._told_values:
+                told = self._told_values.popleft()
+                key = f"told/{told.key}"
+                mine = json.dumps([told.digest, self._rank, told.text])
+                digest, rank, text = json.loads(self._store.compare_set(key, "", mine).decode())
+                if told.warning:
+                    self._store.add(f"{key}/ranks", 1 if digest == told.digest else _ERA)
+                    if not self._rank:
+                        self._may_be_same.append((f"{key}/ranks", told.warning))
+                elif digest != told.digest:
+                    both = [f"  rank {one}: {said}" for one, said in sorted([(rank, text), (self._rank, told.text)])]
+                    self._store.compare_set("alarm", "", json.dumps(["\n".join([told.what, *both]), told.cure]))
+
+    def _warn_of_same(self) -> None:
+        """Warn where all ranks have told the same value that ought to differ."""
+        if not self._may_be_same:
+            return
+        with self._telling:
+            for key, warning in list(self._may_be_same):
+                number = self._store.add(key, 0)
+                if number >= self._world:
+                    self._may_be_same.remove((key, warning))
+                    if number == self._world:
+                        logger.warning("%s", warning)
+
     def _at(self, number: int) -> _Numbered | None:
         with self._lock:
             first = self._number - len(self._history) + 1
@@ -341,7 +421,13 @@ class CallMonitor:
 
     def _resolve(self) -> None:
         """Find the first call in which two neighbouring ranks differ, and exchange what all did there."""
-        one, other = map(int, self._store.get("alarm").decode().split())
+        alarm = self._store.get("alarm").decode()
+        if alarm.startswith("["):
+            what, cure = json.loads(alarm)
+            self._store.add("read", 1)
+            self.error = CollectiveMismatchError(what, cure=cure)
+            return
+        one, other = map(int, alarm.split())
         self._store.set(f"digests/{self._rank}", self._packed_digests())
         different = 0
         if self._rank:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
+from drivetrain.data.comparison import FirstInputs
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.watchdog import note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
@@ -54,6 +55,7 @@ class PreparedModel:
         numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
             one coordinate.
         evaluates_only: its engine was asked to leave out what gradients need.
+        first_inputs: compares the inputs of the first forward in training; ``None`` where that has been done.
     """
 
     trainable: Trainable
@@ -74,6 +76,7 @@ class PreparedModel:
     hooks_tried: tuple[int, bool] = (-1, False)
     numbers: ForwardNumbers | None = None
     evaluates_only: bool = False
+    first_inputs: FirstInputs | None = None
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -147,6 +150,9 @@ class PreparedModule(nn.Module):
             _refuse_transforms(self)
         if torch.is_grad_enabled():
             prepared.active = True
+            first = prepared.first_inputs
+            if first is not None and self.training and not torch.compiler.is_compiling() and first.done(args, kwargs):
+                prepared.first_inputs = None
             if prepared.stay_frozen:
                 check_still_frozen(self, prepared.stay_frozen)
         if prepared.buffers is not None:

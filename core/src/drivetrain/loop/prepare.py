@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.backend import Backend, FileConfiguredBackend
+from drivetrain.data.comparison import FirstInputs
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.trees import attribute
 from drivetrain.distributed.watchdog import check_collective
@@ -152,6 +153,11 @@ class Preparer:
             stay_frozen=frozen,
             numbers=ForwardNumbers(topology.dp_rank, topology.device) if topology.dp_size > 1 else None,
             evaluates_only=not training,
+            first_inputs=(
+                FirstInputs(self._backend, len(self._loop.models), plain_class.__name__)
+                if topology.dp_size > 1 and training
+                else None
+            ),
         )
         if training:
             self._watch_buffers(model)
