@@ -14,6 +14,7 @@ from toy_backend import CAPABILITIES, ToyTrainable
 from wrong_base import Mistake
 
 from drivetrain.api import PortableState, TensorSpec, Topology
+from drivetrain.distributed.watchdog import unwatched
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 
@@ -233,6 +234,38 @@ class GathersItself(Mistake):
 
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.topology.dp_size)
+
+
+class KnowsItselfOnly(Mistake):
+    """Gives each rank its own object in the place of every rank's."""
+
+    caught_by = ("apart.parts_of_the_data", "apart.settings_of_loaders")
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [obj] * self.topology.dp_size
+
+
+class LetsRanksPart(Mistake):
+    """Enters the context of uneven ranks for a model, and never leaves it."""
+
+    caught_by = ("apart.skipped_batches",)
+
+    def prepare(self, model: Any, optimizers: Any = (), *, training: bool = True) -> Any:
+        self.apart = unwatched()
+        self.apart.__enter__()
+        return super().prepare(model, optimizers, training=training)
+
+
+class RatesByTheRank(Mistake):
+    """Scales the rates that a script has set by the number of the rank."""
+
+    caught_by = ("apart.right_training_agrees",)
+
+    def prepare(self, model: Any, optimizers: Any = (), *, training: bool = True) -> Any:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= 1 + self.topology.rank
+        return super().prepare(model, optimizers, training=training)
 
 
 class MeansForSums(Mistake):

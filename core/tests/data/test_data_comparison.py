@@ -204,58 +204,73 @@ def accelerator_of(folder, **settings):
     return Accelerator(config=path, **settings)
 
 
-def prepared(loaders, name, folder, **settings):
-    """Prepare a loader; what is said about it, and the loader's number in the next prepare that succeeds."""
+def prepare_each(loaders, folder, **settings):
+    """Prepare loader after loader, each with a model; what is said of each."""
     accelerator = accelerator_of(folder, **settings)
-    made = globals()[loaders][name](accelerator.process_index, accelerator.num_processes)
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    model = nn.Linear(4, 2)
-    torch.set_rng_state(before)
-    try:
-        accelerator.prepare(model, made)
-    except UsageError as error:
-        said = str(error)
-    else:
-        said = ""
-    assert torch.equal(torch.get_rng_state(), before)
-    assert getattr(getattr(made, "dataset", None), "reads", 0) == 0
-    unchanged = type(model) is nn.Linear and not accelerator._dataloaders
-    following = accelerator.prepare(DataLoader(range(4))).number
+    said = {}
+    for name, make in globals()[loaders].items():
+        made, model = make(accelerator.process_index, accelerator.num_processes), nn.Linear(4, 2)
+        state, number = torch.get_rng_state(), len(accelerator._dataloaders)
+        try:
+            prepared = accelerator.prepare(model, made)
+        except UsageError as error:
+            said[name] = str(error)
+            assert type(model) is nn.Linear
+            assert len(accelerator._dataloaders) == number
+        else:
+            said[name] = ""
+            assert prepared[1].number == number
+        assert torch.equal(torch.get_rng_state(), state), name
+        assert getattr(getattr(made, "dataset", None), "reads", 0) == 0
     accelerator.end_training()
-    return said, unchanged, following
+    return said
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", APART)
-def test_a_part_is_refused_in_prepare_before_anything_is_changed(name, world, tmp_path):
-    for said, unchanged, following in spawn(prepared, world, "APART", name, str(tmp_path)):
-        assert "ranks hold different samples in loader 0" in said, said
-        assert "already_sharded" in said
-        assert "rank 1: " in said
-        assert unchanged
-        assert following == 0
+def test_parts_are_refused_in_prepare_before_anything_is_changed(world, tmp_path):
+    for said in spawn(prepare_each, world, "APART", str(tmp_path)):
+        assert said.keys() == APART.keys()
+        for name, text in said.items():
+            assert "ranks hold different samples in loader 0" in text, name
+            assert "already_sharded" in text
+            assert "rank 1: " in text
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_differ_are_named(name, tmp_path):
-    for said, unchanged, _ in spawn(prepared, 2, "SETTINGS", name, str(tmp_path)):
-        assert "with different settings" in said, said
-        assert f"rank 0: {name} " in said
-        assert unchanged
+def test_settings_that_differ_are_named(tmp_path):
+    for said in spawn(prepare_each, 2, "SETTINGS", str(tmp_path)):
+        for name, text in said.items():
+            assert "with different settings" in text, name
+            assert f"rank 0: {name} " in text
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_right_loaders_are_prepared(name, tmp_path):
-    for said, _, following in spawn(prepared, 3, "ALIKE", name, str(tmp_path)):
-        assert not said, said
-        assert following == 1
+def test_right_loaders_are_prepared(tmp_path):
+    for said in spawn(prepare_each, 3, "ALIKE", str(tmp_path)):
+        assert not any(said.values()), said
+        assert said.keys() == ALIKE.keys()
 
 
 def test_dispatched_loaders_are_those_of_the_main_process(tmp_path):
     dispatching = DataLoaderConfiguration(dispatch_batches=True)
-    for said, _, _ in spawn(prepared, 2, "APART", "subset", str(tmp_path), dataloader_config=dispatching):
-        assert not said, said
+    for said in spawn(prepare_each, 2, "APART", str(tmp_path), dataloader_config=dispatching):
+        assert not any(said.values()), said
+
+
+def prepare_on_one(folder):
+    """Mark a loader on one rank alone, then prepare one more on it."""
+    accelerator = accelerator_of(folder)
+    plain, marked = DataLoader(range(4)), already_sharded(DataLoader(range(4)))
+    first, said = accelerator.process_index == 0, []
+    for loaders in ([marked if first else plain], [plain, marked] if first else [plain]):
+        with pytest.raises(UsageError) as caught:
+            accelerator.prepare(*loaders)
+        said.append(str(caught.value))
+    return said
+
+
+def test_marks_and_loaders_of_one_rank_are_refused(tmp_path):
+    for mark, number in spawn(prepare_on_one, 2, str(tmp_path)):
+        assert "marked as already sharded on ranks 0 alone" in mark
+        assert "different numbers of loaders: 2 and 1" in number
 
 
 def read(loaders, name, folder):
@@ -288,9 +303,20 @@ def test_a_part_is_found_in_the_first_pass(name, how, tmp_path):
     assert said.index("rank 0: ") < said.index("rank 1: ")
 
 
-@pytest.mark.parametrize("name", [name for name in ALIKE if name != "empty_on_one_rank"])
-def test_right_loaders_are_read(name, tmp_path):
-    spawn(read, 2, "ALIKE", name, str(tmp_path))
+def read_each(loaders, folder):
+    """Read loader after loader for two epochs."""
+    accelerator = accelerator_of(folder)
+    for name, make in globals()[loaders].items():
+        loader = accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        if name != "empty_on_one_rank":
+            for _ in range(2):
+                list(loader)
+            accelerator.gather(torch.zeros(1))
+    accelerator.end_training()
+
+
+def test_right_loaders_are_read(tmp_path):
+    spawn(read_each, 2, "ALIKE", str(tmp_path))
 
 
 class Kept(logging.Handler):

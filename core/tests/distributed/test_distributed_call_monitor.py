@@ -63,6 +63,11 @@ def other_momentum(accelerator, index, loss, optimizer):
         optimizer.param_groups[0]["momentum"] = 0.5
 
 
+def freezes(accelerator, index, loss, optimizer):
+    if index == 0 and accelerator.process_index == 1:
+        optimizer.param_groups[0]["params"][-1].requires_grad_(False)
+
+
 def breaks(accelerator, index, loss, optimizer):
     return "break" if index == 3 and accelerator.process_index == accelerator.num_processes - 1 else None
 
@@ -120,6 +125,12 @@ def test_settings_of_an_optimizer_that_differ_are_named_at_the_step(engine, act,
     assert words[1] in lines[2]
     assert lines[1].partition(":")[2] != lines[2].partition(":")[2]
     assert lines[3].startswith("the ranks' copies or parts of the model were changed in different ways")
+
+
+def test_a_parameter_that_one_rank_freezes_is_named_at_the_step(tmp_path):
+    lines = report_of(train, 2, "fsdp", str(tmp_path), freezes)
+    assert lines[1].endswith("4 of 4 parameters require gradients")
+    assert lines[2].endswith("3 of 4 parameters require gradients")
 
 
 def test_a_checkpoint_of_ranks_that_are_apart_is_not_written(tmp_path):

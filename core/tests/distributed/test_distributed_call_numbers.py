@@ -66,7 +66,8 @@ def test_equal_calls_at_any_speed_are_not_apart(ranks):
     for number in range(2 * KEPT_CALLS // 16):
         for rank, each in enumerate(monitors):
             each.record("backward", f"backward at job.py:{rank}", (0, 0, number), (0, True))
-            each.record("step", "step at job.py:9", None, (0, 0.0, (0.1, float("nan"), torch.ones(1)), ((f"{rank}",),)))
+            rates = 0.1, float("nan"), torch.ones(1)
+            each.record("step", "step at job.py:9", None, (0, 0.0, rates, ((f"{rank}",),), ()))
         if number % 100 == 0:
             time.sleep(INTERVAL)
     monitors[0].record("backward", "backward at job.py:1", (0, 0, 9), (0, True))  # the others have not got so far
@@ -97,14 +98,14 @@ def test_the_first_difference_of_all_is_named_on_every_rank(ranks):
     ]
     for each in monitors:
         with pytest.raises(CollectiveMismatchError, match="since call 3"):
-            each.record("step", "step at job.py:8", None, (0, 0.0, (0.1,), ()))
+            each.record("step", "step at job.py:8", None, (0, 0.0, (0.1,), (), ()))
 
 
 def test_ranks_that_have_made_fewer_calls_do_not_agree(ranks):
     monitors = ranks(3)
     for each in monitors:
-        each.record("step", "step at job.py:8", None, (0, 1.0, (0.1,), ()))
-    monitors[1].record("step", "step at job.py:8", None, (0, 1.0, (0.1,), ()))
+        each.record("step", "step at job.py:8", None, (0, 1.0, (0.1,), (), ()))
+    monitors[1].record("step", "step at job.py:8", None, (0, 1.0, (0.1,), (), ()))
     (report,) = set(on_all(monitors, CallMonitor.agree))
     assert report.splitlines()[:3] == [
         "ranks are apart since call 2, in optimizer step 1:",

@@ -59,6 +59,7 @@ FAMILIES = (
     "scheduling",
     "data",
     "randomness",
+    "apart",
     "collectives",
     "evaluation",
     "deferred",

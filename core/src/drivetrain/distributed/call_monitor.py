@@ -548,7 +548,10 @@ class CallMonitor:
             who = f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} waited for"
             first = f"{who}, for {self._limit:g} s so far, and {'slow' if slow else 'slow or stopped'}:"
         else:
-            first = f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile):"
+            first = (
+                f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile), or "
+                "they hand over what does not belong together (losses of two models in another order on some rank):"
+            )
         last = "The run goes on as soon as they come; process_group.timeout_seconds limits how long that may take."
         return "\n".join([first, *_by_ranks(told), last])
 
@@ -720,10 +723,11 @@ def _batch(place: Place | None) -> str:
 def _described(call: str, values: tuple[Any, ...]) -> str:
     """The values of a call in words."""
     if call == "step":
-        optimizer, max_norm, rates, settings = values
+        optimizer, max_norm, rates, settings, trained = values
         said = [f"optimizer {optimizer}", f"rates {', '.join(f'{rate:g}' for rate in rates if rate != ())}"]
         said += [f"clipped to {max_norm:g}"] if max_norm else []
         said += [f"settings {settings}"] if settings else []
+        said += [f"{trained[0]} of {trained[1]} parameters require gradients"] if trained else []
         return ", ".join(said)
     if call == "backward":
         by, training = values

@@ -197,7 +197,10 @@ class PreparedOptimizer(Optimizer):
         return losses[0] if losses else None
 
     def _record(self, site: str) -> None:
-        """Remember a step for the comparison of ranks: rates each time, other settings of the groups at every 16th."""
+        """Remember a step for the comparison of ranks: rates each time, other settings of the groups at every 16th.
+
+        At every 64th also which parameters are trained, but in a pipeline, whose ranks hold different ones.
+        """
         monitor = Current.monitor
         if monitor is None:
             return
@@ -214,8 +217,12 @@ class PreparedOptimizer(Optimizer):
             # The first two steps are among them. What the optimizer does not declare may be the script's own.
             names = sorted(name for name in getattr(self.source, "defaults", ()) if name != "lr")
             settings = tuple([tuple([group.get(name) for name in names]) for group in groups])
+        trained: Any = ()
+        if number % 64 < 2 and not loop.backend.capabilities.pipelined:
+            flags = [parameter.requires_grad for group in groups for parameter in group["params"]]
+            trained = sum(flags), len(flags), hash(tuple(flags))
         rates = tuple([group.get("lr") for group in (groups if settings else groups[:8])])
-        monitor.record("step", site, None, (loop.optimizers.index(self), norm, rates, settings))
+        monitor.record("step", site, None, (loop.optimizers.index(self), norm, rates, settings, trained))
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
         """Step an optimizer that holds loose parameters and no others, which no engine has to do with."""
