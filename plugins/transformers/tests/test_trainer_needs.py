@@ -36,7 +36,7 @@ def on(name: str, job: Any, *given: Any, **named: Any) -> list[Any]:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     config, processes, dp = BACKENDS[name]
-    return spawn(job, processes, config, dp, *given, timeout=120, **named)
+    return spawn(job, processes, config, dp, *given, timeout=240, **named)
 
 
 def assert_losses(found: list[Any], expected: list[float]) -> None:
@@ -135,8 +135,8 @@ def test_generate_of_an_encoder_and_decoder(name: str) -> None:
         pytest.skip("DeepSpeed is not installed")
     config, processes, _ = BACKENDS[name]
     expected = jobs.t5_generates({})
-    assert len(set(expected.flatten().tolist())) > 2
-    for found in spawn(jobs.t5_generates, processes, config, timeout=120):
+    assert len(set(expected[0].tolist())) == 6, "each word is another one"
+    for found in spawn(jobs.t5_generates, processes, config, timeout=240):
         assert torch.equal(found, expected)
 
 
@@ -147,7 +147,7 @@ def test_generate_of_an_encoder_and_decoder(name: str) -> None:
 def test_an_adapter_is_cut_by_the_plan_of_its_model() -> None:
     """Its losses are in test_trainer_adapters.py and in the table; here, that the base is cut as it is without."""
     config = BACKENDS["tp"][0]
-    (plain, _), (adapted, _) = (spawn(jobs.of_peft, 2, config, adapter=one, timeout=120) for one in (False, True))
+    (plain, _), (adapted, _) = (spawn(jobs.of_peft, 2, config, adapter=one, timeout=240) for one in (False, True))
     assert len(plain) > 10
     assert adapted == plain
 
@@ -161,7 +161,7 @@ def command(folder: Path, *arguments: str, **environment: str) -> str:
     code = "from drivetrain.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=folder, env={**kept, **environment}, capture_output=True,
-        text=True, timeout=120, check=False,
+        text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -171,7 +171,7 @@ def t5_generates(config: dict[str, Any]) -> Any:
         model = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
     words = torch.arange(3, 19).reshape(2, 8)
     with torch.no_grad():
-        said = model.eval().generate(input_ids=words, max_new_tokens=5, do_sample=False)
+        said = model.eval().generate(input_ids=words, max_new_tokens=5, do_sample=False, no_repeat_ngram_size=1)
     if run is not None:
         run.end_training()
     return said
