@@ -360,8 +360,9 @@ class _Reader(ast.NodeVisitor):
             stack.enter_context(self._within(main_only=main))
             for each in (*node.decorator_list, node.args, *node.body):
                 self.visit(each)
-                leaves = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)
-                if leaves and _asks_for_main(each.test) == (True, True):
+                if not (isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)):
+                    continue
+                if _asks_for_main(each.test) == (True, True):
                     stack.enter_context(self._within(main_only=True))
 
     def visit_With(self, node: ast.With) -> None:
