@@ -31,7 +31,7 @@ class BaseRequirements:
         gaps: cases that this backend cannot pass, by name, each with its reason. Each becomes ``xfail(reason=...,
             strict=True)``: a case that passes in spite of it fails, and so does a gap that names no case. The only way
             to switch a case off.
-        shared_ranks: run up to fifty cases in one group of ranks, one after the other, which takes a quarter of the
+        shared_ranks: run up to fifty cases in one group of ranks, one after the other, in less than a third of the
             time. A case that does not pass there is run again on ranks of its own, and that counts.
         setup: ``"module:function"`` called without arguments in every rank first; for a backend that is not installed.
         model: ``"module:build"``: run the cases for a user's model on it too; see :mod:`drivetrain_testing.user_model`.
