@@ -32,6 +32,7 @@ QUICK_CASES = {
     "randomness": "masks_of_each_rank masks_go_on_after_a_load equal_masks_on_demand",
     "collectives": "gather_nested reductions",
     "evaluation": "before_and_after_training each_sample_once_in_order statistics_are_alike synchronised_statistics",
+    "apart": "parts_of_the_data skipped_batches right_training_agrees",
     "deferred": "value_before_backward unrecordable_is_refused",
     "scripts": (
         "the_model_is_the_users methods_that_call_the_model methods_that_do_not parameters_that_are_written "

@@ -138,11 +138,12 @@ def _rows(size: int) -> list[int]:
 def _part_of_tensor(tensor: Tensor) -> np.ndarray | None:
     """Elements of a plain tensor as an array on the host; ``None`` where reading it is not plain or not cheap.
 
-    Reading a lazy tensor (``xla``) would compile and run what it is the result of.
+    Reading a tensor of a lazy device, which torch does not list as its accelerator, would run what it is the result of.
     """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
-    if tensor.device.type in ("meta", "xla"):
+    accelerator = torch.accelerator.current_accelerator()
+    if tensor.device.type not in ("cpu", None if accelerator is None else accelerator.type):
         return None
     part = tensor.detach()
     if part.dim() and part.shape[0] > NUM_SAMPLES:
