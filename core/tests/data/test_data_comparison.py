@@ -270,7 +270,7 @@ def prepare_on_one(folder):
 def test_marks_and_loaders_of_one_rank_are_refused(tmp_path):
     for mark, number in spawn(prepare_on_one, 2, str(tmp_path)):
         assert "marked as already sharded on ranks 0 alone" in mark
-        assert "different numbers of loaders: 2 and 1" in number
+        assert "different numbers of loaders: 2 on rank 0, 1 on rank 1" in number
 
 
 def read(loaders, name, folder):

@@ -382,8 +382,9 @@ def compare_loaders(descriptions: Sequence[Description], backend: Backend) -> No
     everyones = Ranks(backend).gather(list(descriptions))
     numbers = [len(each) for each in everyones]
     if len(set(numbers)) > 1:
+        other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
         raise UsageError(
-            f"ranks prepare different numbers of loaders: {listed(map(str, numbers))}",
+            f"ranks prepare different numbers of loaders: {numbers[0]} on rank 0, {numbers[other]} on rank {other}",
             cure="Call prepare with the same loaders on every rank, also where a rank will not read one.",
         )
     for index in range(numbers[0]):
