@@ -256,15 +256,15 @@ class LetsRanksPart(Mistake):
         return super().prepare(model, optimizers, training=training)
 
 
-class RatesByTheRank(Mistake):
-    """Scales the rates that a script has set by the number of the rank."""
+class SettingsByTheRank(Mistake):
+    """Sets what an optimizer has by the number of the rank; without momentum nothing comes of it yet."""
 
     caught_by = ("apart.right_training_agrees",)
 
     def prepare(self, model: Any, optimizers: Any = (), *, training: bool = True) -> Any:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] *= 1 + self.topology.rank
+                group["dampening"] = 0.1 * self.topology.rank
         return super().prepare(model, optimizers, training=training)
 
 
