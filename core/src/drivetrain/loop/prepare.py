@@ -81,7 +81,7 @@ class Preparer:
         self._check_memory(models)
         if not self._backend.capabilities.optimizer_spans_models:
             self._check_shared_parts([*self.models, *models])
-        results = [self._model(each) if is_model(each) else each for each in results]
+        results = [self._model(each) if is_model(each) or _evaluates_only(each) else each for each in results]
         self._loop.find_loose()
         return [self.scheduler(each) if is_scheduler(each) else each for each in results]
 
@@ -295,6 +295,12 @@ def is_model(value: Any) -> bool:
     if not isinstance(value, nn.Module) or isinstance(value, PreparedModule):
         return False
     return any(True for _ in value.parameters()) or any(True for _ in value.buffers())
+
+
+def _evaluates_only(value: Any) -> bool:
+    """Whether this was prepared for evaluation alone."""
+    model = prepared_model(value)
+    return model is not None and model.evaluates_only
 
 
 def is_optimizer(value: Any) -> bool:
