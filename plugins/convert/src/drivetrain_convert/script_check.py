@@ -360,9 +360,7 @@ class _Reader(ast.NodeVisitor):
             stack.enter_context(self._within(main_only=main))
             for each in (*node.decorator_list, node.args, *node.body):
                 self.visit(each)
-                if not (isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return)):
-                    continue
-                if _asks_for_main(each.test) == (True, True):
+                if isinstance(each, ast.If) and _lets_main_alone_on(each):
                     stack.enter_context(self._within(main_only=True))
 
     def visit_With(self, node: ast.With) -> None:
@@ -661,6 +659,11 @@ def _asks_for_main(test: ast.expr) -> tuple[bool, bool]:
         if first and _dotted(asked).rpartition(".")[2] in _RANKS:
             return True, isinstance(test.ops[0], ast.NotEq)
     return _inside(test, lambda name: name.rpartition(".")[2] in _MAIN), negated
+
+
+def _lets_main_alone_on(node: ast.If) -> bool:
+    """Whether all processes but the main one leave the function here."""
+    return isinstance(node.body[-1], ast.Return) and _asks_for_main(node.test) == (True, True)
 
 
 def _multiplies_by_processes(node: ast.AST) -> bool:
