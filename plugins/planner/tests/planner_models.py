@@ -22,6 +22,16 @@ def llama():
     return LlamaForCausalLM(config)
 
 
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, num_experts=8, num_experts_per_tok=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -70,6 +80,7 @@ def pictures(samples=4):
 MODELS = {
     "gpt2": (gpt2, tokens),
     "llama": (llama, tokens),
+    "qwen3_moe": (qwen3_moe, tokens),
     "vit": (vit, images),
     "t5": (t5, tokens),
     "resnet": (resnet, pictures),

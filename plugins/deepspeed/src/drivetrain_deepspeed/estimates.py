@@ -142,7 +142,7 @@ class _Stage12(_Layout):
         if self.stage == 1:
             self._keep_whole(ledger)
         else:
-            self._keep_part(ledger, part)
+            self._keep_part(ledger, self._whole_in_part(part))
         # One flat copy of the part's slices, for the optimizer.
         ledger.add("gradients", part)
         ledger.during("optimizer step", request.optimizer.step([part]))
@@ -158,9 +158,11 @@ class _Stage12(_Layout):
     def _keep_whole(self, ledger: Ledger) -> None:
         """Stage 1: gradients are whole until the last backward has ended, and are reduced then."""
         trace = self.trace
-        if self.accumulation > 1:
+        first = self.accumulation == 1
+        if not first:
+            # The bucket is made in the first backward of a window and released after the last.
             ledger.add("gradients", sum(trace.gradients.values()))
-        first = True
+            ledger.add("reduction buffers", self.bucket())
         for event in trace.events:
             ledger.replay(event)
             if event.kind == "gradient":
@@ -172,8 +174,24 @@ class _Stage12(_Layout):
         ledger.add("reduction buffers", -self.bucket())
         ledger.add("gradients", -sum(trace.gradients.values()))
 
+    def _whole_in_part(self, part: int) -> int:
+        """Bytes of the parameters that lie in a rank's part, with those that reach beyond it; of the fullest rank."""
+        most = [0] * self.ranks
+        begin = 0
+        for one in self.trained:
+            size = one.numel() * one.element_size()
+            for rank in range(begin // part, min((begin + size - 1) // part + 1, self.ranks)):
+                most[rank] += size
+            begin += size
+        return max(most)
+
     def _keep_part(self, ledger: Ledger, part: int) -> None:
-        """Stage 2: gradients are copied to a bucket; when it is full it is reduced, and this rank's part is kept."""
+        """Stage 2: gradients are copied to a bucket; when it is full it is reduced, and this rank's are kept.
+
+        Args:
+            ledger: what is held.
+            part: bytes of the gradients that a rank keeps, each of them whole.
+        """
         trace = self.trace
         first, filled = True, 0
         if self.accumulation > 1:

@@ -43,8 +43,6 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     ranks = request.world_size
     accumulation = request.accumulation(ranks)
     refused = "" if accumulation is not None else request.indivisible(ranks)
-    if ranks == 1:
-        refused = "one process has nobody to share parameters with"
     if section.cpu_offload:
         refused = "cpu_offload is not modelled; plan without it, or try it with a short run"
     if refused or accumulation is None:

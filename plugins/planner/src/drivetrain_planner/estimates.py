@@ -68,6 +68,8 @@ class Trace:
         backward: kernels of the backward, recomputation included.
         saved: bytes that autograd keeps for the backward when the forward ends, without parameters.
         gradients: bytes of each parameter's gradient, by name; a parameter that gets none is absent.
+        unused: bytes that torch's caching allocator would keep on an accelerator beside activations: rounding,
+            fragments, and what was freed and fits nothing that is made later.
     """
 
     events: Sequence[TraceEvent]
@@ -75,6 +77,7 @@ class Trace:
     backward: Sequence[Work]
     saved: int
     gradients: Mapping[str, int]
+    unused: int = 0
 
 
 @dataclass(frozen=True)

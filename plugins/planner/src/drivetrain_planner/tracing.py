@@ -19,13 +19,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from drivetrain.api import PrecisionPolicy, TorchEngine, UsageError, dtype_of
+from drivetrain_planner.allocator import reserved
 from drivetrain_planner.estimates import EventKind, Trace, TraceEvent, Work
 
 Loss = Callable[[Any, Any], Tensor]
@@ -40,12 +41,14 @@ class Example:
         kwargs: its keyword arguments.
         batch: what the loss function is given beside the model's output.
         loss: ``loss(output, batch)``; ``None`` takes the attribute ``loss`` of the output.
+        kept: the script has the output in a variable while backward runs, and with it the logits.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: Any
     loss: Loss | None = None
+    kept: bool = True
 
     @cached_property
     def samples(self) -> int:
@@ -71,6 +74,8 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[TraceEvent] = []
         self.work: Counter[tuple[int, int, int]] = Counter()
+        self.log: list[tuple[int, int]] = []
+        """Number and bytes of each storage that begins to be counted, number and 0 of each that ends."""
         self._live = self._most = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._ignored: set[int] = set()
@@ -86,6 +91,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._storages.pop(storage._cdata, None)  # noqa: SLF001 (the identity of a storage)
         if found is not None:
             self._live -= found[1]
+            self.log.append((storage._cdata, 0))  # noqa: SLF001
         self._ignored.add(storage._cdata)  # noqa: SLF001
         return int(storage.nbytes())
 
@@ -97,12 +103,14 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._storages[number] = (weakref.ref(storage, partial(self._ended, number)), size)
         self._live += size
+        self.log.append((number, size))
         self._most = max(self._most, self._live)
 
     def _ended(self, number: int, _: Any) -> None:
         found = self._storages.pop(number, None)
         if found is not None:
             self._live -= found[1]
+            self.log.append((number, 0))
 
     def record(self, kind: EventKind, name: str = "") -> None:
         """Record an event."""
@@ -112,7 +120,10 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is _GROUPED and isinstance(args[0], FakeTensor):
+            result: Any = _grouped(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in made:
             self.count(tensor)
@@ -125,7 +136,9 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         moved = sum(one.numel() * one.element_size() for one in (*taken, *made))
         counted = _ATTENTION.get(func._overloadpacket)  # noqa: SLF001
-        if counted is not None:
+        if func is _GROUPED:
+            flops = 2 * args[0].numel() * args[1].shape[-1]
+        elif counted is not None:
             flops = int(counted(*(one.shape for one in args if isinstance(one, Tensor))))
         else:
             counted = flop_registry.get(func._overloadpacket)  # noqa: SLF001
@@ -146,6 +159,24 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
 }
 """The CPU's attention kernels, which torch's own counter leaves out."""
+
+_GROUPED = torch.ops.aten._grouped_mm.default  # noqa: SLF001
+
+
+def _grouped(first: Tensor, second: Tensor, offs: Tensor, bias: Tensor | None = None, dtype: Any = None) -> Tensor:
+    """The result of a product of groups, without values.
+
+    Torch's own function for it takes bfloat16 alone (as the first kernels for accelerators did), while the kernels take
+    other types too. The groups are of rows of ``first``, of columns of ``second``, or of the dim that is summed over.
+    """
+    del bias
+    shapes = {
+        (2, 3): (first.shape[0], second.shape[-1]),
+        (3, 2): (first.shape[1], second.shape[-1]),
+        (2, 2): (len(offs), first.shape[0], second.shape[-1]),
+        (3, 3): (*first.shape[:2], second.shape[-1]),
+    }
+    return first.new_empty(shapes[first.dim(), second.dim()], dtype=first.dtype if dtype is None else dtype)
 
 
 class _Identity(torch.autograd.Function):
@@ -224,6 +255,7 @@ class Tracer:
             backward=_work(backward),
             saved=saved,
             gradients={name: size for name, size in gradients.items() if size},
+            unused=max(0, reserved(census.log) - max(event.most for event in census.events)),
         )
 
     def _run(
@@ -234,11 +266,12 @@ class Tracer:
         engine = TorchEngine(PrecisionPolicy(**{**vars(self._policy), "loss_scaling": False}), "cpu")
         output = engine.forward(model, *example)
         loss = _loss_of(output, batch, self._example.loss, type(self._model).__name__)
+        kept = output if self._example.kept else None
         del output
         forward, saved = Counter(census.work), census.live
         census.record("loss")
         loss.backward()  # type: ignore[no-untyped-call]
-        del loss
+        del loss, kept
         watch.close()
         census.record("end")
         return forward, census.work - forward, saved

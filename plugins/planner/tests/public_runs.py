@@ -1,0 +1,137 @@
+"""Predicted against published memory of runs that others made on accelerators: run as a program, it writes the record.
+
+    python plugins/planner/tests/public_runs.py [PART ...]
+
+predicts the rows of ``public_runs.json`` whose names hold one of the parts, or all, and writes ``public_memory.json``.
+The models are made from the families' published sizes, on meta, and the loop of the run is what its source shows: the
+dtype of parameters, what is recomputed, the loss, what stays in a variable. Nothing is fitted to a row.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from drivetrain.api import policy_for
+from drivetrain_fsdp.estimates import estimates
+from drivetrain_planner import PlanRequest
+from drivetrain_planner.optimizers import optimizer_costs
+from drivetrain_planner.tracing import Example, Tracer
+
+ROWS = Path(__file__).with_name("public_runs.json")
+RECORD = Path(__file__).with_name("public_memory.json")
+
+GIB = 2**30
+
+
+def qwen3(**sizes):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=262144, use_cache=False, **sizes,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False,
+        max_position_embeddings=262144, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+MODELS = {
+    "qwen3-0.6b": partial(
+        qwen3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+    ),
+    "qwen3-4b": partial(qwen3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3-30b-a3b": qwen3_moe,
+}
+
+
+def of_logits(output, batch):
+    """prime-rl's supervised loss: of each token, from float32 logits that stay in a variable until backward ends."""
+    logits = output["logits"]
+    each = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"].view(-1), reduction="none")
+    return each.mean()
+
+
+class Logits(nn.Module):
+    """Returns logits alone, as prime-rl's head does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self._no_split_modules = model._no_split_modules  # noqa: SLF001 (which modules are units)
+
+    def forward(self, **given):
+        return {"logits": self.model(**given).logits}
+
+
+def estimate(row):
+    """What a rank of the run would hold under our ``fsdp`` with recomputation."""
+    with torch.device("meta"):
+        model = Logits(MODELS[row["model"]]())
+    ids = torch.zeros(1, row["tokens"], dtype=torch.long)
+    policy = policy_for("bf16")
+    request = PlanRequest(
+        model=model,
+        world_size=row["ranks"],
+        ranks_per_node=min(8, row["ranks"]),
+        device_type="cuda",
+        precision=policy,
+        micro_batch=1,
+        global_batch=2 * row["ranks"],
+        optimizer=optimizer_costs("AdamW", {}, "cuda"),
+        # Gradients of every micro-batch are reduced.
+        sections={"fsdp": {"activation_checkpointing": True, "accumulate_without_sync": False}},
+        trace=Tracer(model, Example((), {"input_ids": ids}, {"labels": ids}, of_logits), policy).trace,
+    )
+    (found,) = estimates(request)
+    assert not found.refused, found.refused
+    return found
+
+
+def rows():
+    """Of the file."""
+    return json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
+
+
+def record():
+    """Bytes by name: ``peak`` of tensors, and ``reserved`` with what the allocator keeps beside them."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def main(asked):
+    """Predict and record."""
+    for row in rows():
+        if asked and not any(part in row["name"] for part in asked):
+            continue
+        began = time.perf_counter()
+        found = estimate(row)
+        kept = {**record(), row["name"]: {"peak": found.peak, "reserved": found.peak + found.trace.unused}}
+        ordered = {each["name"]: kept[each["name"]] for each in rows() if each["name"] in kept}
+        RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        told = kept[row["name"]]
+        error = "" if row["gib"] is None else f"{told['reserved'] / GIB / row['gib'] - 1:+.2%}"
+        parts = {part: round(size / GIB, 2) for part, size in found.memory.items()}
+        sys.stdout.write(
+            f"{row['name']}: {told['peak'] / GIB:.2f}, reserved {told['reserved'] / GIB:.2f}, published {row['gib']} "
+            f"{error} {found.moment} {parts} ({time.perf_counter() - began:.0f} s)\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
