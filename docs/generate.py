@@ -275,6 +275,51 @@ def optimizers() -> str:
     return "\n".join([*rows, "", *(f"{number}. {text}" for number, text in enumerate(words, 1))]).rstrip()
 
 
+def planned() -> str:
+    """Predicted against counted bytes of ranks, from the file that the planner's tests write."""
+    record = json.loads((ROOT / "plugins/planner/tests/planner_memory.json").read_text(encoding="utf-8"))
+    errors = {name: found["predicted"] / found["counted"] - 1 for name, found in record.items()}
+    models = list(dict.fromkeys(name.split("; ")[0] for name in errors))
+    layouts = list(dict.fromkeys(name.partition("; ")[2] for name in errors))
+    rows = ["| layout | " + " | ".join(models) + " |", "|---" + "|--:" * len(models) + "|"]
+    for layout in sorted(layouts, key=lambda each: each.split("; ")[0]):
+        found = [errors.get(f"{model}; {layout}") for model in models]
+        rows.append(f"| {layout} | " + " | ".join("" if one is None else f"{one:+.3%}" for one in found) + " |")
+    return "\n".join([*rows, "", f"{spread(list(errors.values()))}, over {len(errors)} combinations."])
+
+
+def spread(errors: list[float]) -> str:
+    """Mean and worst of errors."""
+    sizes = [abs(each) for each in errors]
+    return f"Mean error {sum(sizes) / len(sizes):.2%}, worst {max(sizes):.2%}"
+
+
+def published() -> str:
+    """Predicted against published memory of others' runs on accelerators."""
+    folder = ROOT / "plugins/planner/tests"
+    file = json.loads((folder / "public_runs.json").read_text(encoding="utf-8"))
+    record = json.loads((folder / "public_memory.json").read_text(encoding="utf-8"))
+    rows = ["| run | tensors | with the allocator's | published | error |", "|---|--:|--:|--:|--:|"]
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in file["rows"]:
+        if row["name"] not in record:
+            continue
+        tensors, reserved = (record[row["name"]][key] / 2**30 for key in ("peak", "reserved"))
+        cells = [f"{tensors:.1f} GiB", f"{reserved:.1f} GiB", "out of memory", ""]
+        if row["gib"] is not None:
+            error = reserved / row["gib"] - 1
+            errors[row["seen"]].append(error)
+            cells[2:] = [f"{row['gib']:.1f} GiB", f"{error:+.1%}"]
+        rows.append(f"| {row['name']}{' (seen)' if row['seen'] else ''} | {' | '.join(cells)} |")
+    told = [
+        f"{spread(errors[False])}, over the {len(errors[False])} rows that nobody looked at while this was written."
+    ]
+    if errors[True]:
+        told.append(f"{spread(errors[True])}, over the {len(errors[True])} that were.")
+    sources = [f"- {text}." for text in file["sources"].values()]
+    return "\n".join([*rows, "", *told, "", *sources])
+
+
 def releases() -> str:
     """Releases of other libraries that the tests ran with, from the file that `make test-oldest` can write."""
     worlds = json.loads((ROOT / "tests/releases/outcomes.json").read_text(encoding="utf-8"))
@@ -347,6 +392,8 @@ def documents() -> dict[Path, str]:
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
+    planner = ROOT / "docs/how-to/planner.md"
+    plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
     for name, table in (("runs of the kit", conformance()), ("cases", cases()), ("proofs", proofs())):
@@ -359,6 +406,7 @@ def documents() -> dict[Path, str]:
         launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
+        planner: renewed(plans, "published memory", published()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),
         with_trainer: renewed(with_trainer.read_text(encoding="utf-8"), "runs of Trainer", trainer()),
     }

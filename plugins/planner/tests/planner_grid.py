@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -110,24 +111,31 @@ def combinations() -> list[Combination]:
     return found
 
 
-def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adamw", sections=None):
-    """What is planned for a model of ``planner_models``, with micro-batches of 4 samples."""
+@cache
+def tracer_for(model, precision):
+    """The model on meta, and what traces its micro-batches of 4 samples; traces are made once."""
     make, batches = MODELS[model]
     with torch.device("meta"):
         network = make()
     policy, batch = policy_for(precision), batches()
     cast_parameters(network, policy)
+    return network, Tracer(network, Example((), batch, batch, kept=False), policy).trace
+
+
+def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adamw", sections=None):
+    """What is planned for a model of ``planner_models``, with micro-batches of 4 samples."""
+    network, trace = tracer_for(model, precision)
     return PlanRequest(
         model=network,
         world_size=ranks,
         ranks_per_node=ranks,
         device_type="cpu",
-        precision=policy,
+        precision=policy_for(precision),
         micro_batch=4,
         global_batch=4 * ranks * accumulation,
         optimizer=optimizer_costs(optimizer),
         sections=sections or {},
-        trace=Tracer(network, Example((), batch, batch, kept=False), policy).trace,
+        trace=trace,
     )
 
 
@@ -143,28 +151,28 @@ def record() -> dict[str, dict[str, int]]:
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
+def keep(name: str, predicted: int, counted: int) -> None:
+    """Write one result into the record."""
+    found = {**record(), name: {"predicted": predicted, "counted": counted}}
+    ordered = {each.name: found[each.name] for each in combinations() if each.name in found}
+    RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    told = f"{predicted} / {counted} = {predicted / counted - 1:+.3%}"
+    sys.stdout.write(f"\n{time.strftime('%H:%M:%S')} {name}: {told}\n")
+    sys.stdout.flush()
+
+
 def main(asked: list[str]) -> None:
     """Run and record."""
     preload_models()
     for one in combinations():
-        found = record()
+        counted = record().get(one.name)
         if asked == ["--predict"]:
-            if one.name in found:
-                before, found[one.name]["predicted"] = found[one.name]["predicted"], one.estimate().peak
-                RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-                after = found[one.name]
-                if after["predicted"] != before:
-                    error = after["predicted"] / after["counted"] - 1
-                    sys.stdout.write(f"{one.name}: {before} -> {after['predicted']} ({error:+.3%})\n")
-        elif asked == ["--all"] or any(part in one.name for part in asked) or (not asked and one.name not in found):
+            if counted is not None:
+                keep(one.name, one.estimate().peak, counted["counted"])
+        elif asked == ["--all"] or any(part in one.name for part in asked) or not (asked or counted):
             estimate = one.estimate()
             assert not estimate.refused, (one.name, estimate.refused)
-            seen = one.count(estimate)
-            found[one.name] = {"predicted": estimate.peak, "counted": seen}
-            ordered = {each.name: found[each.name] for each in combinations() if each.name in found}
-            RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-            sys.stdout.write(f"\n{time.strftime('%H:%M:%S')} {one.name}: {estimate.peak} / {seen} = {estimate.peak / seen - 1:+.3%}\n")
-            sys.stdout.flush()
+            keep(one.name, estimate.peak, one.count(estimate))
 
 
 if __name__ == "__main__":

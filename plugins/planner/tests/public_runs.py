@@ -73,7 +73,7 @@ class Logits(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self._no_split_modules = model._no_split_modules  # noqa: SLF001 (which modules are units)
+        self._no_split_modules = model._no_split_modules
 
     def forward(self, **given):
         return {"logits": self.model(**given).logits}
@@ -113,22 +113,31 @@ def record():
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
+def like(row):
+    """What a prediction depends on; the device is not among it."""
+    return row["model"], row["tokens"], row["ranks"]
+
+
 def main(asked):
-    """Predict and record."""
+    """Predict and record; rows that differ in the device alone share a prediction."""
     for row in rows():
         if asked and not any(part in row["name"] for part in asked):
             continue
         began = time.perf_counter()
         found = estimate(row)
-        kept = {**record(), row["name"]: {"peak": found.peak, "reserved": found.peak + found.trace.unused}}
+        told = {"peak": found.peak, "reserved": found.peak + found.trace.unused}
+        kept = record()
+        for each in rows():
+            if like(each) == like(row):
+                kept[each["name"]] = told
+                error = "" if each["gib"] is None else f"{told['reserved'] / GIB / each['gib'] - 1:+.2%}"
+                sys.stdout.write(f"{each['name']}: published {each['gib']} {error}\n")
         ordered = {each["name"]: kept[each["name"]] for each in rows() if each["name"] in kept}
         RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-        told = kept[row["name"]]
-        error = "" if row["gib"] is None else f"{told['reserved'] / GIB / row['gib'] - 1:+.2%}"
         parts = {part: round(size / GIB, 2) for part, size in found.memory.items()}
         sys.stdout.write(
-            f"{row['name']}: {told['peak'] / GIB:.2f}, reserved {told['reserved'] / GIB:.2f}, published {row['gib']} "
-            f"{error} {found.moment} {parts} ({time.perf_counter() - began:.0f} s)\n"
+            f"  {told['peak'] / GIB:.2f}, reserved {told['reserved'] / GIB:.2f}, most in {found.moment}: {parts}, "
+            f"{time.perf_counter() - began:.0f} s\n"
         )
         sys.stdout.flush()
 

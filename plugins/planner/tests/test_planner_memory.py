@@ -8,57 +8,15 @@ smallest version of torch; with torch 2.13 the largest error is 0.1 %.
 from __future__ import annotations
 
 import pytest
-import torch
+from planner_grid import Combination, combinations
 from planner_jobs import censused, counted
-from planner_models import MODELS
-
-from drivetrain.api import cast_parameters, policy_for
-from drivetrain_planner import PlanRequest
-from drivetrain_planner.choosing import ask
-from drivetrain_planner.optimizers import optimizer_costs
-from drivetrain_planner.tracing import Example, Tracer
-from drivetrain_testing import spawn
-
-ZERO = {"deepspeed": {"reduce_bucket_size": 1_000_000}}
-"""Of DeepSpeed's own, 500 million elements, 2 GB would hide everything else in models of this size."""
 
 
-def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adamw", sections=None):
-    make, batches = MODELS[model]
-    with torch.device("meta"):
-        network = make()
-    policy, batch = policy_for(precision), batches()
-    cast_parameters(network, policy)
-    return PlanRequest(
-        model=network,
-        world_size=ranks,
-        ranks_per_node=ranks,
-        device_type="cpu",
-        precision=policy,
-        micro_batch=4,
-        global_batch=4 * ranks * accumulation,
-        optimizer=optimizer_costs(optimizer),
-        sections=sections or {},
-        trace=Tracer(network, Example((), batch, batch), policy).trace,
-    )
-
-
-def estimates_of(request, title):
-    found, complaints = ask(request)
-    assert not complaints
-    return next(each for each in found if each.title == title)
-
-
-def check(model, title, ranks, *, precision="no", optimizer="adamw", measure=censused, tolerance=0.01, **given):
-    sections = given.get("sections", {})
-    request = request_for(model, ranks, precision=precision, optimizer=optimizer, **given)
-    estimate = estimates_of(request, title)
+def check(model, title, ranks, *, measure=censused, tolerance=0.01, **given):
+    one = Combination(model, title, ranks, **given)
+    estimate = one.estimate()
     assert not estimate.refused, estimate.refused
-    settings = {**estimate.settings, "mixed_precision": precision}
-    for name, section in sections.items():
-        if name == estimate.backend:
-            settings[name] = {**section, **settings.get(name, {})}
-    seen = max(each["most"] for each in spawn(measure, ranks, settings, model, optimizer, timeout=200))
+    seen = one.count(estimate, measure)
     assert abs(estimate.peak / seen - 1) <= tolerance, (estimate.peak, seen, estimate.memory, estimate.moment)
 
 
@@ -74,13 +32,13 @@ def test_one_process_by_torchs_own_allocator(model):
 @pytest.mark.parametrize(("title", "ranks"), [("ddp", 3), ("fsdp", 3), ("fsdp, recompute", 2), ("zero 2", 2)])
 @pytest.mark.gate("fsdp-3", "zero 2-2")
 def test_gpt2_under_each_backend(title, ranks):
-    check("gpt2", title, ranks, sections=ZERO if title.startswith("zero") else {}, tolerance=0.005)
+    check("gpt2", title, ranks, tolerance=0.005)
 
 
 @pytest.mark.parametrize("title", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_windows_keep_whole_gradients(title):
-    check("gpt2", title, 2, accumulation=2, tolerance=0.005)
+    check("gpt2", title, 2, windows=2, tolerance=0.005)
 
 
 @pytest.mark.slow
@@ -93,21 +51,13 @@ def test_an_optimizer_without_state():
     check("resnet", "ddp", 2, optimizer="sgd")
 
 
-GRID = [
-    (model, title, ranks)
-    for model in MODELS
-    for title in ("ddp", "fsdp", "fsdp, recompute", "zero 1", "zero 2", "zero 3")
-    # Uneven shares show in a transformer and in a convolutional net as well as in five models.
-    for ranks in ((2, 3) if model in ("llama", "resnet") else (2,))
-    # T5 keeps a cache that its blocks write, so that they cannot be computed twice; test_planner_choice.py.
-    if (model, title) != ("t5", "fsdp, recompute")
-]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 # T5's blocks return views, which nothing here changes in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.parametrize(("model", "title", "ranks"), GRID)
-def test_models_and_layouts(model, title, ranks):
-    check(model, title, ranks, sections=ZERO if title.startswith("zero") else {})
+@pytest.mark.parametrize("one", combinations(), ids=lambda one: one.name.replace("; ", "-"))
+def test_models_and_layouts(one):
+    estimate = one.estimate()
+    assert not estimate.refused, estimate.refused
+    seen = one.count(estimate)
+    assert abs(estimate.peak / seen - 1) <= 0.01, (estimate.peak, seen, estimate.memory, estimate.moment)

@@ -52,14 +52,15 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
 
 def _choose(resolved: ResolvedConfig) -> Any:
     from drivetrain_planner.choosing import choose
-    from drivetrain_planner.machines import find
+    from drivetrain_planner.machines import HERE, find, kept_file
     from drivetrain_planner.requests import Asked, request
 
     config, plan = resolved.config, resolved.config.plan
-    name = plan.machine or ("cpu" if config.use_cpu else None)
+    name = plan.machine or ("cpu" if config.use_cpu else HERE if kept_file().exists() else None)
     if name is None:
         raise UsageError(
-            "distributed_type: auto does not know the devices", cure="Write plan: {machine: h100x8}, or a YAML file."
+            "distributed_type: auto does not know the devices",
+            cure="Run drivetrain plan measure once on this machine, or write plan: {machine: h100x8} or a YAML file.",
         )
     machine = find(name, config.num_processes if name == "cpu" else None, plan.memory)
     assert plan.model is not None

@@ -31,12 +31,15 @@ class Candidate:
         bytes: of a rank at its most, context included.
         seconds: of an optimizer step, by part.
         verdict: why it is not taken; empty for one that fits.
+        unused: bytes that an accelerator's caching allocator may keep beside these, see :attr:`Trace.unused`; they come
+            out of the fifth of a device that no plan uses.
     """
 
     estimate: Estimate
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
+    unused: int = 0
 
     @property
     def time(self) -> float:
@@ -114,7 +117,8 @@ def weigh(estimate: Estimate, request: PlanRequest, machine: Machine) -> Candida
     if held > allowed:
         part, most = max(estimate.memory.items(), key=lambda each: each[1])
         verdict = f"{gib(held)} > {gib(allowed)}, which is {SHARE:.0%} of {gib(machine.memory)}; {gib(most)} are {part}"
-    return Candidate(estimate, held, seconds(estimate, request, machine), verdict)
+    unused = 0 if estimate.trace is None or machine.device_type == "cpu" else estimate.trace.unused
+    return Candidate(estimate, held, seconds(estimate, request, machine), verdict, unused)
 
 
 def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[str, float]:

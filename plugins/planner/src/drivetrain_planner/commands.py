@@ -1,4 +1,4 @@
-"""``drivetrain plan choose`` and ``drivetrain plan memory``. Torch is imported when one of them runs."""
+"""``drivetrain plan choose``, ``memory`` and ``measure``. Torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def plan() -> None:
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what both commands are asked with."""
+    """Add what `choose` and `memory` are asked with."""
     for add in reversed(
         (
             click.argument("model"),
             click.option("--batch", metavar="PATH", help="A function, named like MODEL, that returns a micro-batch."),
             click.option("--loss", metavar="PATH", help="A function of output and batch; the output's own loss."),
             click.option("--processes", type=click.IntRange(1), metavar="N", help="Over all machines; one machine's."),
-            click.option("--machine", default="h100x8", show_default=True, metavar="NAME", help="Name or YAML file."),
+            click.option("--machine", metavar="NAME", help="Name or YAML file; the measured one, else h100x8."),
             click.option("--memory", metavar="SIZE", help="Of one device, such as 24GiB; the machine's."),
             click.option("--global_batch", type=click.IntRange(1), metavar="N", help="Samples of an optimizer step."),
             click.option("--mixed_precision", type=click.Choice(["no", "bf16", "fp16"]), help="The configuration's."),
@@ -83,10 +83,37 @@ def memory(as_json: bool, **flags: Any) -> None:
     click.echo(json.dumps(data(found), indent=2) if as_json else "\n".join(memory_lines(found)))
 
 
+@plan.command()
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="All accelerators; 2 where there is none.")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True, help="Each number.")
+@click.option("--cpu", is_flag=True, help="Leave accelerators aside.")
+@click.option("--write", metavar="FILE", type=click.Path(path_type=Path), help="Keep it here, and not for `here`.")
+def measure(processes: int | None, seconds: float, cpu: bool, write: Path | None) -> None:
+    """Measure this machine once: memory, arithmetic, memory bandwidth, links.
+
+    What is measured is kept for `--machine here`, which the other commands take where no machine is named. The link to
+    other machines is not measured.
+    """
+    from drivetrain_planner.machines import kept_file
+    from drivetrain_planner.measuring import as_file
+    from drivetrain_planner.measuring import measure as measured
+
+    path = kept_file() if write is None else write
+    if write is not None and write.exists():
+        raise UsageError(f"{write} is there already", cure="Name another file, or remove it.")
+    found = as_file(measured(processes, seconds, "cpu" if cpu else None))
+    text = yaml.safe_dump(found, sort_keys=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    named = "here" if write is None else str(path)
+    click.echo(text, nl=False)
+    click.echo(f"Wrote {path}. Plan with it: --machine {named}", err=True)
+
+
 def _plan(flags: dict[str, Any]) -> Choice:
     from drivetrain.api import load_config
     from drivetrain_planner.choosing import choose as choose_layout
-    from drivetrain_planner.machines import find
+    from drivetrain_planner.machines import HERE, find, kept_file
     from drivetrain_planner.requests import Asked, request
 
     resolved = load_config(flags["config_file"]) if flags["config_file"] is not None else None
@@ -98,7 +125,8 @@ def _plan(flags: dict[str, Any]) -> Choice:
         told = f"--optimizer_args {flags['optimizer_args']!r} are no keys and values"
         raise UsageError(told, cure="Write them as '{lr: 0.1, momentum: 0.9}'.")
     processes = flags["processes"]
-    machine = find(flags["machine"], processes if flags["machine"] == "cpu" else None, flags["memory"])
+    name = flags["machine"] or (HERE if kept_file().exists() else "h100x8")
+    machine = find(name, processes if name == "cpu" else None, flags["memory"])
     asked = Asked(
         model=flags["model"],
         batch=flags["batch"],

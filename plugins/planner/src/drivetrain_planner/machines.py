@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,18 +102,30 @@ MACHINES = {
 devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are."""
 
 
+HERE = "here"
+"""The name of the machine that ``drivetrain plan measure`` has measured."""
+
+
+def kept_file() -> Path:
+    """Where what was measured is kept; need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drivetrain" / "machine.yaml"
+
+
 def find(asked: str, devices: int | None = None, memory: str | None = None) -> Machine:
     """A machine by name (``h100x8``: eight devices), or from a YAML file of the fields of :class:`Machine`.
 
     Args:
-        asked: name or file. In a file ``base`` names the machine whose numbers hold where it says nothing.
+        asked: name or file, or ``here`` for this machine as it was measured. In a file ``base`` names the machine whose
+            numbers hold where it says nothing.
         devices: on one machine, where they are not said.
         memory: of one device; replaces the machine's.
 
     Raises:
         UsageError: it is not known, or the file holds something else.
     """
-    path = Path(asked)
+    path = kept_file() if asked == HERE else Path(asked)
+    if asked == HERE and not path.exists():
+        raise UsageError("this machine has not been measured", cure="Run: drivetrain plan measure")
     machine = _read(path) if path.suffix in (".yaml", ".yml") else _known(asked)
     if devices is not None and machine.devices == 1:
         machine = replace(machine, devices=devices)
@@ -125,9 +138,9 @@ def _known(asked: str) -> Machine:
         return replace(MACHINES[name], devices=int(count))
     if asked.lower() in MACHINES:
         return MACHINES[asked.lower()]
+    names = f"{', '.join(MACHINES)}, with x8 after it for eight devices"
     raise UsageError(
-        f"there is no machine {asked!r}",
-        cure=f"Name one of {', '.join(MACHINES)}, with x8 after it for eight devices, or a YAML file of its numbers.",
+        f"there is no machine {asked!r}", cure=f"Name {HERE}, one of {names}, or a YAML file of its numbers."
     )
 
 

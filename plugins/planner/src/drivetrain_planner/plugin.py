@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def drivetrain_commands(group: click.Group) -> None:
-    """``drivetrain plan choose`` and ``drivetrain plan memory``."""
+    """``drivetrain plan choose``, ``memory`` and ``measure``."""
     from drivetrain_planner.commands import plan
 
     group.add_command(plan)

@@ -60,6 +60,10 @@ def explained(candidate: Candidate, choice: Choice) -> list[str]:
     ]
     times = ", ".join(f"{part} {_time(value)}" for part, value in candidate.seconds.items())
     remarks = [f"  {remark}" for remark in candidate.estimate.remarks]
+    if candidate.unused:
+        remarks.insert(
+            0, f"  and {gib(candidate.unused)} that the allocator may keep beside these, from the free fifth"
+        )
     return [f"{candidate.estimate.title}, in the {candidate.estimate.moment}: {times}", *_table(rows), *remarks]
 
 
@@ -101,6 +105,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "memory": dict(one.estimate.memory),
         "resident": dict(one.estimate.resident),
         "moment": one.estimate.moment,
+        "allocator": one.unused,
         "seconds": one.seconds,
         "verdict": one.verdict,
     }

@@ -1,0 +1,196 @@
+"""Measures this machine: arithmetic, memory, the start of a kernel, and the links between its devices.
+
+Each number is measured in all processes at once, as in training, where they share a machine; the slowest counts. Links
+are measured with ``all_reduce``. What is kept is a machine file, which :func:`drivetrain_planner.machines.find` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from drivetrain.api import UsageError
+from drivetrain_planner.machines import MACHINES, Link, Machine
+
+_ON_CPU, _ON_DEVICE = 512, 8192
+"""Rows and columns of the matrices that are multiplied: 0.3 and 1,100 billion operations."""
+
+_SMALL_MESSAGE = 2**14
+"""Bytes whose all_reduce takes about as long as an empty one."""
+
+
+def measure(
+    processes: int | None = None, seconds: float = 0.3, device_type: str | None = None, size: int | None = None
+) -> Machine:
+    """Measure this machine in processes of its own. Not collective; call it outside of a job.
+
+    Args:
+        processes: one for each device; ``None`` = all accelerators of the machine, or 2 where there is none.
+        seconds: that each number is measured for, warm-up apart.
+        device_type: ``"cpu"`` leaves accelerators aside; ``None`` takes them where there are any.
+        size: rows and columns of the matrices; ``None`` = enough to keep a device busy.
+
+    Returns:
+        Its numbers; ``outside``, the link to other machines, is that of the machine table and is not measured.
+
+    Raises:
+        UsageError: more processes than accelerators, or a process failed.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if device_type != "cpu" else None
+    kind = "cpu" if accelerator is None else accelerator.type
+    there = os.cpu_count() or 1 if kind == "cpu" else torch.accelerator.device_count()
+    count = processes or (min(2, there) if kind == "cpu" else there)
+    if kind != "cpu" and count > there:
+        raise UsageError(f"{count} processes for {there} devices", cure=f"Ask for --processes {there}, or fewer.")
+    with tempfile.TemporaryDirectory(prefix="drivetrain-measure-") as folder:
+        try:
+            multiprocessing.spawn(_run, (count, kind, seconds, folder, size), count)  # type: ignore[no-untyped-call]
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as problem:
+            last = str(problem).strip().splitlines()[-1]
+            raise UsageError(
+                f"this machine cannot be measured: {last}", cure="Name one: --machine h100x8."
+            ) from problem
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(count)]
+    worst = {key: (max if key in ("launch", "context") else min)(each[key] for each in ranks) for key in _KEYS}
+    small, large = (max(each[key] for each in ranks) for key in ("small", "large"))
+    base = MACHINES["cpu" if kind == "cpu" else "h100"]
+    return replace(
+        base,
+        name=ranks[0]["name"],
+        device_type=kind,
+        devices=count,
+        inside=link(count, small, large, ranks[0]["message"]) if count > 1 else base.inside,
+        **{**worst, "memory": int(worst["memory"]), "context": int(worst["context"])},
+    )
+
+
+_KEYS = ("memory", "context", "flops", "half_flops", "bandwidth", "launch")
+
+
+def link(ranks: int, small: float, large: float, message: int) -> Link:
+    """Latency and bandwidth from two all_reduces, of which a ring sends ``2 (n - 1) / n`` of the bytes.
+
+    Args:
+        ranks: in the group.
+        small: seconds of a message whose bytes do not count.
+        large: seconds of the large message.
+        message: its bytes.
+    """
+    sent = 2 * (ranks - 1) / ranks * message
+    # On a busy machine a small message may take as long as a large one; then all of it is bandwidth.
+    return Link(small, sent / (large - small if large > small else large))
+
+
+def as_file(machine: Machine) -> dict[str, Any]:
+    """Keys and values of a machine file, to three digits."""
+    found = asdict(machine)
+    for key in ("flops", "half_flops", "bandwidth", "launch"):
+        found[key] = float(f"{found[key]:.3g}")
+    for key in ("inside", "outside"):
+        found[key] = {name: float(f"{value:.3g}") for name, value in found[key].items()}
+    return {"base": "cpu" if machine.device_type == "cpu" else "h100", **found}
+
+
+def _run(rank: int, count: int, kind: str, seconds: float, folder: str, size: int | None) -> None:
+    """One process."""
+    if kind == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+        device = torch.device("cpu")
+    else:
+        device = torch.device(kind, rank)
+        torch.accelerator.set_device_index(rank)
+    backend = dist.get_default_backend_for_device(device)
+    store = dist.FileStore(str(Path(folder, "store")), count)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(minutes=2))
+    try:
+        found = _measured(device, seconds, size or (_ON_CPU if kind == "cpu" else _ON_DEVICE))
+    finally:
+        dist.destroy_process_group()
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _measured(device: torch.device, seconds: float, size: int) -> dict[str, Any]:
+    cpu = device.type == "cpu"
+    memory, context, name = _memory(device)
+    found: dict[str, Any] = {"memory": memory, "context": context, "name": name}
+    for key, dtype in (("flops", torch.float32), ("half_flops", torch.bfloat16)):
+        first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype, device=device)
+        with _tf32(key == "flops" and not cpu):
+            taken = _timed(lambda a=first, b=second, c=out: torch.mm(a, b, out=c), device, seconds)  # type: ignore[misc]
+        found[key] = 2 * size**3 / taken
+    moved = torch.ones((2**26 if cpu else 2**30) // 4, device=device)
+    target = torch.empty_like(moved)
+    found["bandwidth"] = 2 * moved.nbytes / _timed(lambda: target.copy_(moved), device, seconds)
+    tiny = torch.ones(1, device=device)
+    found["launch"] = _timed(lambda: [tiny.add_(1) for _ in range(100)], device, seconds) / 100
+    message = 2**23 if cpu else 2**28
+    for key, bytes_ in (("small", _SMALL_MESSAGE), ("large", message)):
+        sent = torch.zeros(bytes_ // 4, device=device)
+        found[key] = _timed(lambda one=sent: dist.all_reduce(one), device, seconds, together=True)  # type: ignore[misc]
+    return {**found, "message": message}
+
+
+def _memory(device: torch.device) -> tuple[int, int, str]:
+    """Bytes of a device, those that the driver holds once it is in use, and its name."""
+    if device.type == "cpu":
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return whole // dist.get_world_size(), 0, "cpu"
+    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+    module = torch.get_device_module(device.type)
+    free, whole = module.mem_get_info(device)
+    return whole, max(0, whole - free - module.memory_reserved(device)), module.get_device_name(device)
+
+
+class _tf32:  # noqa: N801 (a context)
+    """Lets float32 products use the devices' short formats, as the machine table takes for granted."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+
+    def __enter__(self) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        if self._on:
+            torch.set_float32_matmul_precision("high")
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._before)
+
+
+def _timed(function: Callable[[], Any], device: torch.device, seconds: float, *, together: bool = False) -> float:
+    """Median seconds of a call, over as many as fill the time.
+
+    Args:
+        function: what is measured.
+        device: waits for it after each call.
+        seconds: in all.
+        together: it is collective, so that all ranks make as many calls, the number that rank 0 takes for the time.
+    """
+
+    def once() -> float:
+        begun = time.perf_counter()
+        function()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - begun
+
+    first = min(once() for _ in range(3))
+    calls = max(3, min(1000, int(seconds / max(first, 1e-7))))
+    if together:
+        agreed = torch.tensor([calls], device=device)
+        dist.broadcast(agreed, 0)
+        calls = int(agreed.item())
+    dist.barrier()
+    return median(once() for _ in range(calls))
