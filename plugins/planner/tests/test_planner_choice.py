@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,6 +20,7 @@ from drivetrain_planner.choosing import choose
 from drivetrain_planner.commands import plan
 from drivetrain_planner.machines import find
 from drivetrain_planner.optimizers import optimizer_costs
+from drivetrain_planner.report import lines
 from drivetrain_planner.requests import Asked, request
 
 NET = """
@@ -93,6 +95,14 @@ def test_llama_8b_on_eight_80_gb_cards(llama_8b):
     # In float32, for the loss and in the output that the script keeps.
     logits = (4 + 4) * samples * 128256
     assert rejected["fsdp"].estimate.trace.saved == pytest.approx(kept + logits, rel=0.02)
+
+
+def test_the_documents_example_is_what_is_printed(llama_8b):
+    """Of the how-to: Llama-3-8B on eight H100."""
+    page = (Path(__file__).parents[3] / "docs/how-to/planner.md").read_text(encoding="utf-8")
+    shown = page.partition("## An example with numbers")[2].partition("```text\n")[2].partition("```")[0]
+    assert "->  fsdp, recompute" in shown
+    assert {line.rstrip() for line in shown.splitlines()} <= {line.rstrip() for line in lines(llama_8b, explain=True)}
 
 
 @pytest.mark.slow
