@@ -312,10 +312,10 @@ def published() -> str:
             cells[2:] = [f"{row['gib']:.1f} GiB", f"{error:+.1%}"]
         rows.append(f"| {row['name']}{' (seen)' if row['seen'] else ''} | {' | '.join(cells)} |")
     told = [
-        f"{spread(errors[False])}, over the {len(errors[False])} rows that nobody looked at while this was written."
+        f"{spread(errors[False])}, over the {len(errors[False])} rows that played no part while this was made."
     ]
     if errors[True]:
-        told.append(f"{spread(errors[True])}, over the {len(errors[True])} that were.")
+        told.append(f"{spread(errors[True])}, over the {len(errors[True])} that did (seen).")
     sources = [f"- {text}." for text in file["sources"].values()]
     return "\n".join([*rows, "", *told, "", *sources])
 
