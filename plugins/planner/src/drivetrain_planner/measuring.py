@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from drivetrain.api import UsageError
 from drivetrain_planner.machines import MACHINES, Link, Machine
@@ -56,8 +56,8 @@ def measure(
         raise UsageError(f"{count} processes for {there} devices", cure=f"Ask for --processes {there}, or fewer.")
     with tempfile.TemporaryDirectory(prefix="drivetrain-measure-") as folder:
         try:
-            multiprocessing.spawn(_run, (count, kind, seconds, folder, size), count)  # type: ignore[no-untyped-call]
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as problem:
+            spawn(_run, (count, kind, seconds, folder, size), count)  # type: ignore[no-untyped-call]
+        except (ProcessRaisedException, ProcessExitedException) as problem:
             last = str(problem).strip().splitlines()[-1]
             raise UsageError(
                 f"this machine cannot be measured: {last}", cure="Name one: --machine h100x8."
@@ -112,7 +112,7 @@ def _run(rank: int, count: int, kind: str, seconds: float, folder: str, size: in
         device = torch.device(kind, rank)
         torch.accelerator.set_device_index(rank)
     backend = dist.get_default_backend_for_device(device)
-    store = dist.FileStore(str(Path(folder, "store")), count)
+    store = dist.FileStore(str(Path(folder, "store")), count)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(minutes=2))
     try:
         found = _measured(device, seconds, size or (_ON_CPU if kind == "cpu" else _ON_DEVICE))
