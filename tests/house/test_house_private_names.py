@@ -10,7 +10,7 @@ OURS = re.compile(r"_drivetrain|_getframe$|_current_frames$")
 
 AT_IMPORT = {
     *("_dynamo", "_ops", "_subclasses"),  # Modules of torch; the first is imported when it is asked for.
-    *("_foreach_norm", "_is_any_true", "_local_scalar_dense"),  # Operators: torch names one that it has not.
+    *("_foreach_norm", "_grouped_mm", "_is_any_true", "_local_scalar_dense"),  # Operators: torch names one it has not.
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     *("_bit_generator", "_reconstructor"),  # NumPy's and Python's, which keep what pickles contain.
 }
