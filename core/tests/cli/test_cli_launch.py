@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from drivetrain.cli.test import without_the_model
+from drivetrain.config import load_config, worker_config
+
 SCRIPT = """
 import sys
 from drivetrain.config import worker_config
@@ -86,6 +89,19 @@ def test_the_self_test_checks_gather_gradients_and_checkpoints(drivetrain, argum
     for word in ("gather", "gradients: parameters equal", "save_state, load_state", "Everything works."):
         assert word in done.stdout
     assert done.stdout.startswith("1 process(es)" if "1" in arguments else "2 process(es)")
+
+
+def test_the_self_test_leaves_out_what_is_about_the_users_model(monkeypatch):
+    """Workers read the environment once more, which must not bring a setting back."""
+    monkeypatch.setenv("DRIVETRAIN_FSDP__WRAP", "package.of_a_user:units")
+    megatron = {"split_points": "layers.6", "data_parallel": "zero1"}
+    given = load_config(overrides={"fsdp.cpu_offload": True, "megatron": megatron})
+    kept, dropped = without_the_model(given)
+    assert sorted(dropped) == ["fsdp.wrap", "megatron.split_points"]
+    left = {"fsdp": {"cpu_offload": True}, "megatron": {"data_parallel": "zero1"}}
+    assert kept.sections == left
+    monkeypatch.setenv("DRIVETRAIN_CONFIG", kept.to_json())
+    assert worker_config().sections == left
 
 
 def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from drivetrain.cli.options import chosen_file, configuration_options, normalise, resolve
+
+if TYPE_CHECKING:
+    from drivetrain.config import ResolvedConfig
 
 SELF_TEST = "drivetrain.cli.self_test"
 
@@ -17,7 +21,8 @@ SELF_TEST = "drivetrain.cli.self_test"
 def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> None:
     """Run a short distributed job and check gather, gradients, saving and loading against one plain process.
 
-    Without a number of processes it takes one per accelerator, or two on the CPU.
+    Without a number of processes it takes one per accelerator, or two on the CPU. It trains a small model of its own:
+    settings that name parts of yours, such as fsdp.transformer_layer_cls, are left out.
     """
     config_file, remark = chosen_file(config_file)
     if remark:
@@ -36,9 +41,40 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
             world = 1
         if world != plan.world_size:
             resolved = resolve(config_file, settings, {**flags, "num_processes": str(world)})
+    resolved, dropped = without_the_model(resolved)
+    if dropped:
+        click.echo(f"left out, since they are about another model: {', '.join(dropped)}", err=True)
     plan = make_plan(resolved)
     click.echo(describe(plan, resolved), err=True)
     code = script.launch(resolved, [SELF_TEST], module=True, plan=plan)
     if code == 0:
         click.echo("Everything works.")
     sys.exit(code)
+
+
+def without_the_model(resolved: ResolvedConfig) -> tuple[ResolvedConfig, list[str]]:
+    """Leave out what the sections of backends say about the model that a script trains.
+
+    Args:
+        resolved: the configuration of the script. Of a section's model, fields with ``json_schema_extra={"of_model":
+            True}`` are about the model.
+
+    Returns:
+        The configuration without them, and their keys, such as ``fsdp.transformer_layer_cls``.
+    """
+    from drivetrain.config.locate import Origin
+    from drivetrain.registry import get_registry
+
+    registry = get_registry()
+    sections: dict[str, dict[str, Any]] = {}
+    dropped: list[str] = []
+    for name, section in resolved.sections.items():
+        kind = registry.load_section(registry.info(name))
+        fields = {} if kind is None else kind.model_fields
+        extras = {key: field.json_schema_extra for key, field in fields.items()}
+        about = [key for key in section if isinstance(extra := extras.get(key), dict) and extra.get("of_model")]
+        sections[name] = {key: value for key, value in section.items() if key not in about}
+        dropped += [f"{name}.{key}" for key in about]
+    # Workers let the environment set what no flag did.
+    settled = dict.fromkeys(dropped, Origin("flag", "drivetrain test"))
+    return replace(resolved, sections=sections, origins={**resolved.origins, **settled}), dropped

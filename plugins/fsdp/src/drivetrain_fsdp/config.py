@@ -33,6 +33,7 @@ class FSDPConfig(BaseModel):
         (),
         description="Class names of the modules that become units. Without it and the next two: the model's own "
         "_no_split_modules, else the blocks of its longest ModuleList.",
+        json_schema_extra={"of_model": True},
     )
     min_num_params: Count | None = Field(
         None, gt=0, description="Instead: a module becomes a unit when it holds this many parameters not in one yet."
@@ -41,6 +42,7 @@ class FSDPConfig(BaseModel):
         None,
         pattern=r"^[\w.]+:[\w.]+$",
         description="Instead: 'package.module:function', called with the model, gives the modules that become units.",
+        json_schema_extra={"of_model": True},
     )
     reshard_after_forward: bool | int | None = Field(
         None,
@@ -80,11 +82,13 @@ class FSDPConfig(BaseModel):
         (),
         description="Methods of the model besides forward that scripts call, e.g. encode; they gather parameters. "
         "generate of an encoder-decoder of Transformers is one without being named.",
+        json_schema_extra={"of_model": True},
     )
     weights: str | None = Field(
         None,
         description="A safetensors file, its index or their folder: where a model built under init_empty_weights gets "
         "its parameters from, each rank reading its shards only, instead of being initialised.",
+        json_schema_extra={"of_model": True},
     )
 
     @model_validator(mode="after")

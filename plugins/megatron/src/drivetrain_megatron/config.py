@@ -63,6 +63,7 @@ class MegatronConfig(BaseModel):
         (),
         description="Names of the modules at which the second and each further stage begins, e.g. layers.6. Without "
         "it: a plugin's, else balanced over the model's blocks.",
+        json_schema_extra={"of_model": True},
     )
     balance: Literal["bytes", "time"] = Field(
         "bytes",
@@ -72,6 +73,7 @@ class MegatronConfig(BaseModel):
     whole_inputs: Names = Field(
         (),
         description="Keyword inputs that go whole to each micro-batch, though they are as long as the batch.",
+        json_schema_extra={"of_model": True},
     )
     gradient_clipping: Annotated[float, BeforeValidator(_not_bool)] | None = Field(
         None,
@@ -85,6 +87,7 @@ class MegatronConfig(BaseModel):
         None,
         description="How layers are shared over tp, by name with wildcards: {'layers.*.wq': colwise, ...}. Without it: "
         "a plugin's, the model's own, else derived from the model.",
+        json_schema_extra={"of_model": True},
     )
 
     @model_validator(mode="after")

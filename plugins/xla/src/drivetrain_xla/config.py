@@ -23,6 +23,7 @@ class XLAConfig(BaseModel):
         default_factory=dict,
         description="For the axis tp: patterns of module names (* stands for one part) and colwise, rowwise or "
         "replicate. Without it a plugin's plan for the model, else each linear layer colwise.",
+        json_schema_extra={"of_model": True},
     )
     min_shard_elements: int = Field(
         1024, ge=1, description="A parameter with fewer elements is kept whole by every device along dp_shard."
