@@ -64,6 +64,17 @@ class DrawsInBackward(Mistake):
                 torch.rand(1)
 
 
+class DrawsAlike(Mistake):
+    """Draws a number from the script's generator in every backward, the same on all ranks."""
+
+    caught_by = ("order.follows_the_plain_loader",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def backward(self, loss: Any, scale: Any) -> None:
+            super().backward(loss, scale)
+            torch.rand(1)
+
+
 class SeedsByTheRank(Mistake):
     """Seeds the script's generators when it prepares a model, by the rank."""
 

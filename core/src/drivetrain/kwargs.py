@@ -59,8 +59,9 @@ class DataLoaderConfiguration:
         dispatch_batches: the main process reads and distributes every batch; ``None`` means no. (Accelerate's ``None``
             means yes for iterable datasets, at about twenty times the cost per batch.)
         even_batches: give every rank the same number of batches, a repeated sample where there is none left for it.
-        use_seedable_sampler: accepted either way: the order is always a function of the seed and the epoch.
-        data_seed: seed of that order; ``None`` takes one from the main process's random state.
+        use_seedable_sampler: ``shuffle=True`` without a generator gives an order that is a function of the seed and the
+            epoch, which ``set_epoch`` chooses. Otherwise it is the one that torch draws from its global state.
+        data_seed: seed of that order, which it asks for too; ``None`` takes one from the main process's random state.
         non_blocking: copy batches to the device without waiting.
         use_stateful_dataloader: accepted either way: prepared loaders always carry their position.
     """

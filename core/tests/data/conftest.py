@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
+from drivetrain.data.drawing import Board
 from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.topology import Mesh, ProcessInfo, Topology
@@ -40,8 +41,27 @@ class Alone(Backend):
     gather_object = barrier = broadcast = reduce = gather
 
 
-def make_context(rank: int = 0, world: int = 1, *, seed: int = 5, **config: Any) -> LoadingContext:
-    return LoadingContext(Alone(rank, world), DataLoaderConfiguration(**config), seed, False, ActiveLoaders())
+class DictBoard(Board):
+    """Agreement of ranks that run in one process, rank 0 before the others."""
+
+    def __init__(self, rank: int, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self._rank, self._shared = rank, shared
+
+    def agree(self, key: str, value: Any) -> Any:
+        if self._rank == 0:
+            self._shared[key] = value
+            return None
+        return None if self._shared[key] == value else self._shared[key]
+
+
+def make_context(
+    rank: int = 0, world: int = 1, *, seed: int = 5, shared: dict[str, Any] | None = None, **config: Any
+) -> LoadingContext:
+    board = DictBoard(rank, {} if shared is None else shared) if world > 1 else None
+    return LoadingContext(
+        Alone(rank, world), DataLoaderConfiguration(**config), seed, False, ActiveLoaders(), board=board
+    )
 
 
 @pytest.fixture
@@ -54,7 +74,9 @@ def ranks():
     """``ranks(build, world, **config)``: the prepared loader of each rank of a world."""
 
     def make(build, world: int = 1, **config: Any) -> list:
-        return [prepare_data_loader(build(), make_context(rank, world, **config)) for rank in range(world)]
+        shared: dict[str, Any] = {}
+        contexts = [make_context(rank, world, shared=shared, **config) for rank in range(world)]
+        return [prepare_data_loader(build(), context) for context in contexts]
 
     return make
 

@@ -73,9 +73,12 @@ def test_a_run_repeats_and_another_seed_differs(kwargs, ranks):
 
 @WAYS
 def test_a_resumed_epoch_goes_on_in_its_numbers(kwargs, ranks):
-    whole = [rows(loader) + rows(loader) for loader in ranks(build(**kwargs), 2)]
+    def made():
+        return ranks(build(**kwargs), 2, use_seedable_sampler=True)
+
+    whole = [rows(loader) + rows(loader) for loader in made()]
     resumed = []
-    for loader, again in zip(ranks(build(**kwargs), 2), ranks(build(**kwargs), 2), strict=True):
+    for loader, again in zip(made(), made(), strict=True):
         rows(loader)
         batches = iter(loader)
         for _ in range(2):

@@ -25,11 +25,15 @@ WORLDS = [1, 2, 4]
 @pytest.mark.parametrize("saved_by", WORLDS)
 @pytest.mark.parametrize("resumed_by", WORLDS)
 @pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
-def test_resumed_anywhere_each_sample_is_shown_once(ranks, saved_by, resumed_by, kind, run, shuffled, numbers, buckets):
+def test_resumed_anywhere_each_sample_is_shown_once(ranks, saved_by, resumed_by, kind, run, numbers, buckets):
     """The resume matrix of Accelerate's accelerate#2823, at every stopping point and without help from the script."""
     builds = {
-        "shuffle": shuffled(),
-        "sampler": lambda: DataLoader(numbers(), batch_size=3, sampler=SubsetRandomSampler(range(N))),
+        "shuffle": lambda: DataLoader(
+            numbers(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+        ),
+        "sampler": lambda: DataLoader(
+            numbers(), batch_size=3, sampler=SubsetRandomSampler(range(N), torch.Generator().manual_seed(3))
+        ),
         "batch_sampler": lambda: DataLoader(numbers(), batch_sampler=buckets([3, 2, 4, 1, 5, 4, 3])),
     }
     build = builds[kind]
@@ -73,11 +77,11 @@ def test_the_position_survives_set_epoch_of_its_own_epoch(ranks, run, shuffled):
 
 
 def test_saved_after_the_last_batch_the_rest_is_empty(ranks, run, shuffled):
-    (loader,) = ranks(shuffled())
+    (loader,) = ranks(shuffled(), use_seedable_sampler=True)
     for _ in loader:
         state = loader.state_dict()
     assert state["finished"]
-    (resumed,) = ranks(shuffled())
+    (resumed,) = ranks(shuffled(), use_seedable_sampler=True)
     resumed.load_state_dict(state)
     assert list(resumed) == []
     assert resumed.epoch == 1
@@ -131,9 +135,9 @@ def test_a_dataset_of_another_length_is_remarked(ranks, shuffled, numbers):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_skipping_is_absolute_and_happens_once(ranks, world, run, shuffled):
-    full = ranks(shuffled(), world)
+    full = ranks(shuffled(), world, use_seedable_sampler=True)
     epochs = [run(full), run(full)]
-    loaders = ranks(shuffled(), world)
+    loaders = ranks(shuffled(), world, use_seedable_sampler=True)
     views = [skip_first_batches(loader, 3) for loader in loaders]
     assert all(isinstance(view, PreparedDataLoader) for view in views)
     assert [len(view) for view in views] == [len(loader) - 3 for loader in loaders]
@@ -169,10 +173,10 @@ def test_a_skip_that_contradicts_the_checkpoint_is_remarked(ranks, run, shuffled
 
 def test_a_script_that_counts_batches_goes_on_in_the_next_epoch(ranks, run, shuffled):
     """Saved at an epoch's last batch, resumed as Accelerate's examples do: ``skip_first_batches(loader, 0)``."""
-    (loader,) = ranks(shuffled())
+    (loader,) = ranks(shuffled(), use_seedable_sampler=True)
     for _ in loader:
         state = loader.state_dict()
-    (resumed,) = ranks(shuffled())
+    (resumed,) = ranks(shuffled(), use_seedable_sampler=True)
     resumed.load_state_dict(state)
     assert run([skip_first_batches(resumed, 0)]) == run([loader])
     resumed.load_state_dict(state)

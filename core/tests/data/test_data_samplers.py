@@ -1,4 +1,4 @@
-"""Samplers of every kind: followed alike by every rank, reproducible from seed and epoch."""
+"""Samplers of every kind: followed alike by every rank, which all are in one process here."""
 
 from __future__ import annotations
 
@@ -61,39 +61,65 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_is_followed_alike_by_every_rank(ranks, name, run, numbers):
     def build():
-        return DataLoader(numbers(), batch_size=2, sampler=SAMPLERS[name]())
+        # The seed of workers is drawn elsewhere, so that the first rank's sampler draws the first number.
+        return DataLoader(numbers(), batch_size=2, sampler=SAMPLERS[name](), generator=torch.Generator())
 
-    torch.manual_seed(0)
-    alone = ranks(build)
-    epochs = [run(alone), run(alone)]
+    def two_epochs(loaders):
+        epochs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            epochs.append(run(loaders))
+        return epochs
+
+    epochs = two_epochs(ranks(build))
     assert len(epochs[0]) == len(SAMPLERS[name]())
-    torch.manual_seed(1)
-    shared = ranks(build, 4)
-    assert [run(shared), run(shared)] == epochs
+    assert two_epochs(ranks(build, 4)) == epochs
     if name != "list":
         assert epochs[0] != epochs[1]
 
 
-def test_a_samplers_set_epoch_is_called(context, numbers):
+def test_a_samplers_set_epoch_is_called_where_the_script_calls_it(context, numbers):
     sampler = Backwards(N)
     loader = prepare_data_loader(DataLoader(numbers(), sampler=sampler), context())
     list(loader)
     list(loader)
-    assert sampler.epochs == [0, 1]
+    assert sampler.epochs == []
+    loader.set_epoch(5)
+    assert sampler.epochs == [5]
 
 
-def test_a_sampler_draws_nothing_from_the_training_randomness(context, numbers):
-    loader = prepare_data_loader(DataLoader(numbers(), sampler=Backwards(N), generator=torch.Generator()), context())
-    before = torch.get_rng_state()
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
+def test_a_sampler_draws_from_the_global_state_as_in_the_plain_loop(context, numbers):
+    def after(prepare):
+        torch.manual_seed(0)
+        list(prepare(DataLoader(numbers(), sampler=Backwards(N), generator=torch.Generator())))
+        return torch.get_rng_state().tolist()
+
+    assert after(lambda loader: prepare_data_loader(loader, context())) == after(lambda loader: loader)
+
+
+@pytest.mark.parametrize("says", [4, 9])
+def test_a_wrong_length_is_said_once(context, numbers, says):
+    class Wrong(Backwards):
+        def __len__(self):
+            return says
+
+    def last_of(loader):
+        return [loader.end_of_dataloader for _ in loader]
+
+    loader = prepare_data_loader(DataLoader(numbers(), sampler=Wrong(6)), context())
+    if says > 6:
+        with pytest.warns(UserWarning, match=f"says that it has {says} samples, and ended elsewhere"):
+            last_of(loader)
+    assert last_of(loader) == [False] * 5 + [True]
 
 
 def test_an_endless_sampler_is_read_as_far_as_needed(ranks, run, numbers):
     def build():
-        return DataLoader(numbers(), batch_size=2, sampler=Endless())
+        return DataLoader(numbers(), batch_size=2, sampler=Endless(), generator=torch.Generator())
 
+    torch.manual_seed(0)
     alone = run(ranks(build), 24)
+    torch.manual_seed(0)
     assert run(ranks(build, 2), 12) == alone
     assert Counter(alone[:44]) == Counter(dict.fromkeys(range(N), 2))
     (loader,) = ranks(build)
@@ -106,9 +132,17 @@ def test_a_distributed_sampler_is_not_applied_twice(ranks, run, numbers):
     with pytest.warns(UserWarning, match="DistributedSampler, which would share its samples out a second time"):
         loaders = ranks(lambda: DataLoader(numbers(), sampler=sampler), 2)
     assert run(loaders) == list(range(N))
+    sampler = DistributedSampler(numbers(), 2, 1, seed=3)
     with pytest.warns(UserWarning, match="DistributedSampler"):
-        loaders = ranks(lambda: DataLoader(numbers(), sampler=DistributedSampler(numbers(), 2, 1)), 2)
-    assert sorted(run(loaders)) == list(range(N))
+        loaders = ranks(lambda: DataLoader(numbers(), sampler=sampler), 2)
+    for epoch in (0, 2):
+        sampler.set_epoch(epoch)
+        # What torch's gives to a single replica, by its own seed and epoch.
+        plain = DistributedSampler(numbers(), 1, 0, seed=3)
+        plain.set_epoch(epoch)
+        assert run(loaders) == list(plain)
+    loaders[0].set_epoch(7)
+    assert sampler.epoch == 7
 
 
 def test_the_samplers_of_torchdata_are_known(ranks, run):

@@ -58,6 +58,7 @@ FAMILIES = (
     "precision",
     "scheduling",
     "data",
+    "order",
     "randomness",
     "apart",
     "collectives",

@@ -174,10 +174,10 @@ class DataLoaderConfig(Section):
         True, description="Give every rank the same number of batches, a repeated sample where none is left for it."
     )
     use_seedable_sampler: bool = Field(
-        False, description="Accepted either way: the order is always a function of the seed and the epoch."
+        False, description="Shuffle by seed and epoch, instead of by torch's global state as the plain loader does."
     )
     data_seed: Annotated[int, BeforeValidator(_not_bool)] | None = Field(
-        None, description="Seed of the data order; null derives it from the main process's random state."
+        None, description="Shuffle by this seed and the epoch; null: see use_seedable_sampler."
     )
     non_blocking: bool = Field(False, description="Copy batches to the device without waiting (needs pinned memory).")
     use_stateful_dataloader: bool = Field(

@@ -496,18 +496,20 @@ class PassComparison:
     def __init__(self, number: int, what: str) -> None:
         self._number, self._what = number, what
 
-    def order(self, units: Any, epoch: int) -> None:
+    def order(self, epoch: int, start: int, units: Any) -> None:
         """Compare the order of a sampler of the script's own.
 
         Args:
-            units: the indices or batches of an epoch.
-            epoch: its number.
+            epoch: number of the epoch.
+            start: place of the first of the units in it.
+            units: some indices or batches, one after the other; the same places on every rank.
         """
         content = Content()
         for unit in units[:: max(1, len(units) // _MAX_ELEMENTS)]:
             content.add(unit)
         if content.digest is not None:
-            self._tell(f"order/{epoch}", content.digest, f"{len(units)} in an epoch, which begins {_beginning(units)}")
+            text = f"{_beginning(units)}, ... from place {start} of the sampler's order"
+            self._tell(f"order/{epoch}/{start}", content.digest, text)
 
     def samples(self, digest: int, epoch: int, stream: int = 0) -> None:
         """Compare the first samples of a stream, by their digest."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Never, TypeVar, final
 from weakref import ref
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, Pass, remember_loaders
 from drivetrain.data.comparison import PassComparison, compare_loaders, describe
+from drivetrain.data.drawing import Board, OrderLog, decoded, encoded, make_board
 from drivetrain.data.plan import Position, Rows, derive_seed
 from drivetrain.data.source import (
     DispatchSource,
@@ -26,7 +28,6 @@ from drivetrain.data.source import (
     Source,
     StatefulSource,
     clone,
-    generator_state,
     make_source,
 )
 from drivetrain.distributed import trees
@@ -57,6 +58,7 @@ class LoadingContext:
         rng_types: random states to synchronise at the beginning of each pass, at the cost of a collective; the order of
             samples needs none (``"generator"`` therefore costs nothing).
         interruption: called where a training step has ended; ``None`` when the run does not save on signals.
+        board: where ranks agree on what an order follows from; ``None``: one for each loader, by the backend.
     """
 
     backend: Backend
@@ -66,6 +68,7 @@ class LoadingContext:
     active: ActiveLoaders
     rng_types: tuple[str, ...] = ()
     interruption: Interruption | None = None
+    board: Board | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -122,8 +125,25 @@ class Cursor:
     owner: object = None
 
 
-FORMAT = 2
-"""Of a loader's state. In format 1 every order was drawn from the seed; it goes on as it began."""
+FORMAT = 3
+"""Of a loader's state. In formats 1 and 2 an order followed from the seed and the epoch; it goes on as it began."""
+
+
+@dataclass
+class _Opened:
+    """A pass that has begun.
+
+    Args:
+        start: where it begins.
+        skip: number of its first batch in the epoch, where the script has given one.
+        items: what the source reads.
+        resumed: it goes on with a pass that a checkpoint was saved in.
+    """
+
+    start: Position
+    skip: int | None
+    items: Any
+    resumed: bool
 
 
 @final
@@ -206,68 +226,114 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         this_pass = self._context.active.begin(self)
-        batches = self._batches(this_pass)
+        batches = self._batches(this_pass, self._open(this_pass))
         this_pass.iterator = ref(batches)
         return batches
 
-    def _batches(self, this_pass: Pass) -> Generator[Any, None, None]:
-        active, cursor, source = self._context.active, self._cursor, self._source
-        resumed = cursor.fresh and cursor.restored and cursor.position.consumed > 0
+    def _open(self, this_pass: Pass) -> _Opened:
+        """Begin a pass, and with it the iteration of torch's loader, whose draws belong here."""
+        cursor, source = self._cursor, self._source
+        resumed = cursor.fresh and cursor.restored and cursor.position.begun
         skip, discard = self._begin(this_pass)
-        if not resumed or cursor.position.numbers is None:
-            cursor.position.numbers = seed_of_run()
-        self.end_of_dataloader = False
-        start = replace(cursor.position)
+        position = cursor.position
+        if not resumed or position.numbers is None:
+            position.numbers = seed_of_run()
+        position.order = OrderLog() if position.order is None else position.order.copy()
+        position.order.epochs = [] if source.reading is None else source.reading.epochs()
+        position.begun = True
+        start = replace(position)
         if start.finished:
-            # Exact resume needs this, but it may surprise a script that counts epochs by steps.
-            logger.warning(
-                "This pass over a %s is empty: what was restored is the end of epoch %d. The next pass begins the next "
-                "epoch; skip_first_batches(loader, 0) begins it at once.",
-                type(self.base_dataloader).__name__,
-                start.epoch,
-            )
+            source.read_to_end(start)
+            return _Opened(start, skip, iter(()), resumed=resumed)
+        self._synchronise_randomness()
+        # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
+        with torch.random.fork_rng(devices=[]) if resumed and source.reading is None else nullcontext():
+            items = source.open(start, discard, resumed=resumed)
+        return _Opened(start, skip, items, resumed=resumed)
+
+    def _batches(self, this_pass: Pass, opened: _Opened) -> Generator[Any, None, None]:
+        active, cursor, source = self._context.active, self._cursor, self._source
+        if cursor.owner is None and cursor.fresh:
+            # The script has loaded a state, or chosen an epoch, since it called iter().
+            opened = self._open(this_pass)
+        start, skip, items = opened.start, opened.skip, opened.items
+        self.end_of_dataloader = False
+        if start.finished:
+            self._say_empty(start.epoch)
             self._finish(this_pass)
             return
-        self._synchronise_randomness()
         move, full = self._move(), self._nominal_rows()
         this_pass.nominal_rows = full
         next_index = start.consumed // source.round_units if skip is None else skip
-        items = source.open(start, discard)
         interruption = self._context.interruption
         try:
-            # A pass draws from torch's generator when it begins. The pass that is resumed has done so before the save.
-            with torch.random.fork_rng(devices=[]) if resumed else nullcontext():
-                following, following_shown, _ = self._read(items, move, full)
-            while following is not None:
-                if interruption is not None and interruption.stepped_in is self:
-                    interruption.step_ends()
-                item, shown = following, following_shown
-                following, following_shown, beyond = self._read(items, move, full)
-                is_last = following is None
+            with torch.random.fork_rng(devices=[]) if opened.resumed and source.reading is None else nullcontext():
+                item, shown, _ = self._read(items, move, full)
+            while item is not None:
+                following: tuple[Item | None, Callable[[], Any] | None] | None = None
+                if item.follows is None:
+                    ahead, ahead_shown, beyond = self._read(items, move, full)
+                    following, is_last = (ahead, ahead_shown), ahead is None
+                else:
+                    is_last, beyond = not item.follows, item.beyond
                 if cursor.owner is this_pass:
                     self._advance(item, is_last)
-                if item.hidden:
-                    continue
-                if self.end_of_dataloader is not is_last:
-                    # Only on a change: DataLoader checks every attribute that is set.
-                    self.end_of_dataloader = is_last
-                rows = this_pass.rows = item.rows if self._shares_out else None
-                if rows is not None and rows.whole and rows.counted:
-                    # The loader does not make the batches.
-                    this_pass.nominal_rows = max(this_pass.nominal_rows, *rows.loaded)
-                this_pass.index, this_pass.is_last, this_pass.beyond = next_index, is_last, beyond
-                active.show(this_pass)
-                next_index += 1
-                if shown is not None:
-                    yield shown()
-                else:
-                    yield item.batch if move is None else move(item.batch)
-            if interruption is not None and interruption.stepped_in is self:
-                interruption.step_ends()
+                if not item.hidden:
+                    if self.end_of_dataloader is not is_last:
+                        # Only on a change: DataLoader checks every attribute that is set.
+                        self.end_of_dataloader = is_last
+                    this_pass.index, this_pass.is_last, this_pass.beyond = next_index, is_last, beyond
+                    self._show(this_pass, item.rows)
+                    next_index += 1
+                    if shown is not None:
+                        yield shown()
+                    else:
+                        yield item.batch if move is None else move(item.batch)
+                    if interruption is not None and interruption.stepped_in is self:
+                        interruption.step_ends()
+                if following is None:
+                    # After the script has done with the batch, when torch would read the next.
+                    ahead, ahead_shown, _ = self._read(items, move, full)
+                    following = ahead, ahead_shown
+                    if (ahead is None) is not is_last:
+                        self._say_wrong_length(next_index)
+                item, shown = following
             self._finish(this_pass)
         finally:
             active.leave(this_pass)
             items.close()
+
+    def _show(self, this_pass: Pass, rows: Rows) -> None:
+        """Make the batch with these rows the current one."""
+        if not self._shares_out:
+            this_pass.rows = None
+        else:
+            this_pass.rows = rows
+            if rows.whole and rows.counted:
+                # The loader does not make the batches.
+                this_pass.nominal_rows = max(this_pass.nominal_rows, *rows.loaded)
+        self._context.active.show(this_pass)
+
+    def _say_empty(self, epoch: int) -> None:
+        """Log that a pass shows nothing. Exact resume needs it, but a script that counts epochs by steps may wonder."""
+        logger.warning(
+            "This pass over a %s is empty: what was restored is the end of epoch %d. The next pass begins the next "
+            "epoch; skip_first_batches(loader, 0) begins it at once.",
+            type(self.base_dataloader).__name__,
+            epoch,
+        )
+
+    def _say_wrong_length(self, shown: int) -> None:
+        """Warn that the sampler has not ended where its length says."""
+        source = self._source
+        source.trusts_length = False
+        warnings.warn(
+            f"the sampler of {self.what} says that it has {source.length()} {source.unit}, and ended elsewhere. Batch "
+            f"{shown - 1} of this rank was not known to be the last, or was taken for it, and accumulation windows end "
+            "with the last. Make its __len__ say what it yields, or leave __len__ out.",
+            UserWarning,
+            stacklevel=3,
+        )
 
     def _read(
         self, items: Iterator[Item], move: Callable[[Any], Any] | None, full: int
@@ -311,10 +377,11 @@ class PreparedDataLoader(DataLoader[Any]):
             position, length, consumed = cursor.position, source.length(), skip * source.round_units
             if length is not None:
                 consumed = min(consumed, length)
-            epoch, mark = position.epoch, position.mark
+            epoch, mark, order = position.epoch, position.mark, position.order
             if position.finished and consumed < position.consumed:
                 # A script that counts batches is in the next epoch already.
-                epoch, mark = epoch + 1, None
+                source.read_to_end(position)
+                epoch, mark, order = epoch + 1, None, None
             elif cursor.restored and cursor.fresh and position.consumed not in (0, consumed):
                 warnings.warn(
                     f"the restored position is {source.unit[:-1]} {position.consumed} of the epoch, but "
@@ -325,7 +392,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 )
             if source.num_streams > 1:
                 consumed, discard = 0, skip
-            cursor.position = replace(position.at(epoch, consumed), mark=mark)
+            cursor.position = replace(position.at(epoch, consumed), mark=mark, order=order)
         cursor.fresh, cursor.restored, cursor.owner = False, False, this_pass
         return skip, discard
 
@@ -421,20 +488,30 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._cursor.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass. The one that a restored position is in keeps the position."""
+        """Choose the epoch of the next pass. The one that a restored position is in keeps the position.
+
+        A ``set_epoch`` of the sampler is called with it, as the script would call it; one of a map-style dataset with
+        every pass. An order that torch draws from a generator is the next one that it draws, in whatever epoch: a plain
+        ``DataLoader`` knows none. With ``DataLoaderConfiguration(use_seedable_sampler=True)``, or with a ``data_seed``,
+        ``shuffle=True`` has the order of that epoch.
+        """
         cursor = self._cursor
+        if self._source.reading is not None:
+            self._source.reading.set_epoch(epoch)
         if epoch != cursor.position.epoch or not cursor.fresh:
             cursor.position, cursor.fresh, cursor.owner = cursor.position.at(epoch), True, None
 
     def state_dict(self) -> dict[str, Any]:
         """The global position, JSON-able, the same on every rank and independent of their number.
 
-        Batches that workers have prefetched do not count. Not collective, except for a loader that is marked as
-        already sharded and keeps a state of its own: then over the data-parallel ranks.
+        Batches that workers have prefetched do not count. It holds what the order of the current pass was drawn from,
+        and the states of the script's generators that the loader draws from; torch's, numpy's and Python's global
+        states are the run's. Not collective, except for a loader that is marked as already sharded and keeps a state of
+        its own, or draws an order: then over the data-parallel ranks.
         """
         source, position = self._source, self._cursor.position
         state = {
-            "format": FORMAT,
+            "format": 2 if position.legacy else FORMAT,
             "unit": source.unit,
             "seed": position.seed,
             "generator": position.generator,
@@ -444,9 +521,20 @@ class PreparedDataLoader(DataLoader[Any]):
             "streams": list(position.streams),
             "turn": position.turn,
             "numbers": position.numbers,
+            "begun": position.begun,
             "length": source.length(),
             "shares": source.shares,
         }
+        if source.reading is not None and not position.legacy:
+            order = position.order if position.begun else None
+            drawn = {
+                "order": None if order is None or not order.begun else order.to_json(),
+                "generators": [encoded(each) for each in source.reading.states()],
+            }
+            if source.shares > 1 and any(drawn.values()):
+                drawn = {"of_ranks": self._context.backend.gather_object(drawn)}
+            state |= drawn
+            state["sampler_epochs"] = source.reading.epochs() if order is None else order.epochs
         if isinstance(source, StatefulSource):
             mark = None if position.mark is None else position.mark[1]
             state["loader"] = mark if self._shares_out else self._context.backend.gather_object(mark)
@@ -455,12 +543,14 @@ class PreparedDataLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a position; the next pass continues from there.
 
+        Generators of the script that the loader draws from get the states that they had.
+
         Raises:
             UsageError: the state is not a loader's, or is of data that is read in another way.
         """
         cursor, source = self._cursor, self._source
         try:
-            if state_dict["format"] not in (1, FORMAT):
+            if state_dict["format"] not in range(1, FORMAT + 1):
                 raise UsageError(
                     f"the loader's state has format {state_dict['format']}, this version reads 1 to {FORMAT}",
                     cure="Upgrade drivetrain, or resume with the version that saved it.",
@@ -474,7 +564,14 @@ class PreparedDataLoader(DataLoader[Any]):
                 tuple(int(each) for each in state_dict["streams"]),
                 int(state_dict["turn"]),
                 numbers=state_dict.get("numbers"),
+                begun=bool(state_dict.get("begun", state_dict["consumed"])),
+                legacy=state_dict["format"] < FORMAT,
             )
+            drawn = state_dict["of_ranks"][self._context.dp_rank] if "of_ranks" in state_dict else state_dict
+            order = drawn.get("order")
+            position.order = None if order is None else OrderLog.from_json(order)
+            states = [decoded(each) for each in drawn.get("generators", ())]
+            epochs = state_dict.get("sampler_epochs", ())
             unit, shares, length = state_dict["unit"], int(state_dict["shares"]), state_dict["length"]
         except (KeyError, TypeError) as error:
             raise UsageError(
@@ -493,12 +590,30 @@ class PreparedDataLoader(DataLoader[Any]):
         mark = state_dict.get("loader")
         if mark is not None:
             position.mark = position.consumed, mark if self._shares_out else mark[self._context.dp_rank]
+        reading = source.reading
+        if reading is not None and not position.legacy and not reading.restore_states(states):
+            warnings.warn(
+                f"the position of {self.what} was saved with the states of {len(states)} generator(s) that its samples "
+                "are drawn from, and this loader has others: they keep theirs, so later epochs have another order",
+                UserWarning,
+                stacklevel=2,
+            )
+        if reading is not None:
+            reading.restore_epochs(epochs)
         cursor.position, cursor.fresh, cursor.restored, cursor.owner = position, True, True, None
 
     def remember(self) -> Callable[[], None]:
         """A function that restores this loader's current position. Not collective."""
-        cursor, was = self._cursor, dict(vars(self._cursor))
-        return lambda: vars(cursor).update(was)
+        cursor, was, reading = self._cursor, dict(vars(self._cursor)), self._source.reading
+        states, epochs = ([], []) if reading is None else (reading.states(), reading.epochs())
+
+        def restore() -> None:
+            vars(cursor).update(was)
+            if reading is not None:
+                reading.restore_states(states)
+                reading.restore_epochs(epochs)
+
+        return restore
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
         """A view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
@@ -581,6 +696,9 @@ def prepare_data_loader(
             "slice_fn_for_dispatch is used with dispatch only",
             cure="Set DataLoaderConfiguration(dispatch_batches=True), or leave it out.",
         )
+    board = context.board
+    if board is None and not dispatched and isinstance(loader, DataLoader):
+        board = make_board(backend, sharded=sharded)
     source = make_source(
         loader,
         config,
@@ -589,6 +707,7 @@ def prepare_data_loader(
         shares=shares,
         ignores_signals=context.interruption is not None,
         coordinate=(0 if dispatched else topology.dp_rank) if topology.dp_size > 1 or dispatched else None,
+        agreement=None if board is None or dispatched else lambda: partial(board.agree, board.key()),
     )
     if topology.world_size > 1 and not shares and not dispatched:
         source.comparison = PassComparison(number, f"{type(loader).__name__} of {_type_of_data(loader)}")
@@ -636,9 +755,7 @@ def _first_position(source: Source, context: LoadingContext, number: int) -> Pos
     """By the user's generator, else by ``data_seed``, else by the run's seed and the loader's number."""
     generator = source.generator
     if generator is not None:
-        mine = generator.initial_seed(), generator_state(generator) if source.replays else None
-        seed, state = context.backend.broadcast_object(mine)
-        return Position(derive_seed("generator", seed), state)
+        return Position(derive_seed("generator", context.backend.broadcast_object(generator.initial_seed())))
     if context.config.data_seed is not None:
         return Position(derive_seed("data", context.config.data_seed))
     return Position(derive_seed("loader", context.base_seed, number))

@@ -24,12 +24,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from drivetrain.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from drivetrain.data.drawing import OrderLog
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -118,7 +120,18 @@ class StreamedOrder:
         return part
 
 
-Order = IndexedOrder | StreamedOrder
+class Order(Protocol):
+    """One epoch's units by position."""
+
+    @property
+    def length(self) -> int | None:
+        """Number of units, ``None`` when it is not known for certain beforehand."""
+
+    def take(self, start: int, stop: int) -> list[Any]:
+        """Units ``start`` to ``stop - 1``; fewer at the end. ``start`` never goes back."""
+
+    def head(self, count: int) -> list[Any]:
+        """The first units of the epoch, at most ``count``; never reads further than :meth:`take` has."""
 
 
 @dataclass(frozen=True)
@@ -334,8 +347,8 @@ class Position:
     """Position in the data. Mutable: a loader advances it with every batch, and a new object each time costs more.
 
     Args:
-        seed: of the order.
-        generator: the state of the user's generator before the first epoch, where torch would draw the order from it.
+        seed: of an order that follows from the seed and the epoch, and of the random numbers that reads draw.
+        generator: in states of format 2, the state of the user's generator before the first epoch.
         epoch: counts from 0.
         consumed: units (samples or batches) of the epoch that were yielded, over all ranks, without repetitions.
         finished: the epoch's last batch was yielded.
@@ -343,6 +356,9 @@ class Position:
         turn: the worker whose stream is next.
         mark: of a loader that has a state of its own: how many units were consumed when it was taken, and the state.
         numbers: what torch was seeded with when the epoch began; the random numbers of its reads follow from it.
+        begun: a pass has begun here, and torch's loader has drawn what it draws then.
+        order: what the order of the epoch follows from, as far as that has been drawn.
+        legacy: every order follows from the seed, or from ``generator``, and the epoch, as in formats 1 and 2.
     """
 
     seed: int
@@ -354,7 +370,10 @@ class Position:
     turn: int = 0
     mark: tuple[int, Any] | None = None
     numbers: int | None = None
+    begun: bool = False
+    order: OrderLog | None = None
+    legacy: bool = False
 
     def at(self, epoch: int, consumed: int = 0) -> Position:
-        """Another position in the same order."""
-        return Position(self.seed, self.generator, epoch, consumed)
+        """Another position, in an order that is not drawn yet."""
+        return Position(self.seed, self.generator, epoch, consumed, legacy=self.legacy)

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -30,7 +31,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -43,6 +43,14 @@ from torch.utils.data import (
 
 from drivetrain.backend import Backend
 from drivetrain.data.comparison import Content, FirstSamples, PassComparison
+from drivetrain.data.drawing import (
+    DrawnOrder,
+    ScriptUnits,
+    TorchUnits,
+    generators,
+    set_state_of,
+    state_of,
+)
 from drivetrain.data.plan import (
     Cut,
     IndexedOrder,
@@ -63,7 +71,6 @@ from drivetrain.distributed.rank_numbers import (
     Held,
     held_generators,
     host_digest,
-    is_generator,
     numbers_coordinate,
     reading_held,
     seed_everything,
@@ -104,15 +111,6 @@ class PrivateRandom:
         torch.default_generator.set_state(self._other[1])
         numpy.set_bit_generator(self._other[2])
         self._other = before
-
-
-def generators(sampler: Any) -> Iterator[Any]:
-    """Random generators that a sampler holds, and those of samplers inside it, in the order of its attributes."""
-    for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
-        if is_generator(value):
-            yield value
-        elif isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
-            yield from generators(value)
 
 
 def reseed(sampler: Any, seed: int) -> None:
@@ -159,55 +157,128 @@ def draws_nothing(loader: DataLoader[Any]) -> bool:
 
 # ---- samplers -------------------------------------------------------------------------------------------------------
 
-OpenOrder = Callable[[Position, int], Order]
-"""``open(position, keep)``: its epoch's order; ``keep`` is how many of its first units may be asked for again."""
+Agree = Callable[[Any], Any]
+"""See :meth:`drivetrain.data.drawing.Board.agree`, for one pass."""
 
 
-@dataclass(frozen=True)
+@final
 class Reading:
     """How a map-style loader is read.
 
+    torch's random samplers are drawn as torch draws them, from their generator or from torch's global state. A
+    sequential one, a list and a ``DistributedSampler`` are known without. Any other sampler is iterated, when torch
+    would iterate it.
+
     Args:
+        loader: the user's.
+        seeded: a ``RandomSampler`` without a generator gives an order that follows from the seed and the epoch.
+
+    Attributes:
         batch_size: rows of the script's batch, 0 where the unit is a whole batch.
         drop_last: leave out an incomplete batch.
-        open: the order of an epoch.
-        length: units in an epoch, ``None`` when they are not known beforehand.
-        generator: the user's generator that decided the order, if there is one.
-        replays: the order is what torch draws from that generator, wherever a position has its state.
-        own: the order is that of a sampler of the script's own, which is iterated.
     """
 
-    batch_size: int
-    drop_last: bool
-    open: OpenOrder
-    length: Callable[[], int | None]
-    generator: torch.Generator | None
-    replays: bool
-    own: bool
+    def __init__(self, loader: DataLoader[Any], *, seeded: bool) -> None:
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.batch_size, self.drop_last = 0, False
+        self._chain = [sampler]
+        # torch calls iter() on what it has at once, and on what its own batch sampler holds with the first batch.
+        self._eager = True
+        if loader.batch_sampler is not None and _is_plain(sampler, BatchSampler):
+            self.batch_size, self.drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
+            self._chain.append(sampler)
+            self._eager = False
+        self._sampler = sampler
+        self._seeded = seeded and _is_plain(sampler, RandomSampler) and sampler.generator is None
+        if _is_plain(sampler, DistributedSampler):
+            _say_replaced(sampler)
+        self._legacy = _LegacyOrders(sampler, loader)
+        held = [*generators(sampler), loader.generator]
+        self.generators: list[Any] = list({id(each): each for each in held if each is not None}.values())
+        """Of the script, that the order or the seed of the workers is drawn from."""
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The first of torch's kind among them."""
+        return next((each for each in self.generators if isinstance(each, torch.Generator)), None)
+
+    def length(self) -> int | None:
+        """Units in an epoch, ``None`` when they are not known beforehand."""
+        if _is_plain(self._sampler, SequentialSampler):
+            return len(self._sampler.data_source)
+        if _is_plain(self._sampler, DistributedSampler):
+            return len(self._sampler.dataset)
+        return _length(self._sampler)
+
+    def open(
+        self,
+        position: Position,
+        keep: int,
+        agreement: Callable[[], Agree] | None,
+        comparison: PassComparison | None = None,
+    ) -> Order:
+        """The order of the epoch of this position.
+
+        Args:
+            position: its ``order`` is what the order follows from, and is added to.
+            keep: how many of its first units may be asked for again.
+            agreement: called where the order is drawn, see :class:`drivetrain.data.drawing.DrawnOrder`.
+            comparison: is told what a sampler of the script's own gives.
+        """
+        sampler, log = self._sampler, position.order
+        if position.legacy:
+            return self._legacy.open(position, keep)
+        if _is_plain(sampler, SequentialSampler):
+            return IndexedOrder(range(len(sampler.data_source)))
+        if isinstance(sampler, (list, tuple, range)):
+            return IndexedOrder(sampler)
+        if _is_plain(sampler, DistributedSampler):
+            return IndexedOrder(_of_all_replicas(sampler))
+        if self._seeded:
+            return _shuffled(position, sampler)
+        assert log is not None, "set where the pass begins"
+        if type(sampler) in _DRAWING:
+            return DrawnOrder(TorchUnits(sampler), log, keep, len(sampler), agreement)
+        tell = None if comparison is None else partial(comparison.order, position.epoch)
+        return DrawnOrder(ScriptUnits(sampler), log, keep, None, agreement, eager=self._eager, tell=tell)
+
+    def states(self) -> list[Any]:
+        """States of :attr:`generators`."""
+        return [state_of(each) for each in self.generators]
+
+    def restore_states(self, states: Sequence[Any]) -> bool:
+        """Set what :meth:`states` returned; ``False`` where the generators are of another number or kind."""
+        if [_shape(state) for state in states] != [_shape(state) for state in self.states()]:
+            return False
+        for generator, state in zip(self.generators, states, strict=True):
+            set_state_of(generator, state)
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers the epoch, as a script does that has them in hand."""
+        for sampler in self._chain:
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+
+    def epochs(self) -> list[int | None]:
+        """The number that each sampler has as ``epoch``."""
+        found = [getattr(sampler, "epoch", None) for sampler in self._chain]
+        return [epoch if type(epoch) is int else None for epoch in found]
+
+    def restore_epochs(self, epochs: Sequence[int | None]) -> None:
+        """Set what :meth:`epochs` returned."""
+        for sampler, epoch, mine in zip(self._chain, epochs, self.epochs(), strict=False):
+            if epoch is None or mine is None:
+                continue
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+            else:
+                sampler.epoch = epoch
 
 
-def read_map_loader(loader: DataLoader[Any]) -> Reading:
-    """Translate a loader's samplers.
-
-    Torch's own random and sequential samplers are replaced by orders that cost little to resume; with a generator of
-    the user's, the random order is the one that torch draws from it. Any other sampler is iterated, the same way on
-    every rank: under random state that depends on the seed and the epoch, its own generators seeded likewise, after a
-    call of its ``set_epoch`` if it has one.
-    """
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    size, drop_last = 0, False
-    if loader.batch_sampler is not None and _is_plain(sampler, BatchSampler):
-        size, drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
-    opened, length = _read_sampler(sampler)
-    replays = type(sampler) in _DRAWING and sampler.generator is not None
-    if replays:
-        draws, seeded = _Draws(sampler, loader), opened
-        opened = lambda position, keep: (  # noqa: E731
-            seeded(position, keep) if position.generator is None else draws.epoch(position.generator, position.epoch)
-        )
-    mine = [each for each in generators(sampler) if isinstance(each, torch.Generator)]
-    own = not any(_is_plain(sampler, kind) for kind in (SequentialSampler, RandomSampler, DistributedSampler))
-    return Reading(size, drop_last, opened, length, mine[0] if mine else loader.generator, replays, own)
+def _shape(state: Any) -> Any:
+    """What tells states of generators of different kinds apart."""
+    return len(state) if isinstance(state, bytes | tuple) else type(state).__name__
 
 
 def _num_indices(unit: Any) -> int | None:
@@ -225,16 +296,32 @@ def _is_plain(sampler: Any, kind: type) -> bool:
     return own is kind or (own.__name__ == kind.__name__ and own.__module__.partition(".")[0] == "torchdata")
 
 
-def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
-    if _is_plain(sampler, SequentialSampler):
-        source = sampler.data_source
-        return lambda _position, _keep: IndexedOrder(range(len(source))), lambda: len(source)
-    if _is_plain(sampler, RandomSampler):
-        return lambda position, _keep: _shuffled(position, sampler), lambda: sampler.num_samples
-    if _is_plain(sampler, DistributedSampler):
-        return _distributed(sampler)
+@final
+class _LegacyOrders:
+    """Orders as in states of formats 1 and 2, so that a run goes on as it began: by the seed and the epoch.
 
-    def open_order(position: Position, keep: int) -> Order:
+    In format 2, torch's samplers with a generator give what torch draws from the state that it had at ``prepare``.
+    """
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any]) -> None:
+        self._sampler = sampler
+        draws = type(sampler) in _DRAWING and sampler.generator is not None
+        self._draws = _Draws(sampler, loader) if draws else None
+
+    def open(self, position: Position, keep: int) -> Order:
+        """The order of an epoch."""
+        sampler = self._sampler
+        if position.generator is not None and self._draws is not None:
+            return self._draws.epoch(position.generator, position.epoch)
+        if _is_plain(sampler, SequentialSampler):
+            return IndexedOrder(range(len(sampler.data_source)))
+        if _is_plain(sampler, RandomSampler):
+            return _shuffled(position, sampler)
+        if _is_plain(sampler, DistributedSampler):
+            size = len(sampler.dataset)
+            if not sampler.shuffle:
+                return IndexedOrder(range(size))
+            return IndexedOrder(random_order(derive_seed(position.seed, sampler.seed), position.epoch, size))
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(position.epoch)
         own = derive_seed("sampler", position.seed, position.epoch)
@@ -246,22 +333,12 @@ def _read_sampler(sampler: Any) -> tuple[OpenOrder, Callable[[], int | None]]:
                 return IndexedOrder(list(units))
         return StreamedOrder(units, keep, guard)
 
-    return open_order, lambda: _length(sampler)
-
 
 def _shuffled(position: Position, sampler: RandomSampler) -> Order:
     size, wanted = len(sampler.data_source), sampler.num_samples
     return IndexedOrder(
         random_order(position.seed, position.epoch, size, num_samples=wanted, replacement=sampler.replacement)
     )
-
-
-def generator_state(generator: torch.Generator) -> int | str:
-    """Its state, JSON-able: the seed while nothing was drawn since it was seeded, else all of it in base64."""
-    seed, state = generator.initial_seed(), generator.get_state()
-    if torch.equal(state, torch.Generator().manual_seed(seed).get_state()):
-        return seed
-    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 @final
@@ -283,19 +360,9 @@ class _Draws:
         self._start: int | str | None = None
         self._generator = torch.Generator()
         self._drawn = 0
-        self._seed: int | None = sampler.generator.initial_seed()
 
     def epoch(self, start: int | str, epoch: int) -> Order:
         """The order of an epoch, for a generator that had this state before the first one."""
-        if self._seed not in (None, self._sampler.generator.initial_seed()):
-            self._seed = None
-            warnings.warn(
-                "the generator of this loader was seeded again after prepare, which does not change the order of "
-                "samples: each epoch's follows from the state that the generator had then. Leave it out, or call "
-                "loader.set_epoch(epoch) to choose an epoch.",
-                UserWarning,
-                stacklevel=2,
-            )
         if start != self._start or epoch < self._drawn:
             self._start, self._drawn = start, 0
             if isinstance(start, int):
@@ -327,7 +394,7 @@ _DRAWING: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandom
 """Samplers of torch that draw an epoch's order from their generator when the epoch begins."""
 
 
-def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[[], int | None]]:
+def _say_replaced(sampler: DistributedSampler[Any]) -> None:
     warnings.warn(
         "this DataLoader has a DistributedSampler, which would share its samples out a second time; it is replaced by "
         f"the whole dataset, {'shuffled' if sampler.shuffle else 'in order'}. Leave it out: DataLoader(dataset, "
@@ -335,15 +402,16 @@ def _distributed(sampler: DistributedSampler[Any]) -> tuple[OpenOrder, Callable[
         UserWarning,
         stacklevel=6,
     )
-    dataset: Any = sampler.dataset
 
-    def open_order(position: Position, _keep: int) -> Order:
-        size = len(dataset)
-        if not sampler.shuffle:
-            return IndexedOrder(range(size))
-        return IndexedOrder(random_order(derive_seed(position.seed, sampler.seed), position.epoch, size))
 
-    return open_order, lambda: len(dataset)
+def _of_all_replicas(sampler: DistributedSampler[Any]) -> Sequence[int] | np.ndarray:
+    """What the sampler gives to a single replica in the epoch that it is in."""
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    if not sampler.shuffle:
+        return range(size)
+    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+    order: np.ndarray = torch.randperm(size, generator=generator).numpy()
+    return order
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -359,6 +427,8 @@ class Item(NamedTuple):
         stream: the worker it came from, where each worker reads its own stream.
         mark: the loader's own state after this batch, for loaders that keep one.
         hidden: it counts as consumed but is not yielded.
+        follows: whether a batch of this rank follows; ``None`` where only reading on can tell.
+        beyond: where none follows, what the global batches after this one hold for others; ``None`` for nothing.
     """
 
     batch: Any
@@ -366,6 +436,8 @@ class Item(NamedTuple):
     stream: int = 0
     mark: Any = None
     hidden: bool = False
+    follows: bool | None = None
+    beyond: Rows | None = None
 
 
 class Source(ABC):
@@ -381,14 +453,17 @@ class Source(ABC):
         round_units: units of a full global batch.
         num_streams: number of streams, one per worker; 1 without workers.
         generator: the user's generator that decides the order, if there is one.
-        replays: whether torch would draw the order from it.
         comparison: compares what passes read with other ranks; ``None`` where ranks may read different samples.
+        reading: of a map-style dataset; a pass over it that is resumed leaves torch's state as it finds it, beyond what
+            its batches draw.
+        trusts_length: :meth:`length` is what an epoch has, where the sampler says it. Not once one has ended before.
     """
 
     num_streams = 1
     generator: torch.Generator | None = None
-    replays = False
     comparison: PassComparison | None = None
+    reading: Reading | None = None
+    trusts_length = True
 
     def __init__(self, cut: Cut, dp_rank: int | None, shares: int) -> None:
         self.cut, self._dp_rank, self.shares = cut, dp_rank, shares
@@ -404,13 +479,18 @@ class Source(ABC):
         """Units in an epoch, ``None`` when they are not known beforehand."""
 
     @abstractmethod
-    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
-        """The rest of an epoch.
+    def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
+        """The rest of an epoch. torch's loader begins to iterate at once, with the draws that it makes.
 
         Args:
             position: what has been yielded, or is to be skipped.
             discard: skip this many further global batches (where their streams are known only by reading).
+            resumed: this pass has begun before a checkpoint, so what its beginning draws is drawn already.
         """
+
+    def read_to_end(self, position: Position) -> None:
+        """Ask the sampler for what follows an epoch's last batch, which torch does when the loop has had that batch."""
+        del position  # Nothing is drawn there, unless by a sampler.
 
 
 def _length(data: Any) -> int | None:
@@ -439,35 +519,93 @@ def clone(loader: DataLoader[Any], replaced: Mapping[str, Any]) -> DataLoader[An
 
 
 @final
-class PlannedSampler:
-    """Replaces the user's sampler: gives the planned units to the ``DataLoader`` and keeps their rows.
+class Planned(Iterator[Any]):
+    """The planned units of one pass, for the ``DataLoader``, and their rows.
 
     The rows of a global batch without units for this rank are kept, and the ``DataLoader`` does not see that batch.
+
+    Args:
+        plan: units, ``None`` for nothing, and the rows of their global batch.
+        has: whether a global batch of these rows holds any for this rank.
+        expect: whether a batch of this rank follows after this many units, ``None`` where that is not known, and what
+            else follows.
+        begin: units before the plan.
+        seeds: to yield ``(seed, units)``, for a :class:`SeededReads`.
+
+    Attributes:
+        given: rows of what the ``DataLoader`` has taken, in the same order, as they are read.
     """
 
+    def __init__(
+        self,
+        plan: Iterator[tuple[Any, Rows]],
+        has: Callable[[Rows], bool],
+        expect: Callable[[int], tuple[bool | None, Rows | None]],
+        begin: int,
+        seeds: Iterator[int] | None = None,
+    ) -> None:
+        self._plan, self._has, self._expect, self._seeds = plan, has, expect, seeds
+        self._ahead: deque[tuple[Any, Rows]] = deque()
+        self._planned, self._ended = begin, False
+        self.given: deque[Rows] = deque()
+
+    def __next__(self) -> Any:
+        while self._ahead or self._look():
+            units, rows = self._ahead.popleft()
+            self.given.append(rows)
+            if units is not None:
+                return units if self._seeds is None else (next(self._seeds), units)
+        raise StopIteration
+
+    def look_ahead(self) -> None:
+        """Read the sampler as far as the next batch needs it."""
+        while not (self._ahead and self._ahead[-1][0] is not None) and self._look():
+            pass
+
+    def follows(self) -> tuple[bool, Rows | None]:
+        """Whether another batch of this rank follows those whose rows were taken, and what does if none."""
+        beyond = None
+        if self.given or self._ahead:
+            for rows in (*self.given, *(rows for _, rows in self._ahead)):
+                if self._has(rows):
+                    return True, None
+                beyond = rows
+        while not self._ended:
+            expected, others = self._expect(self._planned)
+            if expected is not None:
+                return expected, others or beyond
+            if self._look():
+                beyond = self._ahead[-1][1]
+                if self._has(beyond):
+                    return True, None
+        return False, beyond
+
+    def _look(self) -> bool:
+        following = next(self._plan, None)
+        if following is None:
+            self._ended = True
+            return False
+        self._ahead.append(following)
+        self._planned += following[1].units
+        return True
+
+
+@final
+class PlannedSampler:
+    """Replaces the user's sampler: gives the planned units of the pass that begins to the ``DataLoader``."""
+
     def __init__(self) -> None:
-        self._plan: Iterator[tuple[Any, Rows]] = iter(())
-        self._planned: deque[Rows] = deque()
-        self._seeds: Iterator[int] | None = None
+        self.planned: Iterator[Any] = iter(())
+        self.order: Order = IndexedOrder(())
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> PlannedSampler:
         """A new one: the plan belongs to an iteration under way."""
         return PlannedSampler()
 
-    def set_plan(self, plan: Iterator[tuple[Any, Rows]], seeds: Iterator[int] | None = None) -> deque[Rows]:
-        """Set what the next iteration yields; returns the rows of its batches, in the same order, as they are read.
-
-        With ``seeds`` it yields ``(seed, units)``, for a :class:`SeededReads`.
-        """
-        self._plan, self._planned, self._seeds = plan, deque(), seeds
-        return self._planned
-
     def __iter__(self) -> Iterator[Any]:
-        plan, keep, seeds = self._plan, self._planned.append, self._seeds
-        for units, rows in plan:
-            keep(rows)
-            if units is not None:
-                yield units if seeds is None else (next(seeds), units)
+        if isinstance(self.order, DrawnOrder):
+            self.order.begin()
+        return self.planned
 
 
 @final
@@ -513,6 +651,7 @@ class MapSource(Source):
         cut, dp_rank, shares: see :class:`Source`.
         split: each whole batch is a global one, cut among the ranks.
         numbers: what its reads draw.
+        agreement: see :meth:`Reading.open`.
     """
 
     def __init__(
@@ -525,10 +664,12 @@ class MapSource(Source):
         split: bool,
         shares: int,
         numbers: ReadNumbers,
+        agreement: Callable[[], Agree] | None = None,
     ) -> None:
         super().__init__(cut, dp_rank, shares)
-        self._reading, self._split = reading, split
-        self.generator, self.replays = reading.generator, reading.replays
+        self.reading: Reading = reading
+        self._split, self._agreement = split, agreement
+        self.generator = reading.generator
         if split:
             self.round_units = 1
         self._in_rounds = not cut.batch_size and not split
@@ -541,45 +682,90 @@ class MapSource(Source):
         self._seeded = clone(loader, {name: self._sampler, "worker_init_fn": self._init, "dataset": reader})
 
     def length(self) -> int | None:
-        return self._reading.length()
+        return self.reading.length()
 
-    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+    def read_to_end(self, position: Position) -> None:
+        if position.order is not None and position.order.begun:
+            order = self.reading.open(position, self.cut.dp_size, self._agreement, self.comparison)
+            order.take(position.consumed, position.consumed + self.cut.units)
+
+    def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
         dataset: Any = self._loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(position.epoch)
-        order = self._reading.open(position, self.cut.dp_size)
-        if self.comparison is not None and self._reading.own and isinstance(order, IndexedOrder):
-            self.comparison.order(order.units, position.epoch)
-        plan = self._plan(order, self.cut, position.consumed)
-        if not self._numbers.apply or self._draws_nothing:
-            planned = self._sampler.set_plan(plan)
-            batches: Iterator[Any] = iter(self._loader)
-        else:
+        order = self.reading.open(position, self.cut.dp_size, self._agreement)
+        drawn = [torch.default_generator, *filter(None, [self._loader.generator])] if resumed else []
+        undo = _Undo(drawn)
+        cut, begin = self.cut, position.consumed
+        plan = self._plan(order, cut, begin, undo)
+        expect = partial(self._expect, order, cut)
+        seeds: Iterator[int] | None = None
+        if self._numbers.apply and not self._draws_nothing:
             seed = self._numbers.seed(position)
             # Counted by units, so that a resumed epoch goes on in them.
             step = 1 if self._in_rounds and self._dp_rank is None else self.round_units
-            seeds = (derive_seed(seed, number) for number in count(position.consumed, step))
-            if self._loader.num_workers:
-                planned = self._sampler.set_plan(plan, seeds)
-                self._init.seed = seed
-                batches = iter(self._seeded)
-            else:
-                planned = self._sampler.set_plan(plan)
-                batches = _read_seeded(iter(self._loader), seeds, held_generators(dataset, self._loader.collate_fn))
+            seeds = (derive_seed(seed, number) for number in count(begin, step))
+            self._init.seed = seed
+        in_workers = self._loader.num_workers > 0
+        planned = Planned(plan, self._has, expect, begin, seeds if in_workers else None)
+        self._sampler.planned, self._sampler.order = planned, order
+        batches: Iterator[Any] = iter(self._loader if seeds is None or not in_workers else self._seeded)
+        undo()
+        if seeds is not None and not in_workers:
+            held = held_generators(dataset, self._loader.collate_fn)
+            batches = _read_seeded(batches, seeds, held, planned.look_ahead)
+        return self._items(batches, planned)
+
+    def _items(self, batches: Iterator[Any], planned: Planned) -> Generator[Item, None, None]:
+        given = planned.given
         for first in batches:
-            batch, rows = first, planned.popleft()
+            batch, rows = first, given.popleft()
+            while not self._has(rows):
+                # Nothing is fetched for these, and they come before a batch of this rank in no plan of ours.
+                yield Item(None, rows)
+                rows = given.popleft()
             if self._in_rounds and self._dp_rank is None:
                 # The other ranks' batches of this round follow; their rows are the same.
                 others = sum(size > 0 for size in rows.loaded) - 1
                 batch = [first, *(next(batches) for _ in range(others))]
                 for _ in range(others):
-                    planned.popleft()
-            yield Item(batch, rows)
-        for rows in planned:
+                    given.popleft()
+            follows, beyond = planned.follows()
+            yield Item(batch, rows, follows=follows, beyond=beyond)
+        for rows in given:
             yield Item(None, rows)
 
-    def _plan(self, order: Order, cut: Cut, begin: int) -> Iterator[tuple[Any, Rows]]:
+    def _has(self, rows: Rows) -> bool:
+        return any(rows.loaded) if self._dp_rank is None else rows.loaded[self._dp_rank] > 0
+
+    def _expect(self, order: Order, cut: Cut, planned: int) -> tuple[bool | None, Rows | None]:
+        """Whether a batch of this rank follows after so many units, and the rows of other ranks if none does.
+
+        Known without reading the sampler any further, which would draw at another time than torch does.
+        """
+        certain = order.length is not None
+        length = order.length if certain else self.reading.length() if self.trusts_length else None
+        if length is None or (self._in_rounds and self._dp_rank is None):
+            return None, None
+        rest = length - planned
+        if rest <= 0:
+            return (False if certain else None), None
+        if cut.batch_size:
+            if rest >= cut.units:
+                return True, None
+            if cut.drop_last:
+                return False, None
+            rows = cut.rows(rest)
+            if self._has(rows):
+                return True, None
+            return (False, rows) if certain else (None, None)
+        if cut.even_batches or (not self._split and (self._dp_rank or 0) < rest):
+            return True, None
+        return None, None
+
+    def _plan(self, order: Order, cut: Cut, begin: int, undo: Callable[[], None]) -> Iterator[tuple[Any, Rows]]:
         """What the ``DataLoader`` fetches, ``None`` for nothing, and the rows of its global batch."""
+        undo()
         if cut.batch_size or self._split:
             for units, rows in (
                 plan_split(order, cut.dp_size, begin, self._dp_rank, even_batches=cut.even_batches)
@@ -615,7 +801,7 @@ class StatefulSource(Source):
     def length(self) -> int | None:
         return _length(self._loader)
 
-    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+    def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
         loader, wanted, read = self._loader, position.consumed, 0
         if callable(getattr(loader, "set_epoch", None)):
             loader.set_epoch(position.epoch)
@@ -639,9 +825,25 @@ class StatefulSource(Source):
             yield Item(_part_of(batches, self._dp_rank), rows, mark=loader.state_dict())
 
 
-def _read_seeded(batches: Iterator[Any], seeds: Iterator[int], held: list[Any]) -> Iterator[Any]:
+@final
+class _Undo:
+    """Puts generators back to where they are now, once: a pass that is resumed has drawn before the checkpoint."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._states = [(each, state_of(each)) for each in generators]
+
+    def __call__(self) -> None:
+        for generator, state in self._states:
+            set_state_of(generator, state)
+        self._states = []
+
+
+def _read_seeded(
+    batches: Iterator[Any], seeds: Iterator[int], held: list[Any], look_ahead: Callable[[], None]
+) -> Iterator[Any]:
     """Read each batch in this process under random numbers of its own; the script's generators do not move."""
     for seed in seeds:
+        look_ahead()  # The sampler draws from the script's generators.
         with PrivateRandom(seed), reading_held(held, seed):
             batch = next(batches, _NOTHING)
         if batch is _NOTHING:
@@ -865,16 +1067,19 @@ class IterableSource(Source):
     def length(self) -> int | None:
         return _length(self._dataset)
 
-    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+    def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
         cut = self.cut
         skips = (position.consumed,) if self.num_streams == 1 else position.streams or (0,) * self.num_streams
         numbers = self._numbers.seed(position) if self._numbers.apply else None
         self._shard.begin_at(position, skips, even_batches=cut.even_batches, numbers=numbers)
-        for stream, real, sizes, batch, samples in self._loader:
+        return self._items(iter(self._loader), cut, discard, position.epoch)
+
+    def _items(self, batches: Iterator[Any], cut: Cut, discard: int, epoch: int) -> Generator[Item, None, None]:
+        for stream, real, sizes, batch, samples in batches:
             if real == _NO_BATCH:
                 continue
             if samples is not None and self.comparison is not None:
-                self.comparison.samples(samples, position.epoch, stream)
+                self.comparison.samples(samples, epoch, stream)
             rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
             yield Item(batch, rows, stream, hidden=discard > 0)
             discard -= 1
@@ -900,7 +1105,7 @@ class DispatchSource(Source):
         self._inner, self._backend, self._slice = inner, backend, slice_fn
         super().__init__(inner.cut, None, shares=0)
         self.round_units, self.num_streams = inner.round_units, inner.num_streams
-        self.generator, self.replays = inner.generator, inner.replays
+        self.generator, self.reading = inner.generator, inner.reading
 
     @property
     def cut(self) -> Cut:
@@ -914,9 +1119,17 @@ class DispatchSource(Source):
     def length(self) -> int | None:
         return self._inner.length()
 
-    def open(self, position: Position, discard: int) -> Generator[Item, None, None]:
+    def read_to_end(self, position: Position) -> None:
+        if self._backend.topology.rank == 0:
+            self._inner.read_to_end(position)
+
+    def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
+        if self._backend.topology.rank != 0:
+            return self._shown(None)
+        return self._shown(self._read(self._inner.open(position, discard, resumed=resumed)))
+
+    def _shown(self, reader: Iterator[tuple[Item | None, bool]] | None) -> Generator[Item, None, None]:
         topology, backend = self._backend.topology, self._backend
-        reader = self._read(position, discard) if topology.rank == 0 else None
         last = False
         # Every rank receives the same messages between the same batches, a rank without rows in the last one too.
         while not last:
@@ -928,18 +1141,27 @@ class DispatchSource(Source):
                     cure="Its own traceback says where.",
                 )
             if item is not None:
-                yield item._replace(batch=self._part(item, topology.dp_rank, topology.dp_size))
+                part = self._part(item, topology.dp_rank, topology.dp_size)
+                yield item._replace(batch=part, follows=None, beyond=None)
 
-    def _read(self, position: Position, discard: int) -> Iterator[tuple[Item | None, bool]]:
+    def _read(self, items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]:
         """``(item, nothing follows)`` until the end."""
-        items = self._inner.open(position, discard)
         try:
             following = next(items, None)
             if following is None:
                 yield None, True
             while following is not None:
-                item, following = following, next(items, None)
-                yield item, following is None
+                item, following = following, None
+                if item.follows is None:
+                    following = next(items, None)
+                    yield item, following is None
+                    continue
+                # Read on when the batch is asked for, as torch does.
+                yield item, not item.follows
+                following = next(items, None)
+                if following is None and item.follows:
+                    self._inner.trusts_length = False
+                    yield None, True
         except Exception as error:
             # The others wait for a batch; tell them why there is none before this rank raises.
             self._backend.broadcast_object((f"{type(error).__name__}: {error}", True))
@@ -979,6 +1201,7 @@ def make_source(
     shares: int,
     ignores_signals: bool,
     coordinate: int | None = None,
+    agreement: Callable[[], Agree] | None = None,
 ) -> Source:
     """The source of a loader.
 
@@ -989,6 +1212,7 @@ def make_source(
         dp_rank, shares: see :class:`Source`.
         ignores_signals: the loader's workers ignore the first signal.
         coordinate: whose random numbers reads draw, see :class:`ReadNumbers`.
+        agreement: of the ranks that read one order, see :meth:`Reading.open`.
 
     Raises:
         UsageError: the settings do not fit the loader.
@@ -1009,14 +1233,23 @@ def make_source(
         return IterableSource(
             loader, cut, dp_rank, shares=shares, numbers=ReadNumbers(coordinate), ignores_signals=ignores_signals
         )
-    reading = read_map_loader(loader)
+    reading = Reading(loader, seeded=config.use_seedable_sampler or config.data_seed is not None)
     if ignores_signals and loader.num_workers:
         loader = clone(loader, {"worker_init_fn": WorkerInit(loader.worker_init_fn, ignores_signal=True)})
     size = reading.batch_size
     _refuse_split(splits and not size and loader.batch_sampler is None, "a loader with batch_size=None")
     cut = Cut(split_total(size, dp_size) if splits else size, dp_size, config.even_batches, reading.drop_last)
     numbers = ReadNumbers(coordinate)
-    return MapSource(loader, reading, cut, dp_rank, split=splits and not size, shares=shares, numbers=numbers)
+    return MapSource(
+        loader,
+        reading,
+        cut,
+        dp_rank,
+        split=splits and not size,
+        shares=shares,
+        numbers=numbers,
+        agreement=agreement,
+    )
 
 
 def _refuse_split(refuse: bool, whose: str) -> None:
