@@ -69,6 +69,9 @@ class Ordered(Sampler):
 class Batches(Ordered):
     """Whole batches of two."""
 
+    def __len__(self):
+        return len(self.order) // 2
+
     def __iter__(self):
         return iter([self.order[index : index + 2] for index in range(0, len(self.order), 2)])
 

@@ -686,14 +686,14 @@ class MapSource(Source):
 
     def read_to_end(self, position: Position) -> None:
         if position.order is not None and position.order.begun:
-            order = self.reading.open(position, self.cut.dp_size, self._agreement, self.comparison)
+            order = self.reading.open(position, self.cut.dp_size, self._agreement)
             order.take(position.consumed, position.consumed + self.cut.units)
 
     def open(self, position: Position, discard: int, *, resumed: bool = False) -> Generator[Item, None, None]:
         dataset: Any = self._loader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(position.epoch)
-        order = self.reading.open(position, self.cut.dp_size, self._agreement)
+        order = self.reading.open(position, self.cut.dp_size, self._agreement, self.comparison)
         drawn = [torch.default_generator, *filter(None, [self._loader.generator])] if resumed else []
         undo = _Undo(drawn)
         cut, begin = self.cut, position.consumed
