@@ -33,6 +33,7 @@ QUICK_CASES = {
     "collectives": "gather_nested reductions",
     "evaluation": "before_and_after_training each_sample_once_in_order statistics_are_alike synchronised_statistics",
     "apart": "parts_of_the_data skipped_batches right_training_agrees",
+    "order": "follows_the_plain_loader goes_on_after_a_load",
     "deferred": "value_before_backward unrecordable_is_refused",
     "scripts": (
         "the_model_is_the_users methods_that_call_the_model methods_that_do_not parameters_that_are_written "

@@ -78,7 +78,9 @@ def follows_the_plain_loader(kit: Kit) -> None:
     """Every epoch of a training has the plain loader's order, and leaves the generators where it leaves them."""
     accelerator = kit.accelerator()
     with models.seeded(3):
-        model = torch.nn.Linear(models.FEATURES, models.CLASSES)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(models.FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, models.CLASSES)
+        )
     prepared: tuple[Any, Any] = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     model, optimizer = prepared
 
