@@ -102,8 +102,11 @@ def test_copies_and_pickles() -> None:
         assert torch.equal(made.param_groups[0]["params"][0], model.weight)
     assert type(copy.deepcopy(schedule)) is torch.optim.lr_scheduler.StepLR
     next(iter(loader))
-    rest = [batch[0] for batch in copy.deepcopy(loader)]
-    assert all(map(torch.equal, rest, [batch[0] for batch in copy.copy(loader)]))
+    passes = []
+    for made in (copy.deepcopy(loader), copy.copy(loader)):
+        torch.manual_seed(3)  # which a shuffled pass draws its order from
+        passes.append([batch[0] for batch in made])
+    assert all(map(torch.equal, *passes))
     with pytest.raises(UsageError, match="base_dataloader"):
         pickle.dumps(loader)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ ROWS = 18
 
 
 def begun(config: dict[str, Any]) -> Accelerator:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    if "RANK" in os.environ:  # the process of a rank, which ends with the job
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
     return Accelerator(config=load_config(overrides={"use_cpu": True, **config}, environ={}))
 
 
@@ -163,10 +165,10 @@ def weights_loaded(config: dict[str, Any], dp: int, folder: str, *, tied: bool =
 
 def t5_generates(config: dict[str, Any]) -> Any:
     """What T5 says after it is prepared; without a configuration, before."""
-    jobs.quiet()
     model = jobs.t5()
     run = None
     if config:
+        jobs.quiet()
         run = begun(config)
         model = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
     words = torch.arange(3, 19).reshape(2, 8)
