@@ -356,3 +356,37 @@ def scaled(folder: str) -> tuple[float, float]:
 
 def test_loss_scale_travels(tmp_path: Path) -> None:
     assert set(spawn(scaled, 2, str(tmp_path), timeout=120)) == {(32768.0, 32768.0)}
+
+
+def transposed_in_place(stage: int | None, folder: str) -> tuple[Tensor, str]:
+    """A square weight after steps with ``t_()`` behind each, and what ``len`` of a group's parameters says."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    accelerator = None
+    if stage is not None:
+        accelerator = accelerator_with({"zero_stage": stage}, folder)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = x.chunk(accelerator.num_processes)[accelerator.process_index]
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            model[2].weight.t_()
+    said = ""
+    try:
+        len(optimizer.param_groups[0]["params"])
+    except UnsupportedError as refused:
+        said = str(refused)
+    return model[2].weight.detach().clone(), said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_transposed_in_place_is_taken_over(stage: int, tmp_path: Path) -> None:
+    expected, _ = transposed_in_place(None, "")
+    for found, said in spawn(transposed_in_place, 2, stage, str(tmp_path)):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        assert "was asked for the parameters of a group" in said

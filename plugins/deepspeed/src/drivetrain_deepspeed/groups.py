@@ -138,7 +138,8 @@ def _checked(name: str, *, edits: bool) -> Callable[..., Any]:
     return method
 
 
-for _name in ("__iter__", "__reversed__", "__getitem__", "__contains__", "__add__", "__mul__", "copy", "index"):
+_READS = "__len__", "__iter__", "__reversed__", "__getitem__", "__contains__", "__add__", "__mul__", "copy", "index"
+for _name in _READS:
     setattr(_Held, _name, _checked(_name, edits=False))
 for _name in ("append", "extend", "insert", "pop", "remove", "clear", "reverse", "sort"):
     setattr(_Held, _name, _checked(_name, edits=True))

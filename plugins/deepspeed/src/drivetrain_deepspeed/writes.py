@@ -59,7 +59,7 @@ class Writes:
         if not self._in_parts:
             zero._link_all_hp_params()  # noqa: SLF001  Its links are views of the masters that were.
         self._views = [] if self._in_parts else [each.detach() for each in trained]
-        self._addresses = [view.data_ptr() for view in self._views]
+        self._places_in_memory = [(view.data_ptr(), view.stride()) for view in self._views]
         self._prints: list[Tensor | None] = []
         self.settle()
 
@@ -123,8 +123,9 @@ class Writes:
     def _take_in_replaced(self) -> None:
         """``parameter.data = values``: DeepSpeed's flat buffer must have them."""
         replaced = []
-        for parameter, view, address in zip(self._trained, self._views, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
+        for parameter, view, (address, stride) in zip(self._trained, self._views, self._places_in_memory, strict=True):
+            # Another stride of the same memory comes from `p.t_()`, which changes no value there.
+            if parameter.data_ptr() != address or parameter.stride() != stride:
                 self._check_kind(parameter, view)
                 # A copy: two parameters may have been given each other's memory.
                 replaced.append((parameter, view, parameter.data.clone()))
