@@ -9,22 +9,28 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def trained(accelerator, model, each_step=None, before=None, optimizer_class=torch.optim.SGD, rate=0.1):
+def plain_update(accelerator, model, optimizer, x, y, _step):
+    """Train on one batch."""
+    loss = F.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    return loss
+
+
+def trained(
+    accelerator, model, each_step=None, before=None, optimizer_class=torch.optim.SGD, rate=0.1, update=plain_update
+):
     """Train two epochs; ``each_step(model, optimizer)`` comes after each step, ``before(model)`` after ``prepare``."""
     optimizer = optimizer_class(model.parameters(), lr=rate)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
     if before is not None:
         before(model)
     losses = []
-    for _ in range(2):
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            losses.append(mean(accelerator, loss))
-            if each_step is not None:
-                losses += each_step(model, optimizer) or []
+    for step, (x, y) in enumerate(batch for _ in range(2) for batch in batches):
+        optimizer.zero_grad()
+        losses.append(mean(accelerator, update(accelerator, model, optimizer, x, y, step)))
+        if each_step is not None:
+            losses += each_step(model, optimizer) or []
     return result(accelerator, losses, model=model)
 
 
@@ -110,19 +116,16 @@ def parts_of_weights_scaled(accelerator):
 @script()
 def parts_of_gradients_scaled(accelerator):
     """Rows of a gradient are scaled in place by ``chunk`` before the step."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, _step):
         loss = F.cross_entropy(model(x), y)
         accelerator.backward(loss)
         for p in model.parameters():
             p.grad.chunk(2)[0].mul_(0.5)
         optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+        return loss
+
+    return trained(accelerator, build(), update=update)
 
 
 @script()
@@ -242,19 +245,17 @@ def one_block_three_times(accelerator):
 @script()
 def scaler_of_torch(accelerator):
     """The script scales its losses by torch's own ``GradScaler``, without unscaling by hand."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, _step):
         loss = F.cross_entropy(model(x), y)
         accelerator.backward(scaler.scale(loss))
         scaler.step(optimizer)
         scaler.update()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+        return loss
+
+    return trained(accelerator, build(), update=update)
 
 
 @script()
@@ -280,70 +281,59 @@ def trained_with_its_parts_in_eval_mode(accelerator):
 @script()
 def gradient_of_a_vector_loss(accelerator):
     """A loss for each row goes backward with weights as its gradient."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, _step):
         rows = F.cross_entropy(model(x), y, reduction="none")
         loss = rows.mean()
         accelerator.backward(rows, gradient=torch.full_like(rows, 1 / len(rows)))
-        losses.append(mean(accelerator, loss))
+        found = loss.detach().clone()
         optimizer.step()
-    return result(accelerator, losses, model=model)
+        return found
+
+    return trained(accelerator, build(), update=update)
 
 
 @script()
 def graph_kept_for_a_second_backward(accelerator):
     """Two losses of one forward go backward in turn with ``retain_graph=True``."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, _step):
         out = model(x)
         first, second = F.cross_entropy(out, y), out.pow(2).mean()
         accelerator.backward(first, retain_graph=True)
         accelerator.backward(second)
         optimizer.step()
-        losses.append(mean(accelerator, first))
-    return result(accelerator, losses, model=model)
+        return first
+
+    return trained(accelerator, build(), update=update)
 
 
 @script()
 def penalty_in_the_loss(accelerator):
     """A penalty over all parameters is part of the loss."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, _step):
         loss = F.cross_entropy(model(x), y) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
         accelerator.backward(loss)
         optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+        return loss
+
+    return trained(accelerator, build(), update=update)
 
 
 @script()
 def penalty_with_its_own_backward(accelerator):
     """A penalty over parameters alone goes backward by itself every second step."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for step, (x, y) in enumerate(batches):
-        optimizer.zero_grad()
+
+    def update(accelerator, model, optimizer, x, y, step):
         loss = F.cross_entropy(model(x), y)
         accelerator.backward(loss)
         if step % 2:
             accelerator.backward(1e-2 * sum(p.pow(2).sum() for p in model.parameters()))
         optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+        return loss
+
+    return trained(accelerator, build(), update=update)
 
 
 class Switch(nn.Module):

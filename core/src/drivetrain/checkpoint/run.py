@@ -64,7 +64,7 @@ class RunCheckpoints:
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
         self._saver = Saver(backend)
         self._num_loaders: dict[Path, int] = {}
-        """Of each checkpoint that this accelerator wrote: how many loaders were prepared by then."""
+        """Counts the loaders that were prepared by the time of each checkpoint that this accelerator wrote."""
         topology = backend.topology
         # Where the main process holds all that the others hold, it could save without them.
         self._others_may_stay_away = backend.capabilities.replicated and topology.dp_size == topology.world_size

@@ -61,7 +61,7 @@ _MAX_ELEMENTS = 4096
 """Elements of one tensor that are compared."""
 
 _MAX_DEPTH = 6
-"""Of data sets inside data sets, and of samples inside samples."""
+"""Limits how deep data sets inside data sets, and samples inside samples, are described."""
 
 
 # ---- digests ---------------------------------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ class Content:
 
     @property
     def digest(self) -> int | None:
-        """Of all, ``None`` where nothing was read."""
+        """Digests all that was added; ``None`` where nothing was read."""
         return hash((self.exact, self.floats)) if self.num_exact or self.num_floats else None
 
     @property
     def of_samples(self) -> int | None:
-        """Of what says which samples these are: the exact leaves where they differ from one another, else all."""
+        """Digests what says which samples these are: the exact leaves where they differ from one another, else all."""
         return hash(self.exact) if self.varies else self.digest
 
 
@@ -162,7 +162,7 @@ def _part_of_array(array: np.ndarray) -> np.ndarray:
 
 
 def _digest_of_indices(indices: Any) -> int | None:
-    """Of all of them: parts may differ in a few. ``None`` for a sequence of the script's own, which may draw."""
+    """Digest all indices: parts may differ in a few. ``None`` for a sequence of the script's own, which may draw."""
     if isinstance(indices, Tensor):
         indices = indices.detach().cpu().numpy()
     if not isinstance(indices, (list, tuple, range, np.ndarray)):
@@ -179,7 +179,7 @@ def _beginning(units: Iterable[Any]) -> str:
 
 
 class Container(NamedTuple):
-    """What a data set holds its samples in.
+    """Describes what a data set holds its samples in.
 
     Args:
         owner: the data set, ``TensorDataset``.

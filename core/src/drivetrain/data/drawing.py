@@ -172,7 +172,7 @@ KEPT_DRAWS = 32
 
 @dataclass
 class OrderLog:
-    """What the order of one pass follows from, as far as it has been drawn.
+    """Records what the order of one pass follows from, as far as it has been drawn.
 
     Args:
         draws: ``(unit, states)``: to read this unit, the sampler drew from generators in these states, which are not
@@ -233,7 +233,7 @@ _serial = count()
 
 
 class Board(ABC):
-    """Where ranks that read one order agree on what each pass over a loader follows from: the first rank's states."""
+    """Lets ranks that read one order agree on what each pass over a loader follows from: the first rank's states."""
 
     def __init__(self) -> None:
         self._passes = -1

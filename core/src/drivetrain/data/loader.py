@@ -126,7 +126,7 @@ class Cursor:
 
 
 FORMAT = 3
-"""Of a loader's state. In formats 1 and 2 an order followed from the seed and the epoch; it goes on as it began."""
+"""Numbers the format of a loader's state. In 1 and 2 an order followed from seed and epoch; it goes on as it began."""
 
 
 @dataclass

@@ -195,7 +195,7 @@ class Reading:
         self._legacy = _LegacyOrders(sampler, loader)
         held = [*generators(sampler), loader.generator]
         self.generators: list[Any] = list({id(each): each for each in held if each is not None}.values())
-        """Of the script, that the order or the seed of the workers is drawn from."""
+        """Lists the script's generators that the order or the seed of the workers is drawn from."""
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -277,7 +277,7 @@ class Reading:
 
 
 def _shape(state: Any) -> Any:
-    """What tells states of generators of different kinds apart."""
+    """Return what tells states of generators of different kinds apart."""
     return len(state) if isinstance(state, bytes | tuple) else type(state).__name__
 
 
@@ -405,7 +405,7 @@ def _say_replaced(sampler: DistributedSampler[Any]) -> None:
 
 
 def _of_all_replicas(sampler: DistributedSampler[Any]) -> Sequence[int] | np.ndarray:
-    """What the sampler gives to a single replica in the epoch that it is in."""
+    """Return what the sampler gives to a single replica in the epoch that it is in."""
     size = len(sampler.dataset)  # type: ignore[arg-type]
     if not sampler.shuffle:
         return range(size)

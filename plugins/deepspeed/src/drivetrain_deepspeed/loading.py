@@ -10,6 +10,7 @@ from deepspeed import zero
 from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError
+from drivetrain_sharding import refuse_assignment
 
 
 def load_in_parts(module: nn.Module) -> None:
@@ -24,12 +25,7 @@ def load_in_parts(module: nn.Module) -> None:
 
 def _gathering(layer: nn.Module, theirs: Callable[..., None]) -> Callable[..., None]:
     def load(state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise UnsupportedError(
-                "load_state_dict(assign=True) would put whole parameters in the place of those that ZeRO stage 3 "
-                "shares out over ranks",
-                cure="Call load_state_dict without assign=True, on every rank.",
-            )
+        refuse_assignment(metadata, "ZeRO stage 3 shares out over ranks")
         parts = [each for each in layer._parameters.values() if hasattr(each, "ds_id")]  # noqa: SLF001
         with zero.GatheredParameters(parts, modifier_rank=0):
             theirs(state, prefix, metadata, *rest)

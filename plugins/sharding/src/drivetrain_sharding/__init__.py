@@ -1,6 +1,6 @@
 """Helpers for backends that cut parameters into parts: optimizers, models made without memory, checks over ranks."""
 
-from drivetrain_sharding.assignment import AssignmentRefusal
+from drivetrain_sharding.assignment import AssignmentRefusal, refuse_assignment
 from drivetrain_sharding.deferred_init import Recording, deferred, temporary
 from drivetrain_sharding.elementwise import (
     ELEMENTWISE,
@@ -44,6 +44,7 @@ __all__ = [
     "needs_closure",
     "needs_owners",
     "refuse_as_data",
+    "refuse_assignment",
     "step_hooks",
     "step_on_parts",
     "steps_locally",

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, final
+from collections.abc import Mapping
+from typing import Any, final
 
 from torch import nn
 
 from drivetrain.api import UnsupportedError
+
+
+def refuse_assignment(metadata: Mapping[str, Any], engine: str) -> None:
+    """Raise where ``load_state_dict`` of a module was called with ``assign=True``.
+
+    Args:
+        metadata: that ``load_state_dict`` gives to each module.
+        engine: what does what with parameters, as the end of "those that ...".
+    """
+    if metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            f"load_state_dict(assign=True) would put other parameters in the place of those that {engine}",
+            cure="Call load_state_dict without assign=True, on every rank.",
+        )
 
 
 @final
@@ -17,7 +32,7 @@ class AssignmentRefusal:
 
     Args:
         module: prepared.
-        engine: what does what with parameters, as the end of "those that ...".
+        engine: as in :func:`refuse_assignment`.
     """
 
     def __init__(self, module: nn.Module, engine: str) -> None:
@@ -32,11 +47,4 @@ class AssignmentRefusal:
 
     def _check(self, *args: Any) -> None:
         _module, _state, _prefix, metadata, *_ = args
-        if metadata.get("assign_to_params_buffers"):
-            self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"load_state_dict(assign=True) would put other parameters in the place of those that {self._engine}",
-            cure="Call load_state_dict without assign=True, on every rank.",
-        )
+        refuse_assignment(metadata, self._engine)
