@@ -15,19 +15,29 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
+from drivetrain.errors import DrivetrainError
 from drivetrain.utils import set_seed
 
 UPDATES = 3
 
 
+def gradient_of(leaf: torch.Tensor) -> torch.Tensor | None:
+    """A leaf's gradient, ``None`` where it is not on this rank and the engine says so."""
+    try:
+        return leaf.grad
+    except DrivetrainError:
+        return None
+
+
 def held() -> int:
     """Bytes of memory behind all tensors of this process, gradients included; shared memory counts once."""
     # Asking for a gradient makes the object that the second look finds.
-    gradients = [each.grad for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_leaf]
+    leaves = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_leaf]
+    gradients = [gradient_of(each) for each in leaves]
     # Tensors of other classes (DTensor) stand for plain ones.
     plain = [each for each in gc.get_objects() if type(each) in {torch.Tensor, nn.Parameter}]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in plain}
-    del gradients
+    del gradients, leaves
     return sum(storages.values())
 
 
