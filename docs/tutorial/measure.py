@@ -103,7 +103,7 @@ def draw_memory(runs: dict[str, Any], path: Path) -> None:
     axes.set_yticks(*zip(*labels, strict=True))
     axes.invert_yaxis()
     axes.set(title="What a rank of the language model holds")
-    axes.set_xlabel("MiB of tensors after an update, gradients included")
+    axes.set_xlabel("MiB of tensors after an update, before zero_grad")
     _save(figure, path)
 
 

@@ -121,7 +121,7 @@ def test_the_numbers_say_what_the_page_says():
     assert whole == pytest.approx(4 * parameters, rel=0.01)
     assert RUNS["ddp"]["memory"] == pytest.approx([whole] * 2, rel=0.01)
     assert RUNS["fsdp"]["memory"] == pytest.approx([whole / 2] * 2, rel=0.01)
-    # Parameters whole, the three others cut.
-    assert RUNS["deepspeed"]["memory"] == pytest.approx([parameters + 3 * parameters / 2] * 2, rel=0.02)
+    # Parameters whole, of which the master values are a view in float32; moments cut; gradients gone after the step.
+    assert RUNS["deepspeed"]["memory"] == pytest.approx([parameters + 2 * parameters / 2] * 2, rel=0.02)
     # Both ranks together hold the model once, and nothing but buffers twice.
     assert sum(RUNS["megatron"]["memory"]) == pytest.approx(whole, rel=0.06)

@@ -158,8 +158,13 @@ class Run:
 
 
 def draw() -> list[float]:
-    """One number of each generator."""
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    """The next number of each generator, which it gives again afterwards: orders of later passes follow from them."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    return numbers
 
 
 def uninterrupted(case: Case) -> list[float]:

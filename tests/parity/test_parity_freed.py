@@ -1,4 +1,8 @@
-"""What is freed is freed: after ``free_memory`` nothing refers to what a trial of a search prepared, on any backend."""
+"""What is freed is freed, on any backend.
+
+After ``free_memory`` nothing refers to what a trial of a search prepared; and no tensor of an update, such as an
+activation, waits for Python's garbage collector, which may run many updates later.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +103,48 @@ def search(config: Mapping[str, Any]) -> list[str]:
 def test_nothing_outlives_a_trial(layout: str) -> None:
     place = LAYOUTS[layout]
     assert spawn(search, place.world_size, place.config, timeout=100) == [[]] * place.world_size
+
+
+def waiting(config: Mapping[str, Any]) -> tuple[list[int], list[str]]:
+    """How many tensors there are after each of some updates without a collection, and those that one would free."""
+    accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
+    model, optimizer, loader, scheduler, _ = made()
+    prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = prepared
+
+    def update(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(batch[0]), batch[1]))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    def tensors() -> list[torch.Tensor]:
+        return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+
+    (batch,) = [batch for batch, _ in zip(loader, range(1), strict=False)]
+    for _ in range(3):  # The first ones trace, make buckets and moments.
+        update(batch)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(4):
+            update(batch)
+            counts.append(len(tensors()))
+        before = {id(one): f"{type(one).__name__} {list(one.shape)}" for one in tensors()}
+        gc.collect()
+        after = {id(one) for one in tensors()}
+    finally:
+        gc.enable()
+    accelerator.end_training()
+    return counts, [told for one, told in before.items() if one not in after]
+
+
+@pytest.mark.gate("ddp-2", "fsdp-2", "deepspeed-2", "pp-2", "tp-2")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_tensor_of_an_update_waits_for_the_collector(layout: str) -> None:
+    place = LAYOUTS[layout]
+    for counts, collected in spawn(waiting, place.world_size, place.config, timeout=100):
+        assert (len(set(counts)), collected) == (1, [])

@@ -37,16 +37,18 @@ def impatient(name, arguments, seconds):
 def run(tmp_path):
     """``run(script, world, *arguments)``: what each rank's ``main`` returned; ``backend=`` and its section as asked.
 
-    ``patience=`` is how many seconds ranks wait for each other where they need not all come.
+    ``patience=`` is how many seconds ranks wait for each other where they need not all come; ``dataloader=`` are keys
+    of that section of the configuration.
     """
 
-    def start(name, world, *arguments, backend=None, folder="out", patience=None, **section):
+    def start(name, world, *arguments, backend=None, folder="out", patience=None, dataloader=None, **section):
         module = load(name)
         arguments = [str(each) for each in arguments]
         if name in FOLDERS:
             arguments += [FOLDERS[name], str(tmp_path / folder)]
         env = {"DRIVETRAIN_DISTRIBUTED_TYPE": backend} if backend else {}
         env |= {f"DRIVETRAIN_{backend}__{key}".upper(): str(value) for key, value in section.items()}
+        env |= {f"DRIVETRAIN_DATALOADER__{key}".upper(): str(value) for key, value in (dataloader or {}).items()}
         asked = module.parse_args(arguments)
         job = (module.main, world, asked) if patience is None else (impatient, world, name, asked, patience)
         return spawn(*job, env=env, timeout=60)

@@ -110,6 +110,11 @@ class Between(TorchFunctionMode):
         # Kept, so that no other tensor gets their identity.
         self._dependent.update({id(leaf): leaf for leaf in leaves(result) if isinstance(leaf, Tensor)})
 
+    def end(self) -> None:
+        """Let go of the values, and of the run that is told of calls, which refers to this: no collector is needed."""
+        self._dependent.clear()
+        del self._before, self._after
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside of a module, whose calls cost nothing more."""

@@ -77,16 +77,16 @@ class Program:
 def ordered(targets: Sequence[Node]) -> list[Node]:
     """Every unknown node that these need, inputs first."""
     found: dict[int, Node] = {}
-
-    def visit(node: Node) -> None:
-        if node.value is None and id(node) not in found:
-            for one in node.inputs():
-                visit(one)
-            found[id(node)] = node
-
     for node in targets:
-        visit(node)
+        _add(node, found)
     return list(found.values())
+
+
+def _add(node: Node, found: dict[int, Node]) -> None:
+    if node.value is None and id(node) not in found:
+        for one in node.inputs():
+            _add(one, found)
+        found[id(node)] = node
 
 
 def key(nodes: Sequence[Node], rows: Rows) -> tuple[Any, ...]:

@@ -318,6 +318,8 @@ class Interception:
                     one.clone() if id(one) in received or one._is_view() else one  # noqa: SLF001 (torch's word for it)
                     for one in leave.values
                 )
+            finally:
+                run.between.end()
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
