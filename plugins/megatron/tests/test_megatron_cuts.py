@@ -59,8 +59,8 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.blocks[0] = Slow(WIDTH, WIDTH)
+        # What a busy machine adds must not decide: the first takes twice as long as the others together.
+        self.blocks = nn.ModuleList(Slow(0.1 if index == 0 else 0.01) for index in range(6))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,8 +72,12 @@ class Stack(nn.Module):
 
 
 class Slow(nn.Linear):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seconds = seconds
+
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.05)  # Longer than a busy machine keeps another block waiting, twice in a row.
+        time.sleep(self.seconds)
         return super().forward(x)
 
 
