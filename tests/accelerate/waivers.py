@@ -35,10 +35,6 @@ _SAMPLER = (
     "SeedableRandomSampler stands in for an order that does not depend on the process: DataLoader(shuffle=True) has "
     "that here"
 )
-_SEEDED_LATE = (
-    "seeds the loader's generator after prepare: the order follows from the state that the generator had then, so that "
-    "a position can be resumed, and the second seed is warned of (docs/decisions/0047)"
-)
 
 _NOT_IN_THREE = "cuts batches of 8 and 16 into three, which Accelerate refuses too"
 
@@ -72,7 +68,6 @@ WAIVERS: tuple[Waiver, ...] = (
     Waiver("test_distributed_data_loop.py", r"test_stateful_dataloader(_save_state)?\(.*", _SETTINGS),
     Waiver("test_script.py", r"check_seedable_sampler_in_batch_sampler_shard\(.*", _SAMPLER),
     Waiver("test_script.py", r"training_check\(use_seedable_sampler=True\)", _SAMPLER),
-    Waiver("test_script.py", r"training_check\(use_seedable_sampler=False\)", _SEEDED_LATE),
     Waiver(
         "test_script.py", r"test_reinstantiated_state\(\)",
         "an accelerator keeps working when the singletons are reset, since it has its own state",

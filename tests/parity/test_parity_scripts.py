@@ -92,7 +92,8 @@ def agrees(found, before, *, stages=False):
 
 def unnamed(text):
     # Of several ranks that read other samples the first two to say so are named.
-    text = re.sub(r"rank \d+: (samples with digest \w+|\d+ in an epoch, which begins [\d, ]*\d)", "RANK", text)
+    samples = r"samples with digest \w+", r"\d+ in an epoch, which begins [\d, ]*\d", r"[\d, ]*\d, \.{3} from place \d+"
+    text = re.sub(rf"rank \d+: ({'|'.join(samples)})", "RANK", text)
     return re.sub(r"\b\w+(\.\w+)*\.(weight|bias)\b", "PARAMETER", text)
 
 

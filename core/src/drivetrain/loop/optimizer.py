@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOT_COMPARED = frozenset({"lr", "capturable", "differentiable", "foreach", "fused"})
+"""Settings of groups that ranks may have of their own: how a step is computed, and rates, which are compared anyhow."""
+
 
 @final
 class PendingStep:
@@ -215,7 +218,7 @@ class PreparedOptimizer(Optimizer):
         settings: Any = ()
         if number % 16 < 2:
             # The first two steps are among them. What the optimizer does not declare may be the script's own.
-            names = sorted(name for name in getattr(self.source, "defaults", ()) if name != "lr")
+            names = sorted(name for name in getattr(self.source, "defaults", ()) if name not in _NOT_COMPARED)
             settings = tuple([tuple([group.get(name) for name in names]) for group in groups])
         trained: Any = ()
         if number % 64 < 2 and not loop.backend.capabilities.pipelined:

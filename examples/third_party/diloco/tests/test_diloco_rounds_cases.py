@@ -35,6 +35,7 @@ class Requirements(BaseRequirements):
         "clipping.other_norms": OWN_CLIPPING,
         "mesh.dp_replicate": OWN_CLIPPING,
         "clipping.clips_by_value": OWN_CLIPPING,
+        "loose.clipped_with_a_model": OWN_CLIPPING,
         "honesty.no_sync_keeps_gradients_local": OWN_GRADIENTS,
         "honesty.trains_alone_and_averages": "joined after every step, no worker is alone for two",
         "state.resumed_equals_uninterrupted": OWN_ADAM,

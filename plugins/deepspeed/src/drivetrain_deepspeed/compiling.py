@@ -56,20 +56,25 @@ def guard(config: Mapping[str, Any], installed: Mapping[str, Any]) -> Iterator[N
     try:
         yield
     except Exception as error:
-        if not _from_builder(error):
+        failed = _of_builder(error)
+        if failed is None:
             raise
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST")
         raise BackendBlockedError(
-            f"DeepSpeed could not compile its optimizer {op.optimizer} ({op.name}): {' '.join(str(error).split())}",
+            f"DeepSpeed could not compile its optimizer {op.optimizer} ({op.name}): {' '.join(str(failed).split())}",
             whose=_WHOSE if architectures is None else f"{_WHOSE}, TORCH_CUDA_ARCH_LIST={architectures}",
             cure=f"See that compiler, ninja and, for CUDA, the toolkit of torch's version are there, or {op.instead}.",
         ) from error
 
 
-def _from_builder(error: BaseException) -> bool:
-    """Whether DeepSpeed's builder of extensions, or torch's below it, raised."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(str(frame.f_globals.get("__name__")).startswith("deepspeed.ops.op_builder") for frame, _ in frames)
+def _of_builder(error: BaseException | None) -> BaseException | None:
+    """The error of DeepSpeed's builder of extensions, or of torch's below it: this one, or one that led to it."""
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(str(frame.f_globals.get("__name__")).startswith("deepspeed.ops.op_builder") for frame, _ in frames):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _op(config: Mapping[str, Any]) -> _Op | None:
