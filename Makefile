@@ -42,9 +42,9 @@ $(STAMP): $(DECLARED) | $(BIN)/python
 train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with its accuracy, checkpoint and picture
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
 
-# Ranks wait for each other much of the time, so there is a worker more than cores. Each takes whole files, since what a
+# Ranks wait for each other much of the time, so there are two workers more than cores. Each takes whole files, since what a
 # file's fixtures prepare is prepared once. A part, in one process: .venv/bin/python -m pytest core/tests/data
-WORKERS := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 8 ? n : 8 )))
+WORKERS := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 8 ? n : 8 )))
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o console_output_style=classic -p suite_progress -p suite_second_run \
 	--numprocesses $(WORKERS) --dist loadfile
 test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
@@ -58,7 +58,7 @@ test-repeat: $(STAMP)  ## run tests N=20 times while all cores are busy: ARGS="c
 
 # torch_xla is linked to a torch of its own number, hence an environment of its own; what is large in it is in the cache.
 test-xla: $(XLA_PYTHON)  ## the tests of the TPU backend, by real torch_xla on the CPU; installs a gigabyte once a machine
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_PYTHON) -m pytest -q plugins/xla/tests $(ARGS)
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA_PYTHON) -m pytest -q --numprocesses 2 --dist loadfile plugins/xla/tests $(ARGS)
 
 $(XLA_PYTHON): force
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 with the venv module was found: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
