@@ -25,6 +25,7 @@ RECORD = Path(__file__).with_name("trainer_table.json")
 BACKENDS: dict[str, tuple[dict[str, Any], int, int]] = {
     # name: configuration, processes, data-parallel processes
     "single": ({"distributed_type": "single"}, 1, 1),
+    "dp": ({"distributed_type": "dp"}, 1, 1),
     "ddp x 2": ({"distributed_type": "ddp"}, 2, 2),
     "ddp x 3": ({"distributed_type": "ddp"}, 3, 3),
     "fsdp x 2": ({"distributed_type": "fsdp"}, 2, 2),

@@ -68,7 +68,13 @@ class Run:
     """A script: clipping, a scheduler that moves in each step, AdamW with two groups."""
 
     def __init__(
-        self, accelerator: Accelerator, *, seed: int = 1, rows: int = GLOBAL_BATCH * STEPS, max_norm: float | None = 1.0
+        self,
+        accelerator: Accelerator,
+        *,
+        seed: int = 1,
+        rows: int = GLOBAL_BATCH * STEPS,
+        max_norm: float | None = 1.0,
+        fused: bool | None = None,
     ) -> None:
         self.accelerator, self._max_norm = accelerator, max_norm
         torch.manual_seed(seed)
@@ -77,7 +83,7 @@ class Run:
         vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}]
         # A large eps: a gradient of nearly zero, whose sign the order of sums decides, must not make a full step.
-        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=fused)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         numbers = torch.randint(WORDS, (rows, 5), generator=torch.Generator().manual_seed(0))
         data = TensorDataset(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous())
@@ -164,6 +170,15 @@ def counts(
         found.append((compile_count(), read_count()))
     run.accelerator.end_training()
     return found
+
+
+def fused(backend: str) -> list[float]:
+    """Losses of an epoch with torch's fused AdamW."""
+    accelerator = make(backend)
+    run = Run(accelerator, fused=True)
+    run.epoch()
+    accelerator.end_training()
+    return run.losses()
 
 
 def ragged(backend: str, section: Mapping[str, Any]) -> tuple[list[float], list[int], int]:

@@ -221,7 +221,13 @@ class XLABackend(Backend):
         return moving.send(tensor, self.topology.device, sharding)
 
     def place_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Bring state that optimizers already have to its parameter's device and place on the mesh."""
+        """Bring state that optimizers already have to its parameter's device and place on the mesh.
+
+        torch has no fused kernels for this device, whose compiler fuses an update anyhow: `fused` is switched off.
+        """
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if group.get("fused"):
+                group["fused"] = False
         moving.move_state(optimizers)
         if self.mesh is not None:
             self.mesh.place_state(optimizers)
