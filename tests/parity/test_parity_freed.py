@@ -105,8 +105,8 @@ def test_nothing_outlives_a_trial(layout: str) -> None:
     assert spawn(search, place.world_size, place.config, timeout=100) == [[]] * place.world_size
 
 
-def waiting(config: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-    """How many tensors there are after each of some updates without a collection, and those that one would free."""
+def waiting(config: Mapping[str, Any]) -> list[str]:
+    """Tensors that are left of some updates without a collection, and that one would free."""
     accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
     model, optimizer, loader, scheduler, _ = made()
     prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -129,22 +129,19 @@ def waiting(config: Mapping[str, Any]) -> tuple[list[int], list[str]]:
     gc.collect()
     gc.disable()
     try:
-        counts = []
         for _ in range(4):
             update(batch)
-            counts.append(len(tensors()))
         before = {id(one): f"{type(one).__name__} {list(one.shape)}" for one in tensors()}
         gc.collect()
         after = {id(one) for one in tensors()}
     finally:
         gc.enable()
     accelerator.end_training()
-    return counts, [told for one, told in before.items() if one not in after]
+    return [told for one, told in before.items() if one not in after]
 
 
 @pytest.mark.gate("ddp-2", "fsdp-2", "deepspeed-2", "pp-2", "tp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_tensor_of_an_update_waits_for_the_collector(layout: str) -> None:
     place = LAYOUTS[layout]
-    for counts, collected in spawn(waiting, place.world_size, place.config, timeout=100):
-        assert (len(set(counts)), collected) == (1, [])
+    assert spawn(waiting, place.world_size, place.config, timeout=100) == [[]] * place.world_size

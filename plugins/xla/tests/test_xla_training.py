@@ -73,7 +73,7 @@ def test_two_processes_with_a_short_batch():
 
 
 def test_a_fused_optimizer_steps_as_another():
-    """torch has no fused kernels for the device; what a script asks of its CPU or accelerator changes no number here."""
+    """torch has no fused kernels for the device; what a script asks of an accelerator changes no number here."""
     expected, found = (spawn(jobs.fused, 1, kind)[0] for kind in ("single", "xla"))
     assert found == pytest.approx(expected, abs=TOLERANCE)
 

@@ -47,6 +47,9 @@ class Run(Protocol):
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module's call does."""
 
+    def end(self) -> None:
+        """The model has returned."""
+
 
 def filled(tree: Any) -> Any:
     """The tree with values in place of the tensors for which one was received."""
@@ -113,6 +116,10 @@ class StageRun:
                 self._inside = False
         self.between.made(output)
         return output
+
+    def end(self) -> None:
+        """Let go of the activations: this and what it is told calls by refer to each other."""
+        self.between.end()
 
     def _before(self, arguments: Any) -> Any:
         return filled(arguments) if self._began else arguments
@@ -319,7 +326,7 @@ class Interception:
                     for one in leave.values
                 )
             finally:
-                run.between.end()
+                run.end()
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
