@@ -96,6 +96,13 @@ class GradientReducer:
         self._all: list[nn.Parameter] = []
         self._trained: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
+        self._matrices: list[nn.Parameter] = []
+        self._strides: list[tuple[int, ...]] = []
+        """Of the trained parameters with two dims or more, as they were when the buckets were made."""
+        self._relaid = False
+        """Strides have changed, and ranks have not compared whether all of theirs did."""
+        self._recorded = self._miscounted = False
+        """Of a static graph: torch has recorded it; a backward that does not reduce came before, and was counted."""
         self._told = torch.empty(0)
         """What this rank tells in the ordinary case: 1 for each trained parameter, then zeros for the digest."""
         self._flags: nn.Parameter | None = None
@@ -107,7 +114,11 @@ class GradientReducer:
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Follow changes of the model: new layers, frozen and unfrozen parameters, other dtypes.
+        """Follow changes of the model: new layers, frozen and unfrozen parameters, other dtypes and strides.
+
+        torch's reducer copies a gradient into its bucket with the strides that the parameter had when buckets were
+        made, and out of it with those of now: after ``p.t_()`` the gradient would come back transposed. Other strides
+        therefore need other buckets.
 
         Collective over all ranks where something changed; new parameters start from rank 0's values.
         """
@@ -123,9 +134,22 @@ class GradientReducer:
         dtypes = [parameter.dtype for parameter in trained]
         same = len(trained) == len(self._trained) and all(map(is_, trained, self._trained))
         if same and dtypes == self._dtypes and not changed:
-            return
+            relaid = [*map(Tensor.stride, self._matrices)] != self._strides
+            if not (relaid or self._miscounted):
+                return
+            if relaid and self.joined:
+                raise UnsupportedError(
+                    f"inside join_uneven_inputs strides of a parameter of {type(self._model).__name__} were changed, "
+                    "and ranks without batches have other buckets",
+                    cure="Change strides (p.t_(), p.data = ..., memory_format) outside of the context, or use "
+                    "even_batches=True without join_uneven_inputs.",
+                )
+            self._relaid |= relaid
         self._drop_wrapper()
         self._trained, self._dtypes = trained, dtypes
+        self._recorded = self._miscounted = False
+        self._matrices = [parameter for parameter in trained if parameter.dim() > 1]
+        self._strides = [parameter.stride() for parameter in self._matrices]
         if trained:
             # In the parameters' dtype they share a bucket with them; in 16 bits an average would be rounded.
             dtype = max(dtypes[0].to_real(), torch.float32, key=lambda each: each.itemsize)
@@ -173,6 +197,8 @@ class GradientReducer:
         """Get ready for a backward of this loss; returns what to call ``backward`` on."""
         if self.local.reached:
             self.local.before_backward()
+            # torch counts how often each parameter is reached until the first reduction, and waits for as many later.
+            self._miscounted = self._static and not self._recorded
         if not self.enabled or not loss.requires_grad:
             return loss
         if self._armed:
@@ -195,14 +221,19 @@ class GradientReducer:
             self.restore_hooks()
             return
         self._armed = self._expected = False
+        self._recorded = True
         hooked = bool(self.hooks.found)
         if hooked:
             # Hooks must not see the zeros of parameters that were not reached.
             self.hooks.hold()
         arrived = list(self.local.reached) if hooked else []
         unreached = frozenset[int]() if self._static else self._complete()
-        if self._static and not self.joined and self._is_due():
-            self._compare()
+        if self._static and not self.joined:
+            if self._relaid:
+                # Alike on all ranks, or their reducers do not fit together any more.
+                self._relaid, self._reductions = False, 0
+            if self._is_due():
+                self._compare()
         self.local.forget()
         if hooked and self.hooks.call(arrived, unreached):
             self._hooks_changed = True
@@ -233,7 +264,8 @@ class GradientReducer:
         drifts = self._hooks_stepped and self._num_hooks != self._hooks_compared
         # What the counts do not show: an optimizer with state or random numbers of one rank, writes through `data`.
         due = not self.joined and self._is_due()
-        read = written or drifts or due
+        relaid, self._relaid = self._relaid, False
+        read = written or drifts or due or relaid
         if missing and self.joined:
             raise UnsupportedError(
                 f"inside join_uneven_inputs a backward did not reach {len(missing)} trained parameter(s), and ranks "
@@ -274,7 +306,7 @@ class GradientReducer:
         values = average.tolist()
         are_used, averaged = values[:-FLAG_BITS], values[-FLAG_BITS:]
         if read and self._differ(digest, averaged):
-            self._refuse(due=due, written=written, hooked=drifts)
+            self._refuse(due=due, written=written, hooked=drifts, relaid=relaid)
         if drifts:
             self._hooks_compared = self._num_hooks
             self._hooks_changed = self._hooks_stepped = False
@@ -321,7 +353,7 @@ class GradientReducer:
         tolerance = 0.5 / self._topology.dp_size
         return any(abs(bit - mean) > tolerance for bit, mean in zip(digest, averaged, strict=True))
 
-    def _refuse(self, *, due: bool, written: bool, hooked: bool) -> None:
+    def _refuse(self, *, due: bool, written: bool, hooked: bool, relaid: bool = False) -> None:
         """Raise where replicas have drifted apart; where only their rounding differs, warn once.
 
         Collective over all ranks if ``due``, the same on all of them.
@@ -330,8 +362,15 @@ class GradientReducer:
             due: all ranks compare in this reduction, whatever they saw.
             written: this rank's script has written to parameters since the last step.
             hooked: hooks have changed the gradients of the last step.
+            relaid: buckets were made anew for other strides on this rank, and others have sent no digest.
         """
         kind = type(self._model).__name__
+        if relaid and not due:
+            raise UsageError(
+                f"the script changed strides of parameters of {kind} after prepare, on this rank and not on all, or "
+                "wrote other values there",
+                cure="Write `p.t_()`, `p.data = ...` and model.to(memory_format=...) on every rank alike.",
+            )
         if due:
             name, difference, written, hooked = self._largest_difference(written=written, hooked=hooked)
         if hooked:
