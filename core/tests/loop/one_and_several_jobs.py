@@ -92,3 +92,21 @@ def drawn_noise(*, device_specific: bool) -> Tensor:
 def steps_of_an_epoch(*, split_batches: bool) -> int:
     accelerator, _ = start(split_batches=split_batches)
     return len(accelerator.prepare(DataLoader(TensorDataset(*rows(24)), batch_size=6)))
+
+
+def orders_and_a_draw(dropout: float, seeds: bool) -> tuple[list[list[list[float]]], float]:
+    """The samples of each global batch of two epochs of a shuffled loader, and a number that is drawn afterwards."""
+    accelerator = Accelerator(split_batches=True)
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(dropout), nn.Linear(4, 1))
+    generator = torch.Generator().manual_seed(9) if seeds else None
+    loader = DataLoader(torch.arange(24.0).reshape(24, 1), batch_size=6, shuffle=True, generator=generator)
+    net, loader = accelerator.prepare(net, loader)
+    epochs = []
+    for _ in range(2):
+        batches = []
+        for x in loader:
+            net(x)
+            batches.append(sorted(accelerator.gather(x).flatten().tolist()))
+        epochs.append(batches)
+    return epochs, torch.rand(()).item()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import one_and_several_jobs as jobs
 import pytest
 import torch
@@ -57,3 +59,25 @@ def test_split_batches_keeps_the_steps_of_an_epoch():
     assert spawn(jobs.steps_of_an_epoch, 1, split_batches=False) == [4]
     assert spawn(jobs.steps_of_an_epoch, 2, split_batches=False) == [2, 2]
     assert spawn(jobs.steps_of_an_epoch, 2, split_batches=True) == [4, 4]
+
+
+def test_an_unseeded_shuffle_after_dropout_is_another_one_and_the_same_on_all_ranks():
+    every = [float(sample) for sample in range(24)]
+    ((one, drawn),) = spawn(jobs.orders_and_a_draw, 1, 0.5, seeds=False)
+    found = spawn(jobs.orders_and_a_draw, 3, 0.5, seeds=False)
+    assert all(each == found[0] for each in found)
+    epochs, other = found[0]
+    assert epochs[0] == one[0]
+    assert epochs[1] != one[1]
+    assert other != drawn
+    for batches in epochs:
+        assert sorted(chain(*batches)) == every
+    assert spawn(jobs.orders_and_a_draw, 3, 0.5, seeds=False) == found
+
+
+@pytest.mark.parametrize(("dropout", "seeds"), [(0.0, False), (0.5, True)], ids=["no dropout", "a generator"])
+def test_a_shuffle_is_that_of_one_process_without_dropout_or_with_a_generator(dropout, seeds):
+    ((one, drawn),) = spawn(jobs.orders_and_a_draw, 1, dropout, seeds=seeds)
+    for epochs, other in spawn(jobs.orders_and_a_draw, 3, dropout, seeds=seeds):
+        assert epochs == one
+        assert (other == drawn) is (not dropout)
