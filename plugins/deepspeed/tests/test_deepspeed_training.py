@@ -425,3 +425,54 @@ def test_states_of_parameters_are_had_as_the_refusal_says(stage: int, tmp_path: 
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
         assert f"ZeRO stage {stage} keeps states of flat partitions" in said
         assert "safe_get_full_optimizer_state(parameter, 'exp_avg')" in said
+
+
+def optimizers_of_the_same_parameters(stage: int, folder: str) -> tuple[str, Tensor | None, str]:
+    """What is said of two in one ``prepare``; a weight after the advice was followed; what ``add_param_group`` says."""
+    model, x, loss = overlapping()
+    first = torch.optim.AdamW(model.parameters(), lr=0.01)
+    second = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    accelerator = accelerator_with({"zero_stage": stage}, folder)
+    said = ""
+    try:
+        accelerator.prepare(model, first, second)
+    except UnsupportedError as refused:
+        said = str(refused)
+    model, x, loss = overlapping()
+    model, first = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
+    for phase in range(2):
+        optimizer: Any = accelerator.prepare(torch.optim.SGD(model[2].parameters(), lr=0.1)) if phase else first
+        optimizer.zero_grad()
+        accelerator.backward(loss(model(mine)))
+        optimizer.step()
+    state = accelerator.get_state_dict(model)
+    weight = state["2.weight"].clone() if state else None
+    added = ""
+    try:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    except UnsupportedError as refused:
+        added = str(refused)
+    return said, weight, added
+
+
+def overlapping() -> tuple[Any, Tensor, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    return model, x, lambda output: output.pow(2).mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_optimizers_of_one_parameter_are_refused_and_the_advice_works(stage: int, tmp_path: Path) -> None:
+    model, x, loss = overlapping()
+    for optimizer in (torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.1)):
+        model.zero_grad()
+        loss(model(x)).backward()
+        optimizer.step()
+    for said, weight, added in spawn(optimizers_of_the_same_parameters, 2, stage, str(tmp_path)):
+        assert "AdamW and SGD both hold the parameter 2.weight of Sequential and 1 more" in said
+        assert "accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.01))" in said
+        if weight is not None:
+            torch.testing.assert_close(weight, model[2].weight.detach(), atol=1e-6, rtol=1e-5)
+        assert "takes no group afterwards" in added

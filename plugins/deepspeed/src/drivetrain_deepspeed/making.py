@@ -64,6 +64,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         _check(optimizer, module)
         elementwise.check(optimizer, backend.config.stage)
     described = _described(backend, optimizers)
+    _refuse_shared_parameters(optimizers, module)
     config = _dictionary(backend, module, described)
     recorded = [RecordedGroups.of(optimizer) for optimizer in optimizers]
     # DeepSpeed makes a new one of an Adagrad, of one group and with no word to the script's and its schedule.
@@ -270,6 +271,31 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
                 cure="Leave frozen parameters out of the optimizer, and a group that is empty without them: "
                 "AdamW([group for group in groups if group['params']]).",
             )
+
+
+def _refuse_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Raise where two optimizers that are prepared together hold the same parameter. Not collective.
+
+    Raises:
+        UnsupportedError: two do.
+    """
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        shared = [parameter for number, parameter in held.items() if number in owners]
+        if shared:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            first = shared[0]
+            others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+            raise UnsupportedError(
+                f"{type(owners[id(first)]).__name__} and {type(optimizer).__name__} both hold the parameter "
+                f"{names[id(first)]} of {type(module).__name__}{others}, and DeepSpeed lays out each parameter for one "
+                "optimizer",
+                cure="Give each parameter to one optimizer. Where the second is for a later phase, prepare it when "
+                "that begins: optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.01)), which "
+                "takes the place of the first.",
+            )
+        owners |= dict.fromkeys(held, optimizer)
 
 
 def _is_fresh(optimizer: Optimizer) -> bool:
