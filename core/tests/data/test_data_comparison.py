@@ -18,6 +18,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -304,6 +305,42 @@ def test_a_part_is_found_in_the_first_pass(name, how, tmp_path):
     assert "ranks are given different samples in loader 0" in said
     assert "already_sharded" in said
     assert said.index("rank 0: ") < said.index("rank 1: ")
+
+
+class Late(Sampler):
+    """Draws each index when it is asked for, from torch's global state."""
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        return (int(torch.randint(SIZE, ())) for _ in range(SIZE))
+
+
+def draw_between(kind, folder):
+    """Rank 1 draws by itself behind the fifth of six batches, from the state that the sampler goes on with."""
+    accelerator = accelerator_of(folder)
+    generator = torch.Generator().manual_seed(3)
+    if kind == "own":
+        sampler = Late()
+    else:
+        sampler = RandomSampler(points(), replacement=True, num_samples=4 * SIZE, generator=generator)
+    loader = accelerator.prepare(DataLoader(points(), batch_size=2, sampler=sampler))
+    torch.manual_seed(1)
+    for index, _ in enumerate(loader):
+        if index == 4 and accelerator.process_index == 1:
+            torch.rand(2, generator=None if kind == "own" else generator)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("kind", ["own", "torch's"])
+def test_a_rank_that_draws_by_itself_in_the_middle_of_a_pass_is_found(kind, tmp_path):
+    with pytest.raises(RankFailedError) as caught:
+        spawn(draw_between, 2, kind, str(tmp_path))
+    assert isinstance(caught.value.cause, CollectiveMismatchError), caught.value
+    said = str(caught.value.cause)
+    assert "ranks are given different samples in loader 0" in said
+    assert "give the sampler a generator of its own" in said
 
 
 def read_each(loaders, folder):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import traceback
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
@@ -495,33 +495,100 @@ class PassComparison:
 
     def __init__(self, number: int, what: str) -> None:
         self._number, self._what = number, what
+        self._order: OrderComparison | None = None
 
-    def order(self, epoch: int, start: int, units: Any) -> None:
-        """Compare the order of a sampler of the script's own.
+    def order(self, epoch: int) -> OrderComparison:
+        """Return what compares the order of a pass that begins, after what is not compared of the one before."""
+        self.tell_rest()
+        self._order = OrderComparison(self._tell, epoch)
+        if Current.monitor is not None:
+            Current.monitor.before_agreement[self._number] = self.tell_rest
+        return self._order
 
-        Args:
-            epoch: number of the epoch.
-            start: place of the first of the units in it.
-            units: some indices or batches, one after the other; the same places on every rank.
-        """
-        content = Content()
-        for unit in units[:: max(1, len(units) // _MAX_ELEMENTS)]:
-            content.add(unit)
-        if content.digest is not None:
-            text = f"{_beginning(units)}, ... from place {start} of the sampler's order"
-            self._tell(f"order/{epoch}/{start}", content.digest, text)
+    def tell_rest(self) -> None:
+        """Compare what the last pass has read of an order since it was last compared."""
+        if self._order is not None:
+            self._order.tell()
 
     def samples(self, digest: int, epoch: int, stream: int = 0) -> None:
         """Compare the first samples of a stream, by their digest."""
         self._tell(f"stream/{epoch}/{stream}", digest, f"samples with digest {digest & 0xFFFFFFFF:08x}")
 
-    def _tell(self, key: str, digest: int, text: str) -> None:
+    def _tell(self, key: str, digest: int, text: str, cure: str = PARTS_CURE) -> None:
         if Current.monitor is not None:
             what = (
                 f"ranks are given different samples in loader {self._number}, a {self._what}, which shares samples out "
                 "over the ranks by itself: parts are shared out a second time, and samples are never seen"
             )
-            Current.monitor.tell(f"loader/{self._number}/{key}", digest, text, what=what, cure=PARTS_CURE)
+            Current.monitor.tell(f"loader/{self._number}/{key}", digest, text, what=what, cure=cure)
+
+
+ORDER_CURE = (
+    f"{PARTS_CURE} Where one rank alone draws random numbers between batches, give the sampler a generator of its own "
+    "that nothing else draws from."
+)
+_COMPARED_READS = 64
+"""Reads after which an order is compared again, beside those whose number is a power of two."""
+
+
+@final
+class OrderComparison:
+    """Compares the order that one pass reads from a sampler, whatever the sampler draws late. Not collective.
+
+    Each read is added to a digest of all before it, so that no difference is left out. The digest is told after the
+    first, second, fourth, ... read and each 64th, when the sampler ends, and where a later pass, a save or the end of
+    the training finds it not told.
+
+    Args:
+        tell: is given a key, a digest, a text and a cure.
+        epoch: number of the pass.
+    """
+
+    def __init__(self, tell: Callable[[str, int, str, str], None], epoch: int) -> None:
+        self._tell, self._epoch = tell, epoch
+        self._digest = self._num_reads = self._num_told = self._start = self._end = 0
+        self._units: Any = ()
+
+    def read(self, start: int, units: Any, *, ended: bool) -> None:
+        """Add a read.
+
+        Args:
+            start: place of the first of the units in the pass.
+            units: indices or batches; the same places on every rank.
+            ended: the sampler has no more.
+        """
+        if len(units):
+            self._num_reads += 1
+            self._start, self._end, self._units = start, start + len(units), units
+            number = self._num_reads
+            due = not number & (number - 1) or not number % _COMPARED_READS
+            if isinstance(units, np.ndarray):
+                self._digest = zlib.crc32(units.tobytes(), self._digest)
+            elif _are_numbers(units):
+                # 1 us for 64 numbers, and as much for 8 lists of 8.
+                self._digest = zlib.crc32(repr(units).encode(), self._digest)
+            elif due:
+                content = Content()
+                for unit in units[:: max(1, len(units) // _MAX_ELEMENTS)]:
+                    content.add(unit)
+                self._digest = hash((self._digest, content.digest or 0)) & 0xFFFFFFFF
+            if due:
+                self.tell()
+        if ended:
+            self.tell()
+
+    def tell(self) -> None:
+        """Compare what was read since the last time."""
+        if self._num_told != self._num_reads:
+            self._num_told = self._num_reads
+            text = f"{_beginning(self._units)}, ... from place {self._start} of the sampler's order"
+            self._tell(f"order/{self._epoch}/{self._end}", self._digest, text, ORDER_CURE)
+
+
+def _are_numbers(units: Any) -> bool:
+    """Whether these are whole numbers, or lists and tuples of such, which print alike on every rank."""
+    kinds = set(map(type, units))
+    return kinds <= {int} or (kinds <= {list, tuple} and all(set(map(type, unit)) <= {int} for unit in units))
 
 
 NUM_FIRST = 8

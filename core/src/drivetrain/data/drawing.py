@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler
 
 from drivetrain.backend import Backend
+from drivetrain.data.comparison import OrderComparison
 from drivetrain.distributed.rank_numbers import is_generator
 from drivetrain.distributed.watchdog import default_store
 from drivetrain.errors import DrivetrainError, UsageError
@@ -550,8 +551,7 @@ class DrawnOrder:
         agreement: returns a function that is given this rank's states, and returns those that draws follow from, or
             ``None`` where it is these. ``None`` where this rank reads alone.
         eager: :meth:`begin` calls ``iter``, as torch does on what gives whole batches.
-        tell: is given the place of the first and the units of the first read, the second, the fourth, and so on; for a
-            comparison with other ranks.
+        compared: is given each read, for a comparison with other ranks.
     """
 
     def __init__(
@@ -563,12 +563,12 @@ class DrawnOrder:
         agreement: Callable[[], Callable[[Any], Any]] | None,
         *,
         eager: bool = False,
-        tell: Callable[[int, Any], None] | None = None,
+        compared: OrderComparison | None = None,
     ) -> None:
         self._units, self._log, self._keep = units, log, keep
         self._repeats = log.begun
         self._agreement = None if self._repeats and units.takes_seed else agreement
-        self._eager, self._tell, self._num_reads = eager, tell, 0
+        self._eager, self._compared = eager, compared
         self.length = length
         self._chunks: deque[tuple[int, Any]] = deque()
         self._end = 0
@@ -600,9 +600,8 @@ class DrawnOrder:
             pull = partial(self._units.pull, min(stop - self._end, _BLOCK))
             # Again where iter() has drawn: torch draws the seed of its workers in between.
             units, ended = self._read(pull, self._end, agree=not self._agreed)
-            self._num_reads += 1
-            if self._tell is not None and not self._num_reads & (self._num_reads - 1) and len(units):
-                self._tell(self._end, units)
+            if self._compared is not None:
+                self._compared.read(self._end, units, ended=ended)
             self._keep_units(units, ended, start)
             self._agreed = True
             self._log.pulled, self._log.ended = self._end, self._ended

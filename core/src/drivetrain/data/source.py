@@ -238,9 +238,11 @@ class Reading:
             return _shuffled(position, sampler)
         assert log is not None, "set where the pass begins"
         if type(sampler) in _DRAWING:
-            return DrawnOrder(TorchUnits(sampler), log, keep, len(sampler), agreement)
-        tell = None if comparison is None else partial(comparison.order, position.epoch)
-        return DrawnOrder(ScriptUnits(sampler), log, keep, None, agreement, eager=self._eager, tell=tell)
+            late = comparison if _draws_late(sampler) else None
+            compared = None if late is None else late.order(position.epoch)
+            return DrawnOrder(TorchUnits(sampler), log, keep, len(sampler), agreement, compared=compared)
+        compared = None if comparison is None else comparison.order(position.epoch)
+        return DrawnOrder(ScriptUnits(sampler), log, keep, None, agreement, eager=self._eager, compared=compared)
 
     def states(self) -> list[Any]:
         """States of :attr:`generators`."""
@@ -392,6 +394,12 @@ class _Draws:
 
 _DRAWING: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers of torch that draw an epoch's order from their generator when the epoch begins."""
+
+
+def _draws_late(sampler: Any) -> bool:
+    """Whether it draws from a generator of the script's while an epoch goes on."""
+    random = type(sampler) is RandomSampler and sampler.generator is not None
+    return random and (sampler.replacement or sampler.num_samples > len(sampler.data_source))
 
 
 def _say_replaced(sampler: DistributedSampler[Any]) -> None:

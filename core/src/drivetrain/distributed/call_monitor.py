@@ -157,6 +157,8 @@ class CallMonitor:
         self._told_values: deque[_Told] = deque()
         self._told_keys: set[str] = set()
         self._telling = threading.Lock()
+        self.before_agreement: dict[int, Callable[[], None]] = {}
+        """Functions that tell what is not told yet, by loader."""
         self._may_be_same: list[tuple[str, str]] = []
         """On rank 0: keys that other ranks may have told the same value for, with the warning."""
         self._left: tuple[int, int] | None = None
@@ -246,6 +248,8 @@ class CallMonitor:
             self.refuse()
         if self.suspended or not self._compares or not self._thread.is_alive():
             return
+        for tell in self.before_agreement.values():
+            tell()
         self._drain()
         mine = f"{self._number} {self._digest}"
         key = f"agree/{self._agreements}"
