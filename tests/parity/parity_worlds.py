@@ -95,6 +95,42 @@ PLACES = {
 ORDINARY = Matrix(load, PLACES, RECORD)
 """The scripts of ``scripts/``."""
 
+PARTS = """
+weights_clamped ema_of_parameters ema_of_loaded_weights averaged_from_the_first_step_on
+weights_loaded_midway weights_as_one_vector data_assigned saved_by_torch penalties
+weights_scaled_before_the_step rows_and_columns_written data_through_another_type data_with_other_strides
+initialised_from_each_ranks_seed moved_after_each_step rows_shortened_after_each_step
+alternating_parts frozen_for_a_step_under_adam layer_never_used groups_assigned double_after_prepare plain_backward
+torch_clip_grad_norm gradient_norm_by_hand gradients_edited_by_rows gradients_kept gradients_zeroed
+accumulation_by_hand zero_grad_of_each_part
+hook_after_prepare hook_that_writes_in_place hook_after_accumulate gradient_norms_seen_by_hook
+hook_sees_what_the_one_before_returned hooks_of_a_plain_backward
+gradients_clamped_in_windows hooks_after_accumulation_in_windows
+layer_clamps_itself forward_clamps_a_layer_before_its_call forward_clamps_a_layer_after_its_call
+clamped_between_two_ways_in
+adagrad layerwise_optimizer global_norm_optimizer optimizer_state_restored
+as_many_steps_as_samples spectral_norm counter_in_forward
+"""
+"""Scripts whose numbers depend on how an engine cuts parameters, gradients and states, and where it keeps the parts."""
+
+
+def load_parts() -> dict[str, Script]:
+    """The scripts of :data:`PARTS`, in the order of the files."""
+    wanted = set(PARTS.split())
+    scripts = {name: each for name, each in load().items() if name in wanted}
+    assert scripts.keys() == wanted, wanted - scripts.keys()
+    return scripts
+
+
+LAYOUTS = {"fsdp-3": Place("fsdp-3", 3, {"distributed_type": "fsdp"})}
+"""Places with three ranks, which share parameters unevenly and take means that are right by no luck.
+
+Further layouts of ZeRO (offload, parameters in parts) and Megatron (three stages) have scripts in the plugins' tests.
+"""
+
+APART = Matrix(load_parts, LAYOUTS, RECORD.with_name("layouts.json"))
+"""The scripts of :data:`PARTS` in the other layouts of each engine; no columns of the documents' table."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -19,11 +19,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
     parser.add_argument("--optimizers", action="store_true", help="the matrix of optimizers instead of the scripts")
+    parser.add_argument("--layouts", action="store_true", help="the scripts of PARTS in further layouts of the engines")
     parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
     parser.add_argument("--record", action="store_true", help="keep the outcomes")
     parser.add_argument("--traceback", action="store_true", help="show where each failure was raised")
     arguments = parser.parse_args()
-    matrix = parity_optimizers.MATRIX if arguments.optimizers else worlds.ORDINARY
+    matrix = worlds.APART if arguments.layouts else worlds.ORDINARY
+    matrix = parity_optimizers.MATRIX if arguments.optimizers else matrix
     scripts = matrix.load()
     names = arguments.scripts or (parity_optimizers.installed() if arguments.optimizers else list(scripts))
     wanted = tuple(arguments.backend or [""])

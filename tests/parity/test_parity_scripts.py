@@ -1,8 +1,12 @@
 """Ordinary scripts end as ``scripts/outcomes.json`` says under every backend: one process's numbers, or a refusal.
 
 A cell that is a defect there is expected to be one: this fails as soon as it is none, so that the record is renewed.
-``make parity`` runs every script in every place and renews it; here a part runs, see :func:`chosen`, and in
-``make test`` a smaller one, see :data:`SOME`.
+
+They are the suite's only scripts of this kind: a plugin's own tests hold what its engine alone has. ``make parity``
+runs every script in every place, and some in further layouts, and renews the records. ``make test-all`` runs a part, by
+a rule: every script under ``ddp``, with 2, 3 and 4 ranks by turns, and under one of the four engines that cut models,
+which take turns as well, and ZeRO's stages among themselves; see :func:`places_of`. ``make test`` runs a smaller part,
+see :data:`SOME`.
 """
 
 from __future__ import annotations
@@ -21,18 +25,33 @@ from drivetrain_testing import RankFailedError, preload
 
 preload("transformers.models.llama.modeling_llama")
 SCRIPTS = load()
-STRIPES = 4
+LAYOUTS = 3
+"""Of the further layouts each runs a third of its scripts, another one than its neighbours."""
+
+
+def places_of(name):
+    """The places in which ``make test-all`` runs this script."""
+    number = list(SCRIPTS).index(name)
+    if SCRIPTS[name].whole_batch:
+        return {"single", "tp-2", "pp-2"}
+    engines = ("fsdp-2", f"deepspeed-{1 + number // 4 % 3}", "tp-2", "pp-2")
+    places = {f"ddp-{2 + number % 3}", engines[number % 4]}
+    return places | {"single"} if number % 4 == 0 else places
 
 
 def chosen(place):
-    """All scripts under ``ddp-2``, and a quarter of them elsewhere, another one in each place; all with PARITY=all."""
-    names = [name for name, script in SCRIPTS.items() if worlds.runs(script, PLACES[place])]
-    if place == "ddp-2" or os.environ.get("PARITY") == "all":
-        return names
-    return names[list(PLACES).index(place) % STRIPES :: STRIPES]
+    """The scripts of this place; all that run there with PARITY=all."""
+    if os.environ.get("PARITY") == "all":
+        return [name for name, script in SCRIPTS.items() if worlds.runs(script, PLACES[place])]
+    return [name for name in SCRIPTS if place in places_of(name)]
 
 
-SOME = {"ddp-2": (0, 6), "fsdp-2": (1, 30), "deepspeed-3": (2, 30), "tp-2": (3, 30), "pp-2": (4, 30)}
+def chosen_of_layout(place):
+    names = [name for name, script in worlds.load_parts().items() if worlds.runs(script, worlds.LAYOUTS[place])]
+    return names if os.environ.get("PARITY") == "all" else names[list(worlds.LAYOUTS).index(place) % LAYOUTS :: LAYOUTS]
+
+
+SOME = {"ddp-2": (0, 7), "fsdp-2": (1, 36), "deepspeed-3": (2, 36), "tp-2": (3, 36), "pp-2": (4, 36)}
 """Places of ``make test``, one for each engine: the first of its scripts, and which of those that follow."""
 
 
@@ -51,10 +70,10 @@ def expected_of_some():
     return worlds.references(sorted({name for place in SOME for name in some(place)}))
 
 
-def changed(where, names, expected):
+def changed(where, names, expected, matrix=worlds.ORDINARY):
     """What ended otherwise than recorded, a line each."""
-    record = worlds.recorded()
-    found = worlds.outcomes(PLACES[where], names, expected)
+    record = worlds.recorded(matrix)
+    found = worlds.outcomes(matrix.places[where], names, expected, matrix)
     lines = [
         f"{name}: recorded {before.kind} {before.text!r}, found {cell.kind} {cell.text!r}"
         for name, cell in found.items()
@@ -79,6 +98,24 @@ def test_scripts_end_as_recorded(where, expected):
     assert not wrong, wrong
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("where", worlds.LAYOUTS)
+def test_scripts_end_as_recorded_in_other_layouts(where, expected):
+    wrong = changed(where, chosen_of_layout(where), expected, worlds.APART)
+    assert not wrong, wrong
+
+
+def test_every_script_meets_ranks_that_hold_parts():
+    """The rule above, counted: no script runs without one of these engines, and none of them runs a few."""
+    engines = [{"fsdp-2"}, {"deepspeed-1", "deepspeed-2", "deepspeed-3"}, {"tp-2"}, {"pp-2"}]
+    shares = [{name for name in SCRIPTS if places & places_of(name)} for places in engines]
+    assert set().union(*shares) == set(SCRIPTS)
+    assert all(len(share) > 0.2 * len(SCRIPTS) for share in shares)
+    for name, script in SCRIPTS.items():
+        assert all(worlds.runs(script, PLACES[place]) for place in places_of(name))
+
+
 def agrees(found, before, *, stages=False):
     """The same kind of end; a refusal in the same words.
 
@@ -100,6 +137,11 @@ def unnamed(text):
 def test_every_script_has_an_outcome_in_every_place():
     wanted = {name: {place for place in PLACES if worlds.runs(SCRIPTS[name], PLACES[place])} for name in SCRIPTS}
     assert {name: set(row) for name, row in worlds.recorded().items()} == wanted, "run: make parity"
+    wanted = {
+        name: {place for place in worlds.LAYOUTS if worlds.runs(script, worlds.LAYOUTS[place])}
+        for name, script in worlds.load_parts().items()
+    }
+    assert {name: set(row) for name, row in worlds.recorded(worlds.APART).items()} == wanted, "run: make parity"
 
 
 def test_some_scripts_learn(expected_of_some):

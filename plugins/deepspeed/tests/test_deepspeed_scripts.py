@@ -34,7 +34,6 @@ TOLERANCE = 2e-5
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage0": {"zero_stage": 0},
     "stage1": {"zero_stage": 1},
-    "stage2": {"zero_stage": 2},
     "stage2-offload": {"zero_stage": 2, "offload_optimizer": "cpu"},
     "stage2-round-robin": {"zero_stage": 2, "round_robin_gradients": True},
     "stage3": {"zero_stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 60},
@@ -971,7 +970,8 @@ def compare(variant: str, world: int, folder: Path, names: list[str]) -> None:
                     )
 
 
-@pytest.mark.parametrize("variant", ["stage0", "stage2", "stage3"])
+# Stage 2 runs the same scripts as `deepspeed-2` of tests/parity.
+@pytest.mark.parametrize("variant", ["stage0", "stage3"])
 def test_on_two_processes(variant: str, tmp_path: Path) -> None:
     compare(variant, 2, tmp_path, list(SCRIPTS))
 
@@ -986,7 +986,7 @@ LAYOUTS = [
 """What depends on where a variant keeps masters and parts."""
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("stage0", "stage2")])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "stage0"])
 def test_on_three_processes(variant: str, tmp_path: Path) -> None:
     """Parts of which one is padded, and means that are right by no luck."""
     compare(variant, 3, tmp_path, [*LAYOUTS, "torchs_clip_grad_norm", "dataclass_output", "use_now_and_then"])

@@ -131,6 +131,43 @@ def ema_of_the_library(accelerator):
         return result(accelerator, losses, model=model)
 
 
+def _averaged_with_loaded():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    losses = []
+    for step, (x, y) in enumerate(loader()):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 1:
+            model.load_state_dict(build(seed=5).state_dict())
+        average.update_parameters(model)
+    weights = {f"average.{name}": value for name, value in average.module.state_dict().items()}
+    return losses, weights | {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+@script(reference=_averaged_with_loaded)
+def ema_of_loaded_weights(accelerator):
+    """Drivetrain's ``EMA`` of weights that the script loads on the way; after ``averaged()`` the model has its own."""
+    model, optimizer, batches = start(accelerator)
+    average = EMA(accelerator, model, decay=0.5)
+
+    def after(step):
+        if step == 2:
+            model.load_state_dict(build(seed=5).state_dict())
+        average.update()
+
+    losses = fit(accelerator, model, optimizer, batches, after)
+    with average.averaged():
+        _, averaged = result(accelerator, losses, average=model)
+    _, weights = result(accelerator, losses, model=model)
+    return losses, averaged | weights
+
+
+
 @script()
 def stochastic_weight_averaging(accelerator):
     """An average of the weights after each of the last steps, from whole weights of the accelerator."""

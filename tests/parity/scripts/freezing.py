@@ -83,6 +83,30 @@ def alternating_parts(accelerator):
     return fit(accelerator, model, optimizer, batches, before)
 
 
+@script()
+def frozen_for_a_step_under_adam(accelerator):
+    """The body is frozen for one step and then trained again by AdamW, which counts steps of each parameter."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    return fit(accelerator, model, optimizer, batches, lambda step: model.body.requires_grad_(step != 1))
+
+
+@script()
+def parameter_replaced(accelerator):
+    """``model.head.weight = nn.Parameter(...)`` in the loop: no optimizer has the new one."""
+    model = build()
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    other = build(seed=5).head.weight.detach()
+
+    def before(step):
+        if step == 2:
+            model.head.weight = nn.Parameter(other.clone())
+
+    return fit(accelerator, model, optimizer, batches, before)
+
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

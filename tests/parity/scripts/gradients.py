@@ -657,3 +657,250 @@ def anomalies_detected(accelerator):
     """Training under ``torch.autograd.set_detect_anomaly``."""
     with torch.autograd.set_detect_anomaly(True):
         return fit(accelerator, lambda model, step: None)
+
+
+# ---- gradients that are kept, dropped or edited in part --------------------------------------------------------------
+
+
+@script()
+def gradients_kept_and_clipped(accelerator):
+    """``zero_grad`` is forgotten, and the sum of all gradients so far is clipped before each step."""
+    model, optimizer, batches = start(accelerator, lr=0.1)
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+def fit_and_drop(accelerator, drop, lr=0.1):
+    """An ordinary loop that drops gradients by ``drop(model)`` after each step."""
+    model, optimizer, batches = start(accelerator, lr)
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        drop(model)
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def zero_grad_of_each_part(accelerator):
+    """``zero_grad()`` of each part of the model after the step."""
+    return fit_and_drop(accelerator, lambda model: (model.body.zero_grad(), model.head.zero_grad()))
+
+
+@script()
+def zero_grad_of_one_part(accelerator):
+    """``zero_grad()`` of the head alone after the step: the gradients of the body add up."""
+    return fit_and_drop(accelerator, lambda model: model.head.zero_grad(), lr=0.02)
+
+
+@script()
+def gradients_zeroed_in_place(accelerator):
+    """``p.grad.detach_(); p.grad.zero_()`` after the step, as ``zero_grad`` was once written."""
+
+    def drop(model):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+
+    return fit_and_drop(accelerator, drop)
+
+
+@script()
+def gradients_set_to_none_before_each_backward(accelerator):
+    """``p.grad = None`` for each parameter before the backward, instead of ``zero_grad``."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for x, y in batches:
+        for p in model.parameters():
+            p.grad = None
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def gradients_of_a_first_backward_dropped(accelerator):
+    """A backward whose gradients ``model.zero_grad()`` drops before the one that counts."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for x, y in batches:
+        accelerator.backward(model(-x).pow(2).mean())
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        model.zero_grad()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def zero_grad_of_a_part_before_the_step(accelerator):
+    """``model.head.zero_grad()`` between backward and step."""
+    return fit(accelerator, lambda model, step: model.head.zero_grad())
+
+
+@script()
+def gradients_edited_by_rows(accelerator):
+    """Rows, lists of rows and views of views of gradients are written by index."""
+
+    def edit(model, step):
+        gradient = model.head.weight.grad
+        gradient.mul_(mask_of(gradient))
+        gradient[0] = 0.01
+        gradient[1:].view(3, 16)[1][2:].zero_()
+        model.body[0].weight.grad[[0, 4]] *= 0.5
+        torch.manual_seed(step)
+        model.head.bias.grad.add_(torch.randn_like(model.head.bias), alpha=0.01)
+        model.body[2].bias.grad = None
+
+    return fit(accelerator, edit)
+
+
+# ---- hooks of all kinds ----------------------------------------------------------------------------------------------
+
+
+def fit_with_hook(accelerator, hook, name="bias"):
+    """An ordinary loop; ``hook`` is set on a parameter of the head after ``prepare``."""
+    model, optimizer, batches = start(accelerator, 0.1)
+    getattr(model.head, name).register_hook(hook)
+    return _simple(accelerator, model, optimizer, batches)
+
+
+@script()
+def hook_that_writes_in_place(accelerator):
+    """A hook sets the first row of the gradient to zero in place, and returns nothing."""
+
+    def drop_first_row(gradient):
+        gradient[0] = 0
+
+    return fit_with_hook(accelerator, drop_first_row, "weight")
+
+
+@script()
+def hook_that_takes_signs(accelerator):
+    """``register_hook(torch.sign)``, which is linear nowhere."""
+    return fit_with_hook(accelerator, torch.sign)
+
+
+@script()
+def hook_that_takes_magnitudes(accelerator):
+    """``register_hook(torch.abs)``, which is linear for gradients of one sign."""
+    return fit_with_hook(accelerator, torch.abs)
+
+
+@script()
+def hook_that_shifts(accelerator):
+    """A hook adds a number to each gradient, once, not once for each rank."""
+    return fit_with_hook(accelerator, lambda gradient: gradient + 0.1)
+
+
+@script()
+def hook_sees_what_the_one_before_returned(accelerator):
+    """Two hooks of one parameter, of which the second logs the norm that the first has set."""
+    model, optimizer, batches = start(accelerator, 0.1)
+    norms = []
+    model.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    losses, weights = _simple(accelerator, model, optimizer, batches)
+    return losses + norms, weights
+
+
+def clamp_what_has_gathered(model):
+    def clamp(p):
+        p.grad.clamp_(-0.01, 0.01)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clamp)
+
+
+class Gained(Net):
+    """A parameter without dims, which no rank can cut, and a weight that two layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.again = nn.Parameter(torch.tensor(0.9)), nn.Linear(16, 4)
+        self.again.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.body(x) * self.gain
+        return self.head(x) + self.again(x.flip(-1))
+
+
+def _hooked_windows(hook):
+    """Two micro-batches in a step, in plain torch: each has half of its mean loss, and the hooks see each."""
+
+    def reference():
+        model = build(Gained)
+        hook(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        losses = []
+        for step, (x, y) in enumerate(loader()):
+            loss = F.cross_entropy(model(x), y)
+            (loss / 2).backward()
+            if step % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+
+    return reference
+
+
+def hooked_windows(accelerator, hook):
+    model = build(Gained)
+    hook(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script(reference=_hooked_windows(clamp_gradients), gradient_accumulation_steps=2)
+def gradients_clamped_in_windows(accelerator):
+    """Hooks clamp the gradient of each batch of a window of two."""
+    return hooked_windows(accelerator, clamp_gradients)
+
+
+@script(reference=_hooked_windows(clamp_what_has_gathered), gradient_accumulation_steps=2)
+def hooks_after_accumulation_in_windows(accelerator):
+    """``register_post_accumulate_grad_hook`` clamps what has gathered after each batch of a window of two."""
+    return hooked_windows(accelerator, clamp_what_has_gathered)
+
+
+@script()
+def hooks_of_a_plain_backward(accelerator):
+    """``loss.backward()`` with hooks that clamp gradients, and a frozen layer."""
+    model = build()
+    model.body[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)

@@ -471,3 +471,32 @@ def functional_call(accelerator):
         optimizer.step()
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
+
+
+class TimeFirstMixture(nn.Module):
+    """A GRU, an LSTM and attention in torch's default layout; ``(T, B, F)`` and ``(1, B, F)`` -> ``(T, B, C)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.GRU(FEATURES, FEATURES), nn.LSTM(FEATURES, FEATURES)
+        self.mix = nn.TransformerEncoderLayer(FEATURES, 2, 16, dropout=0.0, activation="gelu")
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x, hidden=None):
+        x, _ = self.first(x, hidden)
+        x, _ = self.second(x)
+        return self.head(self.mix(x))
+
+
+@script()
+def as_many_steps_as_samples(accelerator):
+    """Sequences ``(T, B, F)`` with T = B, and a first hidden state by keyword: no size tells the dims apart."""
+    y = (torch.arange(N * BATCH) * 7 % CLASSES).view(N, BATCH)
+    return fit(
+        accelerator,
+        build(TimeFirstMixture),
+        loader(noise(N, BATCH, FEATURES), y, noise(N, 1, FEATURES, seed=4)),
+        lambda model, x, y, hidden: F.cross_entropy(
+            model(x.transpose(0, 1), hidden=hidden.transpose(0, 1)).permute(1, 2, 0), y
+        ),
+    )

@@ -48,9 +48,11 @@ def adamw(accelerator):
 
 @script()
 def adagrad(accelerator):
-    """Adagrad, which fills its state when it is made."""
+    """Adagrad, which fills its state when it is made; its rate decays, and the head has another one."""
     model = build()
-    return fit(accelerator, model, torch.optim.Adagrad(model.parameters(), lr=0.05))
+    groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.2, lr_decay=0.1)
+    return fit(accelerator, model, optimizer)
 
 
 @script()

@@ -184,6 +184,37 @@ def layer_popped_from_a_group(accelerator):
 
 
 @script()
+def group_put_in_by_hand(accelerator):
+    """``param_groups.append(...)`` of a group without parameters, past ``add_param_group``."""
+
+    def put(model, optimizer):
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+
+    return edited(accelerator, put)
+
+
+@script()
+def groups_assigned(accelerator):
+    """``optimizer.param_groups = [...]``: other dictionaries of the same parameters."""
+
+    def assign(model, optimizer):
+        optimizer.param_groups = [{**group, "lr": 0.1} for group in optimizer.param_groups]
+
+    return edited(accelerator, assign)
+
+
+@script()
+def group_emptied(accelerator):
+    """``group["params"] = []``: the head is trained no more."""
+
+    def empty(model, optimizer):
+        optimizer.param_groups[1].update(params=[])
+
+    return edited(accelerator, empty)
+
+
+
+@script()
 def other_groups_by_a_new_optimizer(accelerator):
     """What a refused edit of groups advises: another optimizer, whose groups are other ones, prepared on the way."""
 
@@ -280,6 +311,15 @@ def momentum(parameters):
 def layer_used_late(accelerator):
     """A layer has its first gradient in the second epoch, under AdamW."""
     return late_here(accelerator, adamw, whole, resume=False)
+
+
+@script()
+def layer_never_used(accelerator):
+    """The optimizer holds a layer that no forward uses, under AdamW with weight decay: it stays as it is."""
+    model = build(Late)
+    optimizer = AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    return result(accelerator, [step_on(accelerator, model, optimizer, x, y) for x, y in batches], model=model)
 
 
 @script(reference=lambda: late_plain(adamw, whole))

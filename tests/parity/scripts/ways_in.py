@@ -235,6 +235,38 @@ def custom_output(accelerator):
     return fit(accelerator, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x).logits, y))
 
 
+class AnswersDataclass(nn.Linear):
+    def forward(self, x):
+        return Answer(super().forward(x), x)
+
+
+class WithAnsweringLayer(Net):
+    def __init__(self):
+        super().__init__()
+        self.inner = AnswersDataclass(16, 16)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(self.body(x)).logits))
+
+
+@script()
+def layer_that_returns_a_dataclass(accelerator):
+    """A layer of the model, with parameters of its own, returns a dataclass."""
+    model, optimizer, batches = prepared(accelerator, WithAnsweringLayer)
+    return fit(accelerator, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@script()
+def parameters_counted(accelerator):
+    """Parameters are counted by ``numel`` and ``shape`` after each step."""
+    model, optimizer, batches = prepared(accelerator)
+    losses, weights = fit(accelerator, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x), y))
+    losses.append(float(sum(p.numel() for p in model.parameters())))
+    losses += [float(size) for p in model.parameters() for size in p.shape]
+    return losses, weights
+
+
+
 class Warming(Net):
     """Counts its forwards in Python and grows warmer with them."""
 
