@@ -14,7 +14,7 @@ from drivetrain.api import BackendBlockedError
 TESTED = "2.13.0"
 """The release of torch that ``locks/dev.txt`` holds."""
 
-_WRAPPER = ("_accum_grad_hooks", "_inside_ddp_forward")
+_WRAPPER = ("_accum_grad_hooks", "_check_reducer_finalized", "_inside_ddp_forward")
 _ARGUMENTS = ("forward_sync_buffers", "broadcast_buffers")
 """Of the constructor; up to torch 2.12 the second only."""
 

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from drivetrain.api import LocalGradients, Topology, UnsupportedError, UsageError, collectives
@@ -99,6 +99,8 @@ class GradientReducer:
         self._matrices: list[nn.Parameter] = []
         self._strides: list[tuple[int, ...]] = []
         """Of the trained parameters with two dims or more, as they were when the buckets were made."""
+        self._accumulators: list[GradientEdge] = []
+        """Where autograd accumulates the gradients of the trained parameters, as the buckets know it."""
         self._relaid = False
         """Strides have changed, and ranks have not compared whether all of theirs did."""
         self._recorded = self._miscounted = False
@@ -150,6 +152,7 @@ class GradientReducer:
         self._recorded = self._miscounted = False
         self._matrices = [parameter for parameter in trained if parameter.dim() > 1]
         self._strides = [parameter.stride() for parameter in self._matrices]
+        self._accumulators = [get_gradient_edge(parameter) for parameter in trained]
         if trained:
             # In the parameters' dtype they share a bucket with them; in 16 bits an average would be rounded.
             dtype = max(dtypes[0].to_real(), torch.float32, key=lambda each: each.itemsize)
@@ -229,6 +232,7 @@ class GradientReducer:
         arrived = list(self.local.reached) if hooked else []
         unreached = frozenset[int]() if self._static else self._complete()
         if self._static and not self.joined:
+            self._check_finished()
             if self._relaid:
                 # Alike on all ranks, or their reducers do not fit together any more.
                 self._relaid, self._reductions = False, 0
@@ -290,6 +294,7 @@ class GradientReducer:
             _engine_run_backward(
                 tuple(late), tuple(zeros), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
+        self._check_finished()
         if self._flags is not None:
             average, self._flags.grad = self._flags.grad, None
         elif self.joined:
@@ -312,6 +317,24 @@ class GradientReducer:
             self._hooks_changed = self._hooks_stepped = False
         self._writes = sum(map(_VERSION, self._trained))
         return self._settle(are_used, earlier)
+
+    def _check_finished(self) -> None:
+        """Raise where the reducer waits for gradients, though this backward and its zeros have made all of them."""
+        wrapper: Any = self.wrapper
+        try:
+            wrapper._check_reducer_finalized()  # noqa: SLF001 (torch's docstring: for a call after backward)
+        except RuntimeError as error:
+            nodes = map(get_gradient_edge, self._trained)
+            gone = [one for one, edge, was in zip(self._trained, nodes, self._accumulators, strict=True) if edge != was]
+            if not gone:
+                raise
+            raise UnsupportedError(
+                f"{self._name(gone[0])} was of another type or on another device since prepare (`p.data = ...`, "
+                "model.half()), and torch's DistributedDataParallel hears no more of its gradients, which this "
+                "backward has not averaged",
+                cure="Write values in place (`with torch.no_grad(): p.copy_(values)`), and convert a copy of the "
+                "model: copy.deepcopy(accelerator.unwrap_model(model)).",
+            ) from error
 
     def _settle(self, are_used: list[float], earlier: Collection[int]) -> frozenset[int]:
         """Reset gradients that no rank reached to ``None``; returns what none reached in this backward, by identity.

@@ -95,8 +95,8 @@ class Driver:
         engine._backward_prologue_per_tensor = _unchanged  # noqa: SLF001
         held = {id(each): each for _, parameters in optimizers for each in parameters}
         self.writes = None if self.zero is None else Writes(engine.module, self.zero, self.stage, held.values(), guard)
-        whole = self.stage < 3 and topology.dp_size > 1
-        self._same_writes = SameWrites(engine.module, topology) if whole else None
+        several, in_parts = topology.dp_size > 1, self.stage == 3
+        self._same_writes = SameWrites(engine.module, topology, in_parts=in_parts) if several else None
         self._unused = None if self.zero is None else Unused(self.zero, guard.named)
         self._used: set[int] = set()
         """Parameters that have a gradient on one process: backwards have reached them since it was dropped."""

@@ -1,8 +1,9 @@
-"""Stages 0 to 2: whether every rank writes the same to its copy of the parameters.
+"""Whether every rank writes the same to its copy of the parameters.
 
-A forward or a script that writes what it computes from its own samples makes copies differ. Stages 1 and 2 hide that
+A forward or a script that writes what it computes from its own samples makes copies differ. Stages 1 to 3 hide that
 with each step, which gives every rank each part as its owner has it: the parameters are the same again, and those of no
-process that saw the whole batch.
+process that saw the whole batch. Stage 3 has copies of the small ones that it keeps whole between uses; the others are
+written in ``deepspeed.zero.GatheredParameters``, which takes one rank's values.
 
 Bits are compared where all ranks compute on the same kind of device: what they write alike, and stage 0's steps, which
 each rank does by itself, then give the same bits. Elsewhere kernels differ, and so do sums: values are compared, and
@@ -15,7 +16,7 @@ import hashlib
 import platform
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +39,16 @@ class SameWrites:
     parameters are kept until the next comparison, so that a difference is found by then though a step has hidden it.
 
     Args:
-        module: the user's, with whole parameters. The same on every rank, as ``prepare`` has made it.
+        module: the user's. Its whole parameters are the same on every rank, as ``prepare`` has made them.
         topology: the job.
+        in_parts: stage 3.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, topology: Topology, *, in_parts: bool = False) -> None:
         self._module, self._topology = module, topology
-        self._all = list(module.parameters())
+        named: dict[str, Any] = dict(module.named_parameters())
+        copies = {name: each for name, each in named.items() if not in_parts or each.ds_persist}
+        self._names, self._all = list(copies), list(copies.values())
         self._trained = [each for each in self._all if each.requires_grad]
         self._steps = 0
         self._written: Tensor | None = None
@@ -67,7 +71,7 @@ class SameWrites:
                 # Times the step: one rank's write in another step than the others' is a difference.
                 values = _values(self._trained) * (number + 1)
                 self._written = values if self._written is None else self._written + values
-            if not number & (number - 1):
+            if not number & (number - 1) and self._all:
                 self._compare()
 
     def settle(self) -> None:
@@ -95,8 +99,7 @@ class SameWrites:
         differ = apart.tolist()
         if not any(differ):
             return
-        names = [name for name, _ in self._module.named_parameters()]
-        here = [name for name, one in zip(names, differ, strict=False) if one]
+        here = [name for name, one in zip(self._names, differ, strict=False) if one]
         which = (
             f"{', '.join(here[:4])}{f' and {len(here) - 4} more' if len(here) > 4 else ''} differ"
             if here
@@ -134,4 +137,4 @@ def _values(tensors: Sequence[Tensor]) -> Tensor:
         value = each.detach()
         value = value if value.is_floating_point() else value.double()  # a norm of whole numbers is no operation
         numbers += [torch.linalg.vector_norm(value, dtype=torch.float64), value.sum(dtype=torch.float64)]
-    return torch.stack(numbers).view(-1, 2)
+    return torch.stack(numbers).view(-1, 2) if numbers else torch.zeros(0, 2, dtype=torch.float64)
