@@ -392,41 +392,6 @@ def test_a_weight_transposed_in_place_is_taken_over(stage: int, tmp_path: Path) 
         assert "was asked for the parameters of a group" in said
 
 
-def states_of_parameters(stage: int | None, folder: str) -> tuple[list[Tensor], str]:
-    """First moments of all parameters, and what asking the optimizer for one says."""
-    torch.manual_seed(0)
-    model: Any = nn.Linear(4, 3)
-    x = torch.randn(4, 4)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-    parameters = list(model.parameters())
-    accelerator = None
-    if stage is not None:
-        accelerator = accelerator_with({"zero_stage": stage}, folder)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        x = x.chunk(accelerator.num_processes)[accelerator.process_index]
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward() if accelerator is None else accelerator.backward(loss)
-        optimizer.step()
-    if accelerator is None:
-        return [optimizer.state[each]["exp_avg"] for each in parameters], ""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    with pytest.raises(UnsupportedError) as caught:
-        optimizer.state[parameters[0]]
-    return [safe_get_full_optimizer_state(each, "exp_avg").clone() for each in parameters], str(caught.value)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_of_parameters_are_had_as_the_refusal_says(stage: int, tmp_path: Path) -> None:
-    expected, _ = states_of_parameters(None, "")
-    for found, said in spawn(states_of_parameters, 2, stage, str(tmp_path)):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-        assert f"ZeRO stage {stage} keeps states of flat partitions" in said
-        assert "safe_get_full_optimizer_state(parameter, 'exp_avg')" in said
-
-
 def optimizers_of_the_same_parameters(stage: int, folder: str) -> tuple[str, Tensor | None, str]:
     """What is said of two in one ``prepare``; a weight after the advice was followed; what ``add_param_group`` says."""
     model, x, loss = overlapping()

@@ -1,20 +1,17 @@
-"""Parameter groups and states of a script's optimizers, which stay as DeepSpeed has laid them out.
+"""Parameter groups of a script's optimizers, which stay as DeepSpeed has laid them out.
 
-Under ZeRO a group holds this rank's flat partition, under stage 3 nothing between steps, and states belong to
-partitions. A script that clips or clamps ``group["params"]`` would do nothing, or something else on each rank, and one
-that looks for the moments of a parameter would find none.
+Under ZeRO a group holds this rank's flat partition, under stage 3 nothing between steps. A script that clips or clamps
+``group["params"]`` would do nothing, or something else on each rank.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import UnsupportedError, UsageError
@@ -45,8 +42,6 @@ class FixedGroups:
     def settle(self) -> None:
         """DeepSpeed has stepped, for which stage 3 has lists of its own."""
         for optimizer, groups in self._known:
-            if self._stage and type(optimizer.state) is not _States:
-                optimizer.state = _States(optimizer.state, self._stage)
             for group in groups if self._stage else ():
                 if type(group["params"]) is not _Held:
                     group["params"] = _Held(group["params"], optimizer, self._guard, self._stage)
@@ -86,45 +81,6 @@ def _scaled(optimizer: Optimizer, stage: int) -> UsageError:
         cure="Set mixed_precision: fp16 in the configuration, or Accelerator(mixed_precision='fp16'), which scales the "
         "loss by itself, and write accelerator.backward(loss) and optimizer.step() without a scaler.",
     )
-
-
-class _States(defaultdict[Any, Any]):
-    """State of each partition, under ZeRO: that of a model's parameter is refused, where an empty one would be made up.
-
-    Args:
-        found: what there is.
-        stage: of ZeRO.
-    """
-
-    def __init__(self, found: Mapping[Any, Any], stage: int) -> None:
-        super().__init__(dict, found)
-        self._stage = stage
-
-    def __missing__(self, key: Any) -> Any:
-        self._check(key)
-        return super().__missing__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._check(key)
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        self._check(key)
-        return super().get(key, default)
-
-    def _check(self, key: object) -> None:
-        asking = sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001
-        if isinstance(key, nn.Parameter) and not f"{asking}.".startswith(_MAY_READ) and not super().__contains__(key):
-            raise UnsupportedError(
-                f"optimizer.state was asked for that of a parameter, and ZeRO stage {self._stage} keeps states of flat "
-                "partitions, of which each rank has its own",
-                cure="Call deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg') on every rank, which "
-                "puts the parts together.",
-            )
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class _Held(list[Any]):
