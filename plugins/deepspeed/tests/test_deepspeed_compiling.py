@@ -166,6 +166,8 @@ def test_cure_of_each_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 @compiles
 def test_whatever_the_builder_raises_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed 0.19.8 takes "9.0a", an architecture of torch's list, for two numbers."""
+    # DeepSpeed sets it when it is imported, in a process where nothing has before.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
