@@ -403,7 +403,6 @@ def optimizers_of_the_same_parameters(stage: int, folder: str) -> tuple[str, Ten
         accelerator.prepare(model, first, second)
     except UnsupportedError as refused:
         said = str(refused)
-    model, x, loss = overlapping()
     model, first = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     mine = x.chunk(accelerator.num_processes)[accelerator.process_index]
     for phase in range(2):

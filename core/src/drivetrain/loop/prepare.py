@@ -72,10 +72,17 @@ class Preparer:
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
 
-        Collective over all ranks.
+        Collective over all ranks. Where it is refused, optimizers that have found no model are forgotten.
         """
-        # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         before = list(self.optimizers)
+        try:
+            return self._prepare(objects, before)
+        except BaseException:
+            self.optimizers[:] = [each for each in self.optimizers if each.models or each in before]
+            raise
+
+    def _prepare(self, objects: Sequence[Any], before: Sequence[PreparedOptimizer]) -> list[Any]:
+        # Optimizers are wrapped first, so that each model finds those that hold its parameters.
         results: list[Any] = [self.optimizer(each, before) if is_optimizer(each) else each for each in objects]
         models = [each for each in results if is_model(each)]
         self._check_memory(models)

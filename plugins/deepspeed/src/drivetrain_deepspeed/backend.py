@@ -112,15 +112,19 @@ class DeepSpeedBackend(FileConfiguredBackend):
             self.config.check_batches()
         module = original_module(model)
         self._refuse(module)
-        if self.config.stage >= 2:
-            _PARTED.add(module)
         cast_parameters(module, self.settings.precision)
         place(module, self.topology)
         if self.config.stage == 3:
             model = compiled_in_place(model, module)
         trainable = DeepSpeedTrainable(self, model, optimizers)
+        self.takes_apart(module)
         self._trainables.append(trainable)
         return trainable
+
+    def takes_apart(self, module: nn.Module) -> None:
+        """Note that this model cannot be prepared again: an engine has it, or begins to change it."""
+        if self.config.stage >= 2:
+            _PARTED.add(module)
 
     def _refuse(self, module: nn.Module) -> None:
         if module in _PARTED:

@@ -176,6 +176,7 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
 
 def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any], **given: Any) -> Any:
     installed = backend.deepspeed.git_version_info.installed_ops
+    backend.takes_apart(original_module(model))
     try:
         with compiling.guard(config, installed), quiet.surroundings(backend.settings.process):
             _cut_by_a_float(backend, model, config)
