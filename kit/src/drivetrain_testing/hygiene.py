@@ -129,7 +129,7 @@ def _settings() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
 
     settings: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "default device": (torch.get_default_device, _set_default_device),
+        "default device": (_default_device, _set_default_device),
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
         "gradients enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
         "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -151,6 +151,16 @@ def _matmul_precision() -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
         return torch.get_float32_matmul_precision()
+
+
+def _default_device() -> Any:
+    """Read it, also from torch 2.9.0, which cannot be asked any more once it was set to None."""
+    import torch
+
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 def _set_default_device(device: Any) -> None:
