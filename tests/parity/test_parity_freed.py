@@ -1,4 +1,4 @@
-"""What is freed is freed, on any backend.
+"""Checks that what is freed is freed, on any backend.
 
 After ``free_memory`` nothing refers to what a trial of a search prepared; and no tensor of an update, such as an
 activation, waits for Python's garbage collector, which may run many updates later.

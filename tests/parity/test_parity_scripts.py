@@ -26,7 +26,7 @@ from drivetrain_testing import RankFailedError, preload
 preload("transformers.models.llama.modeling_llama")
 SCRIPTS = load()
 LAYOUTS = 3
-"""Of the further layouts each runs a third of its scripts, another one than its neighbours."""
+"""Tells that of the further layouts each runs a third of its scripts, another one than its neighbours."""
 
 
 def places_of(name):

@@ -9,6 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from torch.utils.data import (
 )
 
 from drivetrain import Accelerator, already_sharded
-from drivetrain.data.comparison import Content
+from drivetrain.data.comparison import Content, OrderComparison
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain_testing import RankFailedError, spawn
@@ -419,3 +420,17 @@ def test_floats_are_told_from_what_names_a_sample():
     assert Content(object()).digest is None
     assert Content(torch.ones(3, dtype=torch.bfloat16)).digest is not None
     assert Content(torch.ones(2, device="meta")).digest is None
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, lambda number: [number, number]])
+def test_a_read_between_two_that_are_told_counts(kind):
+    """The third read of one rank differs; the fourth, with which the digest is told, is the same again."""
+    told = []
+    for third in (2, 7):
+        found = {}
+        order = OrderComparison(lambda key, digest, *_, found=found: found.update({key: digest}), 0)
+        for place, number in enumerate((0, 1, third, 3)):
+            order.read(place, [kind(number)], ended=False)
+        told.append(found)
+    first, second = told
+    assert [key for key in first if first[key] != second[key]] == ["order/0/4"]

@@ -138,7 +138,7 @@ DROPPING: dict[str, Make] = {
     "some are dropped": of(lambda generator: RandomSampler(range(N), True, 70, generator), drop_last=True),
     "of a lazy one": in_batches(lambda: BatchSampler(Lazy(), 5, drop_last=True)),
 }
-"""How many are dropped depends on the number of ranks."""
+"""Counts what is dropped, which depends on the number of ranks."""
 OWN = ("shuffled", "sampled", "several turns", "in turns of a batch", "replaced", "weighted", "of a part", "one by one")
 """Kinds that draw from the generator that they are given."""
 BOTH = [*((name, False) for name in KINDS), *((name, True) for name in OWN)]
@@ -167,7 +167,7 @@ def states(*generators: torch.Generator | None) -> list[Any]:
 
 
 def plainly(loader: Any, generator: torch.Generator | None, leave: int | None) -> list[Any]:
-    """What a script sees that draws by itself: in three passes its batches and numbers, the states after each pass."""
+    """Return what a script sees that draws by itself: batches and numbers of three passes, and states after each."""
     seen: list[Any] = []
     for epoch in range(EPOCHS):
         for index, batch in enumerate(loader):

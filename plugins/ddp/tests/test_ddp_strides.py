@@ -112,7 +112,7 @@ def test_parameters_with_other_strides_train_as_on_one_process(
 
 
 def change_on_one_rank(section: dict[str, Any]) -> str:
-    """What is said where rank 1 alone changes strides, and no value."""
+    """Return what is said where rank 1 alone changes strides, and no value."""
 
     def change(model: Any, step: int) -> None:
         if step == 2 and torch.distributed.get_rank() == 1:

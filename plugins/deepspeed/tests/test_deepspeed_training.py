@@ -393,7 +393,7 @@ def test_a_weight_transposed_in_place_is_taken_over(stage: int, tmp_path: Path) 
 
 
 def optimizers_of_the_same_parameters(stage: int, folder: str) -> tuple[str, Tensor | None, str]:
-    """What is said of two in one ``prepare``; a weight after the advice was followed; what ``add_param_group`` says."""
+    """Return what two in one ``prepare`` are told, a weight after the advice, and what ``add_param_group`` says."""
     model, x, loss = overlapping()
     first = torch.optim.AdamW(model.parameters(), lr=0.01)
     second = torch.optim.SGD(model[2].parameters(), lr=0.1)

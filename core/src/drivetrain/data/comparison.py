@@ -535,9 +535,9 @@ _COMPARED_READS = 64
 class OrderComparison:
     """Compares the order that one pass reads from a sampler, whatever the sampler draws late. Not collective.
 
-    Each read is added to a digest of all before it, so that no difference is left out. The digest is told after the
-    first, second, fourth, ... read and each 64th, when the sampler ends, and where a later pass, a save or the end of
-    the training finds it not told.
+    Each read of whole numbers is added to a digest of all before it, so that no difference is left out; of other units
+    only those reads after which it is told. It is told after the first, second, fourth, ... read and each 64th, when
+    the sampler ends, and where a later pass, a save or the end of the training finds it not told.
 
     Args:
         tell: is given a key, a digest, a text and a cure.
@@ -588,7 +588,13 @@ class OrderComparison:
 def _are_numbers(units: Any) -> bool:
     """Whether these are whole numbers, or lists and tuples of such, which print alike on every rank."""
     kinds = set(map(type, units))
-    return kinds <= {int} or (kinds <= {list, tuple} and all(set(map(type, unit)) <= {int} for unit in units))
+    return _WHOLE.issuperset(kinds) or (
+        kinds <= {list, tuple} and all(_WHOLE.issuperset(map(type, unit)) for unit in units)
+    )
+
+
+_WHOLE = frozenset({int, np.int32, np.int64})
+"""Lists the types of indices; ``np.random.permutation`` yields the last."""
 
 
 NUM_FIRST = 8

@@ -276,8 +276,12 @@ class CallMonitor:
             self.refuse()
 
     def stop_comparing(self) -> None:
-        """Compare no further calls, of any rank. Not collective."""
+        """Compare no further calls, of any rank, and say so. Not collective."""
         self._compares = False
+        logger.warning(
+            "Calls of ranks are not compared any more: one was refused on rank %d, and others may not have made it.",
+            self._rank,
+        )
         with contextlib.suppress(dist.DistError):  # the job is failing
             self._store.set("refused", "")
 

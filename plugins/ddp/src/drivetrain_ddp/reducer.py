@@ -98,13 +98,13 @@ class GradientReducer:
         self._dtypes: list[torch.dtype] = []
         self._matrices: list[nn.Parameter] = []
         self._strides: list[tuple[int, ...]] = []
-        """Of the trained parameters with two dims or more, as they were when the buckets were made."""
+        """Keeps those of the trained parameters with two dims or more, as they were when the buckets were made."""
         self._accumulators: list[GradientEdge] = []
-        """Where autograd accumulates the gradients of the trained parameters, as the buckets know it."""
+        """Keeps where autograd accumulates the gradients of the trained parameters, as the buckets know it."""
         self._relaid = False
         """Strides have changed, and ranks have not compared whether all of theirs did."""
         self._recorded = self._miscounted = False
-        """Of a static graph: torch has recorded it; a backward that does not reduce came before, and was counted."""
+        """Tell of a static graph: torch has recorded it; it has counted a backward that does not reduce before that."""
         self._told = torch.empty(0)
         """What this rank tells in the ordinary case: 1 for each trained parameter, then zeros for the digest."""
         self._flags: nn.Parameter | None = None

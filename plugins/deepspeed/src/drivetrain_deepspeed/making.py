@@ -280,12 +280,12 @@ def _refuse_shared_parameters(optimizers: Sequence[Optimizer], module: nn.Module
     Raises:
         UnsupportedError: two do.
     """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        shared = [parameter for number, parameter in held.items() if number in owners]
+        shared = [parameter for number, parameter in held.items() if number in owners and number in names]
         if shared:
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
             first = shared[0]
             others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Whether every rank writes the same to its copy of the parameters.
+"""Checks whether every rank writes the same to its copy of the parameters.
 
 A forward or a script that writes what it computes from its own samples makes copies differ. Stages 1 to 3 hide that
 with each step, which gives every rank each part as its owner has it: the parameters are the same again, and those of no
