@@ -51,8 +51,9 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o console_output_style=cl
 test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# What an engine's layouts show alike runs in one of them; `make reports`, `make parity` and planner_grid.py run all.
 test-all: $(STAMP)  ## the whole suite, most of an hour on two cores
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --by-turns $(ARGS)
 
 test-repeat: $(STAMP)  ## run tests N=20 times while all cores are busy: ARGS="core/tests/launch -k hangups"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/repeat.py $(or $(N),20) $(ARGS)

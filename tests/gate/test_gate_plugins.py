@@ -103,6 +103,27 @@ def test_a_connection_that_breaks_is_forgiven_only_while_a_group_is_formed():
     assert transient(f"RuntimeError: {broken}") is None
 
 
+def test_by_turns_each_case_runs_in_one_layout_of_each_backend(pytester):
+    source = """
+        import pytest
+        class Requirements:
+            backend = {backend!r}
+            world_sizes = (2, 4)
+        @pytest.mark.parametrize("world_size", [2, 4])
+        @pytest.mark.parametrize("conformance_case", ["gradients.dense", "data.one", "data.two", "data.three"])
+        def test_conformance(conformance_case, world_size): pass
+    """
+    for name, backend in (("one", "cut"), ("other", "cut"), ("whole", "ddp")):
+        pytester.makepyfile(**{f"test_{name}": source.format(backend=backend)})
+    plugins = ("-p", "suite_gate", "-p", "no:cacheprovider", "-W", "ignore")
+    found = pytester.runpytest_inprocess(*plugins, "--by-turns", "-v")
+    ran = [line.split()[0] for line in found.outlines if " PASSED" in line]
+    assert sum("test_whole" in each for each in ran) == 8
+    assert sum("gradients.dense" in each and "test_whole" not in each for each in ran) == 4
+    turns = [each for each in ran if "test_whole" not in each and "gradients" not in each]
+    assert sorted(each.partition("[")[2] for each in turns) == ["data.one-2]", "data.three-2]", "data.two-4]"]
+
+
 def test_the_quick_cases_are_cases_of_every_family():
     assert set(suite_gate.QUICK_CASES) == set(FAMILIES)
     named = {f"{family}.{case}" for family, cases in suite_gate.QUICK_CASES.items() for case in cases.split()}

@@ -1,4 +1,7 @@
-"""Chooses what ``make test`` runs: marks the rest as slow. Keeps the collector away from what all tests share.
+"""Chooses what ``make test`` and ``make test-all`` run. Keeps the collector away from what all tests share.
+
+``make test`` leaves out what is marked as slow, here or in its file. ``make test-all`` gives ``--by-turns``: what an
+engine's layouts show alike runs in one of them. Without either, and in ``make reports``, all that was asked for runs.
 
 A pytest plugin for the suite of this repository; ``conftest.py`` beside the Makefile names it.
 """
@@ -59,6 +62,11 @@ QUICK_EXAMPLES = 25
 """Examples that hypothesis draws for a test in `make test`; `make test-all` draws its hundred."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register ``--by-turns``."""
+    parser.addoption("--by-turns", action="store_true", help="run what several layouts show alike in one of them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let hypothesis draw fewer examples where slow tests are left out, which is how `make test` is known."""
     if config.option.markexpr == "not slow":
@@ -87,6 +95,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         conformance = requirements is not None and parameters is not None
         if conformance and _left_out(item.originalname, parameters, requirements):
             item.add_marker(pytest.mark.slow)
+    if config.option.by_turns:
+        kept = take_turns(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def take_turns(items: list[Any]) -> set[Any]:
+    """Return what of these tests runs with ``--by-turns``.
+
+    Conformance cases that are not in :data:`QUICK_CASES` show what the core does under every engine. Each runs in one
+    of the layouts of each backend: a stage of ZeRO, a number of ranks, pipelines or tensor parallelism.
+    """
+    cases: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for item in items:
+        requirements = getattr(getattr(item, "module", None), "Requirements", None)
+        if requirements is not None and item.originalname == "test_conformance":
+            name = item.callspec.params["conformance_case"]
+            family, _, case = name.partition(".")
+            if requirements.backend not in WHOLE and case not in QUICK_CASES.get(family, case).split():
+                cases[requirements.backend, name].append(item)
+    kept = set(items)
+    for number, alike in enumerate(cases.values()):
+        kept -= {item for place, item in enumerate(alike) if place != number % len(alike)}
+    return kept
 
 
 def _keep_named(items: list[Any], *, whole: bool) -> None:

@@ -96,7 +96,7 @@ def test_a_token_is_never_sent_and_its_proof_is_good_for_one_connection():
     try:
         said = []
         for _ in range(2):
-            with socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=10) as link:
+            with socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=60) as link:
                 stream = link.makefile("rw")
                 assert stream.readline() == "drivetrain launch\n"
                 nonce = stream.readline().strip()
@@ -117,7 +117,7 @@ def test_a_token_is_never_sent_and_its_proof_is_good_for_one_connection():
 def test_another_program_is_let_go_and_nobody_is_disturbed(said):
     server = _Server(LaunchPlan(2, 1, 2, 0, f"127.0.0.1:{free_port()}"), RUN)
     try:
-        with socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=10) as link:
+        with socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=60) as link:
             stream = link.makefile("rb")
             assert stream.readline() == b"drivetrain launch\n"
             stream.readline()
