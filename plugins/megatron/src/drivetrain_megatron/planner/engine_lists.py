@@ -2,8 +2,7 @@
 
 A schedule of one stage a rank (GPipe, 1F1B) is *run* with a stage that computes nothing and notes what it is asked
 for: the list that such a class prints (``pipeline_order``) is made by other code than its steps, and for the last rank
-of 1F1B the two differ in torch 2.13. The other classes run a list, ``pipeline_order_with_comms``, which is read. Tests
-run those as well and compare.
+of 1F1B the two differ in torch 2.13. The other classes run a list, which is read. Tests run those as well and compare.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ def action_lists(name: str, num_ranks: int, stages_per_rank: int, num_micro_batc
             noted.append(tuple(actions))
         return ActionLists(tuple(noted))
     built, _ = build(schedule, num_ranks, stages_per_rank, 0, num_micro_batches)
-    return ActionLists(tuple(_computations(built.pipeline_order_with_comms[rank]) for rank in range(num_ranks)))
+    # In torch 2.9 most of these classes run the list without messages, in which None is a time without computation.
+    order = getattr(built, "pipeline_order_with_comms", built.pipeline_order)
+    return ActionLists(tuple(_computations(order[rank]) for rank in range(num_ranks)))
 
 
 def build(
@@ -67,9 +68,9 @@ def stages_of(placement: str, num_ranks: int, stages_per_rank: int, rank: int) -
     return list(range(rank, num_ranks * stages_per_rank, num_ranks))
 
 
-def _computations(actions: Sequence[Any]) -> tuple[Action, ...]:
+def _computations(actions: Sequence[Any | None]) -> tuple[Action, ...]:
     """Return the computations among torch's actions; a pair that may overlap is run one after the other."""
-    parts = [part for action in actions for part in (action.sub_actions or (action,))]
+    parts = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
     return tuple(
         Action(_KINDS[part.computation_type.value], part.stage_index, part.microbatch_index)
         for part in parts
@@ -125,4 +126,6 @@ class NotingStage:
     def passes(self, *_: Any) -> None:
         """What torch does beside computing (hand on a tensor, reduce gradients) leaves no trace here."""
 
-    set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = perform_reduce_grad = passes
+    set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = passes
+    # The second is what torch 2.9 calls.
+    perform_reduce_grad = scale_grads = passes
