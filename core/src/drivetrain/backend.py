@@ -271,11 +271,14 @@ class Trainable(ABC):
         optimizers: what really steps, in the order given to ``prepare``.
         settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
             evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
+        gathers_in_forward: forwards gather parameters over the data-parallel ranks, which must therefore call several
+            models in the same order; the core compares it.
     """
 
     module: nn.Module
     optimizers: list[Optimizer]
     settles_buffers: bool = False
+    gathers_in_forward: bool = False
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -65,16 +65,16 @@ def test_equal_calls_at_any_speed_are_not_apart(ranks):
     monitors = ranks(4)
     for number in range(2 * KEPT_CALLS // 16):
         for rank, each in enumerate(monitors):
-            each.record("backward", f"backward at job.py:{rank}", (0, 0, number), (0, True))
+            each.record("backward", f"backward at job.py:{rank}", (0, 0, number), (0, True, ()))
             rates = 0.1, float("nan"), torch.ones(1)
             each.record("step", "step at job.py:9", None, (0, 0.0, rates, ((f"{rank}",),), ()))
         if number % 100 == 0:
             time.sleep(INTERVAL)
-    monitors[0].record("backward", "backward at job.py:1", (0, 0, 9), (0, True))  # the others have not got so far
+    monitors[0].record("backward", "backward at job.py:1", (0, 0, 9), (0, True, ()))  # the others have not got so far
     time.sleep(4 * INTERVAL)
     assert [each.error for each in monitors] == [None] * 4
     for each in monitors[1:]:
-        each.record("backward", "backward at job.py:1", (0, 0, 9), (0, True))
+        each.record("backward", "backward at job.py:1", (0, 0, 9), (0, True, ()))
     assert on_all(monitors, CallMonitor.agree) == [None] * 4
 
 
@@ -84,7 +84,7 @@ def test_the_first_difference_of_all_is_named_on_every_rank(ranks):
         for rank, each in enumerate(monitors):
             # Rank 3 is apart since call 5, rank 2 since call 3: 0 1 2 ... on ranks 0 and 1.
             skipped = (rank == 2 and number > 1) + (rank == 3 and number > 3)
-            each.record("backward", f"backward at job.py:{7}", (0, 1, number + skipped), (0, True))
+            each.record("backward", f"backward at job.py:{7}", (0, 1, number + skipped), (0, True, ()))
             if number == 4 and rank == 0:
                 each.saved("out/checkpoint_4")
     until(lambda: all(each.error for each in monitors))
@@ -117,7 +117,7 @@ def test_ranks_that_have_made_fewer_calls_do_not_agree(ranks):
 def test_what_ranks_do_in_uneven_blocks_and_failed_attempts_is_forgotten(ranks):
     monitors = ranks(2)
     monitors[1].suspended = True
-    monitors[1].record("backward", "backward at job.py:7", (0, 0, 5), (0, True))
+    monitors[1].record("backward", "backward at job.py:7", (0, 0, 5), (0, True, ()))
     monitors[1].suspended = False
     monitors[0].record("gather", "gather at job.py:3")
     on_all(monitors, lambda each: each.begin_anew())

@@ -563,6 +563,11 @@ class CallMonitor:
             slow = all(found[rank].works for rank in late)
             who = f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} waited for"
             first = f"{who}, for {self._limit:g} s so far, and {'slow' if slow else 'slow or stopped'}:"
+        elif len({each.where for each in found}) > 1:
+            first = (
+                f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (models "
+                "called, or their losses handed over, in another order on some rank), or in one slow call:"
+            )
         else:
             first = (
                 f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile), or "
@@ -760,8 +765,9 @@ def _described(call: str, values: tuple[Any, ...]) -> str:
         said += [f"{trained[0]} of {trained[1]} parameters require gradients"] if trained else []
         return ", ".join(said)
     if call == "backward":
-        by, training = values
-        words = (("", "num_items", "denominator")[by], "" if training else "model in evaluation mode")
+        by, training, called = values
+        words = [("", "num_items", "denominator")[by], "" if training else "model in evaluation mode"]
+        words += [f"models called in the order {', '.join(map(str, called))}"] if called else []
         return ", ".join(filter(None, words))
     if call == "train_step":
         return f"clipped to {values[0]:g}" if values and values[0] else ""

@@ -362,6 +362,9 @@ class TrainingLoop:
         """Models whose loss was looked at for being a mean over labels."""
         self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
+        self.called: list[int] = []
+        """Numbers of the models whose forwards gather parameters, as they were called since the last reduction; each
+        once for a backward."""
         self.loose = LooseParameters(backend)
         """What prepared optimizers step and no prepared model holds."""
         self.optimizers: list[PreparedOptimizer] = []
@@ -483,12 +486,16 @@ class TrainingLoop:
             model.active = False
 
     def _record_backward(self, models: Sequence[PreparedModel], by: int, *, closes: bool) -> None:
-        """Compare a backward over the ranks where it reduces gradients: the batch, the mode, what it is divided by."""
+        """Compare a backward that reduces gradients over the ranks: batch, mode, denominator, order of models."""
+        called = tuple(self.called)
+        if closes:
+            self.called.clear()
         if Current.monitor is None:
             (check_collective if closes else log_call)("backward")
         elif closes and not any(model.steps_alone for model in models):
             training = len(models) > 1 or models[0].source.training
-            check_collective("backward", place=self.place(), values=(by, training))
+            order = called if len(self.models) > 1 else ()
+            check_collective("backward", place=self.place(), values=(by, training, order))
         else:
             log_call("backward")
 

@@ -56,6 +56,8 @@ class PreparedModel:
             one coordinate.
         evaluates_only: its engine was asked to leave out what gradients need.
         first_inputs: compares the inputs of the first forward in training; ``None`` where that has been done.
+        called: of all models of the loop whose forwards gather parameters, in the order in which they are called;
+            ``None`` where this one gathers none.
     """
 
     trainable: Trainable
@@ -77,6 +79,7 @@ class PreparedModel:
     numbers: ForwardNumbers | None = None
     evaluates_only: bool = False
     first_inputs: FirstInputs | None = None
+    called: list[int] | None = None
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -149,6 +152,8 @@ class PreparedModule(nn.Module):
         if not prepared.replicated:
             _refuse_transforms(self)
         if torch.is_grad_enabled():
+            if prepared.called is not None and not prepared.active and not torch.compiler.is_compiling():
+                prepared.called.append(prepared.index)
             prepared.active = True
             first = prepared.first_inputs
             if first is not None and self.training and not torch.compiler.is_compiling() and first.done(args, kwargs):

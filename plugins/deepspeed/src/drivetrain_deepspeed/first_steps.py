@@ -26,7 +26,7 @@ def compare_buckets(module: nn.Module, zero: Any, topology: Topology) -> None:
         return
     names = {zero.get_param_id(one): name for name, one in module.named_parameters() if id(one) in zero.param_id}
     numel = sum(one.numel() for one in module.parameters())
-    order = SameOrder(topology, _STEPS * (1 + numel // zero.reduce_bucket_size))
+    order = SameOrder(topology, _STEPS * (1 + numel // zero.reduce_bucket_size), type(module).__name__)
     zero.reduce_ipg_grads = partial(_reduce, zero, zero.reduce_ipg_grads, order, names)
 
 
@@ -48,7 +48,7 @@ def compare_gathers(module: nn.Module, zero: Any, topology: Topology) -> SameOrd
     names = {id(one): name for name, one in module.named_parameters()}
     holders = sum(any(True for _ in layer.parameters(recurse=False)) for layer in module.modules())
     # A step gathers each layer for forward and for backward, and reduces it once.
-    order = SameOrder(topology, 3 * _STEPS * holders)
+    order = SameOrder(topology, 3 * _STEPS * holders, type(module).__name__)
     if not order.over:
         coordinator = zero.parameter_offload.get_param_coordinator()
         gather, reduce = (f"_PartitionedParameterCoordinator{_GATHER}", f"_DeepSpeedZeroOptimizer_Stage3{_REDUCE}")

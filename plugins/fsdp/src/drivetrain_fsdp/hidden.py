@@ -49,7 +49,7 @@ def compare_first_steps(module: nn.Module, modules: Iterable[FSDPModule], topolo
     units = list(groups(modules))
     if topology.world_size > 1 and units:
         # A step gathers each unit twice, and reduces it once.
-        order = SameOrder(topology, 3 * _STEPS * len(units))
+        order = SameOrder(topology, 3 * _STEPS * len(units), type(module).__name__)
         names = {part: name for name, part in module.named_modules()}
         for group in units:
             name = names.get(group.modules[0]) or type(module).__name__

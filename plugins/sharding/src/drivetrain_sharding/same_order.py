@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any, final
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -19,6 +23,17 @@ _serial = count()
 _NAMES_SHOWN = 4
 """Names of parts in a message."""
 
+_PAUSE_SECONDS = 0.0002, 0.02
+"""Shortest and longest pause between two looks of a rank that waits."""
+
+_LOOK_SECONDS = 0.5
+"""Between two looks whether the ranks that are waited for wait in another engine."""
+
+_LIBRARIES = ("torch.", "deepspeed.", "drivetrain.", "drivetrain_")
+
+_completed: dict[str, int] = {}
+"""By engine, how many operations all ranks have come to."""
+
 
 @final
 class SameOrder:
@@ -30,10 +45,11 @@ class SameOrder:
     Args:
         topology: the job.
         number: how many calls of :meth:`meet` compare; later ones must not be made.
+        model: the name of its class, for messages.
     """
 
-    def __init__(self, topology: Topology, number: int) -> None:
-        self._rank, self._size = topology.rank, topology.world_size
+    def __init__(self, topology: Topology, number: int, model: str) -> None:
+        self._rank, self._size, self._model = topology.rank, topology.world_size, model
         self._prefix = f"same_order/{next(_serial)}"
         self._done, self._number = 0, number if self._size > 1 else 0
 
@@ -50,22 +66,21 @@ class SameOrder:
             parts: names of what it is done to, in order.
 
         Raises:
-            UnsupportedError: another rank is about to do something else; on every rank, in the same words.
+            UnsupportedError: another rank is about to do something else, in this engine or in another one; on every
+            rank, in the same words.
         """
         store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
         keys = [f"{self._prefix}/{self._done}/{rank}" for rank in range(self._size)]
-        self._done += 1
         store.set(keys[self._rank], "\n".join((action, *parts)))
+        self._wait(store, keys, action)
+        self._done += 1
+        _completed[self._prefix] = self._done
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         words = [each.decode().split("\n") for each in found]
         other = next((rank for rank in range(self._size) if words[rank] != words[0]), None)
         if other is None:
             return
-        # The process that hosts the store may be the first to end.
-        store.set(f"{self._prefix}/seen/{self._rank}", "")
-        if self._rank == 0:
-            with contextlib.suppress(dist.DistError):
-                store.wait([f"{self._prefix}/seen/{rank}" for rank in range(self._size)], timedelta(seconds=5))
+        self._let_all_see(store)
         raise UnsupportedError(
             f"rank 0 {_what(words[0], words[other])}, while rank {other} {_what(words[other], words[0])}: ranks have "
             "not run the same submodules, and the engine would wait without end or end the process",
@@ -73,6 +88,63 @@ class SameOrder:
             "(`torch.where(high[:, None], heads.high(x), heads.low(x))`, or weight 0 in the loss where a rank has no "
             "samples for a head), or use distributed_type: ddp.",
         )
+
+    def _wait(self, store: Any, keys: Sequence[str], action: str) -> None:
+        """Wait until every rank has come here, and raise where one waits for this rank in another engine.
+
+        A rank that looks has said before where it waits, and waits for all. Where it waits in an operation to which
+        this rank has not come, neither will ever go on.
+        """
+        begun = time.monotonic()
+        pause, look = _PAUSE_SECONDS[0], begun + _LOOK_SECONDS
+        while not store.check(list(keys)):
+            now = time.monotonic()
+            if now - begun > store.timeout.total_seconds():
+                store.wait(list(keys), timedelta(milliseconds=1))  # raises what the store says of a time-out
+            if now > look:
+                look = now + _LOOK_SECONDS
+                mine = f"{action} of {self._model}, model {self._prefix.rpartition('/')[2]}, at {_script_line()}"
+                store.set(f"same_order/at/{self._rank}", f"{self._prefix}\n{self._done}\n{mine}")
+                self._refuse_standstill(store, keys)
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
+
+    def _refuse_standstill(self, store: Any, keys: Sequence[str]) -> None:
+        said = {rank: f"same_order/at/{rank}" for rank in range(self._size)}
+        found = {rank: store.get(key).decode().split("\n") for rank, key in said.items() if store.check([key])}
+        waits = {
+            rank: where for rank, (prefix, number, where) in found.items() if int(number) >= _completed.get(prefix, 0)
+        }
+        elsewhere = any(found[rank][0] != self._prefix for rank in waits)
+        # Another rank may have gone on since, which it cannot before all have come here.
+        if elsewhere and not store.check(list(keys)):
+            self._refuse_apart(store, waits)
+
+    def _refuse_apart(self, store: Any, waits: dict[int, str]) -> NoReturn:
+        self._let_all_see(store)
+        first = waits[min(waits)]
+        other = next(rank for rank in sorted(waits) if waits[rank] != first)
+        raise UnsupportedError(
+            f"rank {min(waits)} {first}, while rank {other} {waits[other]}: ranks call models in another order, and "
+            "would wait for each other without end",
+            cure="Call the models, and their losses' backward, in the same order on every rank, or use "
+            "distributed_type: ddp.",
+        )
+
+    def _let_all_see(self, store: Any) -> None:
+        """Let the other ranks raise the same: the process that hosts the store may be the first to end."""
+        store.set(f"same_order/seen/{self._rank}", "")
+        if self._rank == 0:
+            with contextlib.suppress(dist.DistError):
+                store.wait([f"same_order/seen/{rank}" for rank in range(self._size)], timedelta(seconds=5))
+
+
+def _script_line() -> str:
+    """``train.py:35``: the innermost line that is not of a library."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES):
+        frame = frame.f_back
+    return "the script" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _what(mine: Sequence[str], others: Sequence[str]) -> str:
