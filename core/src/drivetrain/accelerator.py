@@ -498,15 +498,16 @@ class Accelerator(ProcessControl):
         if self.backend.capabilities.replicated:
             log_call("get_state_dict")
             return {original_name(name): value for name, value in prepared.trainable.full_state_dict()}
+        # First, since an engine may refuse it to a rank that is alone in it, which has then made no call.
+        named = prepared.trainable.full_state_dict()
         check_collective("get_state_dict")
         # Every rank walks through all of it, since gathering is collective, but only the main process keeps it.
         tied = tied_names(prepared.trainable.module)
         whole: dict[str, Any] = {}
-        with call_monitor.refusable():
-            for wrapped, tensor in prepared.trainable.full_state_dict():
-                name = original_name(wrapped)
-                if self.is_main_process:
-                    whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
+        for wrapped, tensor in named:
+            name = original_name(wrapped)
+            if self.is_main_process:
+                whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
         return whole
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
@@ -531,16 +532,15 @@ class Accelerator(ProcessControl):
         prepared = prepared_model(model)
         module = model if prepared is None else prepared.trainable.module
         named = model.state_dict().items() if prepared is None else prepared.trainable.full_state_dict()
-        with call_monitor.refusable():
-            checkpoint.export_model(
-                ((original_name(name), tensor) for name, tensor in named),
-                save_directory,
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
-                is_main=self.is_main_process,
-                tied=tied_names(module),
-                backend=self.backend if self._checkpoints.all_export() else None,
-            )
+        checkpoint.export_model(
+            ((original_name(name), tensor) for name, tensor in named),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            is_main=self.is_main_process,
+            tied=tied_names(module),
+            backend=self.backend if self._checkpoints.all_export() else None,
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the run; they have ``state_dict`` and ``load_state_dict``."""

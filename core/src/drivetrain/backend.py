@@ -271,14 +271,14 @@ class Trainable(ABC):
         optimizers: what really steps, in the order given to ``prepare``.
         settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
             evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
-        gathers_in_forward: forwards gather parameters over the data-parallel ranks, which must therefore call several
-            models in the same order; the core compares it.
+        communicates_in_forward: forwards with gradients gather parameters or exchange activations, so that ranks must
+            call several models in the same order; the core compares it.
     """
 
     module: nn.Module
     optimizers: list[Optimizer]
     settles_buffers: bool = False
-    gathers_in_forward: bool = False
+    communicates_in_forward: bool = False
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -473,6 +473,10 @@ class Trainable(ABC):
         """Name and full tensor of each parameter and persistent buffer, one at a time, in ``state_dict`` order.
 
         Collective where parameters are sharded: every rank iterates to the end, and holds one gathered tensor at most.
+
+        Raises:
+            UsageError: an engine that does not gather for some of the ranks alone may refuse here; at the call, not at
+                the first tensor, since all ranks count as having made the call from then on.
         """
         from drivetrain.loop.model import plain_state_dict
 

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.errors import CollectiveMismatchError
 from drivetrain_megatron import meeting
-from drivetrain_testing import spawn
+from drivetrain_testing import RankFailedError, spawn
 
 # The conformance tests of the same backend hold a script of each kind.
 pytestmark = pytest.mark.slow
@@ -231,6 +232,38 @@ def test_one_rank_alone_is_told_what_to_write(layout, tmp_path) -> None:
     for text in told:
         assert "was called on 1 of 2 processes" in text
         assert "before `if accelerator.is_main_process:`" in text
+
+
+def goes_on_after_a_refusal(section, rates):
+    meeting.PATIENCE_SECONDS = 0.5
+    overrides = {"distributed_type": "megatron", "use_cpu": True, "rank_monitor.interval_seconds": 0.05}
+    overrides |= {f"megatron.{key}": value for key, value in section.items()}
+    made = Accelerator(config=load_config(overrides=overrides, environ={}))
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if made.is_main_process:
+        with pytest.raises(UsageError, match="on 1 of 2 processes"):
+            made.get_state_dict(model)
+    made.wait_for_everyone()
+    optimizer.param_groups[0]["lr"] = rates[made.process_index]
+    ids, labels = batch()
+    for _ in range(3):
+        made.backward(F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    made.end_training()
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_ranks_are_compared_after_a_call_that_one_rank_was_refused(layout) -> None:
+    """It counts as not made: ranks that go on alike are not apart, and others are."""
+    size, section = LAYOUTS[layout]
+    spawn(goes_on_after_a_refusal, size, section, (0.1, 0.1), timeout=100)
+    with pytest.raises(RankFailedError) as caught:
+        spawn(goes_on_after_a_refusal, size, section, (0.1, 0.2), timeout=100)
+    assert isinstance(caught.value.cause, CollectiveMismatchError), caught.value
+    assert "optimizer 0, rates 0.2" in str(caught.value.cause)
 
 
 def pretrained(section, folder):

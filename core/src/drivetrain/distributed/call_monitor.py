@@ -26,7 +26,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn, final
 
 import torch.distributed as dist
 
-from drivetrain.errors import CollectiveMismatchError, UsageError
+from drivetrain.errors import CollectiveMismatchError
 from drivetrain.launch.failures import is_of_a_library, script_line
 
 logger = logging.getLogger(__name__)
@@ -255,8 +255,6 @@ class CallMonitor:
         key = f"agree/{self._agreements}"
         self._agreements += 1
         try:
-            if self._store.check(["refused"]):
-                return
             self._compare_told()
             rank, _, first = self._store.compare_set(key, "", f"{self._rank} {mine}").decode().partition(" ")
             if first != mine:
@@ -274,16 +272,6 @@ class CallMonitor:
             return  # the job is failing; what follows says how
         if self.error is not None:
             self.refuse()
-
-    def stop_comparing(self) -> None:
-        """Compare no further calls, of any rank, and say so. Not collective."""
-        self._compares = False
-        logger.warning(
-            "Calls of ranks are not compared any more: one was refused on rank %d, and others may not have made it.",
-            self._rank,
-        )
-        with contextlib.suppress(dist.DistError):  # the job is failing
-            self._store.set("refused", "")
 
     def close(self) -> None:
         """End the thread. Not collective; may be called twice."""
@@ -394,7 +382,7 @@ class CallMonitor:
             return
         self._left = None
         own = self._at(number)
-        if own is not None and own.digest != theirs and not self._store.check(["refused"]):
+        if own is not None and own.digest != theirs:
             self._store.compare_set("alarm", "", f"{self._rank - 1} {self._rank}")
 
     def _compare_told(self) -> None:
@@ -684,20 +672,6 @@ def agree() -> None:
     """Compare all calls so far, see :meth:`CallMonitor.agree`. Collective over all ranks."""
     if Current.monitor is not None:
         Current.monitor.agree()
-
-
-@contextlib.contextmanager
-def refusable() -> Iterator[None]:
-    """Context of a call that a backend refuses on a rank that makes it alone, after which all may go on.
-
-    That rank has made a call more than the others from then on, so no further calls are compared.
-    """
-    try:
-        yield
-    except UsageError:
-        if Current.monitor is not None:
-            Current.monitor.stop_comparing()
-        raise
 
 
 def begin_anew() -> None:
