@@ -44,6 +44,30 @@ def test_ranks_that_wait_are_told_for_whom_and_go_on(launch, script, how, line, 
     assert "process_group.timeout_seconds" in lines[begin + 3]
 
 
+CROSSED = """
+    import torch
+    from torch import distributed as dist
+    from drivetrain import Accelerator
+    accelerator = Accelerator()
+    accelerator.gather(torch.ones(1))
+    if accelerator.is_main_process:
+        dist.recv(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+"""
+
+
+def test_ranks_that_wait_for_each_other_at_two_lines_are_told_so(launch, script):
+    done = launch(f"{SETTINGS} process_group.timeout_seconds=6", script(CROSSED))
+    assert done.returncode, done.stderr
+    lines = done.stderr.splitlines()
+    begin = next(index for index, each in enumerate(lines) if each.startswith("all ranks"))
+    assert lines[begin].startswith("all ranks wait at different lines, for 1 s so far, most likely for each other")
+    last = "last call: gather at job.py:6"
+    assert lines[begin + 1] == f"  rank 0: waits in recv at job.py:8; {last}", lines
+    assert lines[begin + 2] == f"  rank 1: waits in recv at job.py:10; {last}", lines
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.gate("2")
 def test_a_stopped_run_says_where_every_rank_was(launcher, script, tmp_path, how):

@@ -53,9 +53,9 @@ def test_models_in_another_order_on_one_rank_are_named(ranks: int) -> None:
         spawn(train, ranks, 1)
     assert isinstance(caught.value.cause, UnsupportedError), caught.value
     said = str(caught.value.cause)
-    assert "rank 0 gathers the parameters of " in said
-    assert " of First, model 0, at test_fsdp_order_of_models.py:41, while rank 1 gathers the parameters of " in said
-    assert " of Second, model 1, at test_fsdp_order_of_models.py:39: ranks call models in another order" in said
+    assert "rank 0 in model 0 (First) gathers the parameters of First at test_fsdp_order_of_models.py:41" in said
+    assert "rank 1 in model 1 (Second) gathers the parameters of Second at test_fsdp_order_of_models.py:39" in said
+    assert "ranks call models in different orders" in said
     assert "in the same order on every rank" in said
 
 

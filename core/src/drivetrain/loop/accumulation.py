@@ -363,8 +363,10 @@ class TrainingLoop:
         self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
         self.called: list[int] = []
-        """Numbers of the models whose forwards gather parameters, as they were called since the last reduction; each
-        once for a backward."""
+        """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for
+        a backward."""
+        self._era = 0
+        """Of the monitor, at the last reduction."""
         self.loose = LooseParameters(backend)
         """What prepared optimizers step and no prepared model holds."""
         self.optimizers: list[PreparedOptimizer] = []
@@ -490,11 +492,14 @@ class TrainingLoop:
         called = tuple(self.called)
         if closes:
             self.called.clear()
-        if Current.monitor is None:
+        monitor = Current.monitor
+        if monitor is None:
             (check_collective if closes else log_call)("backward")
         elif closes and not any(model.steps_alone for model in models):
             training = len(models) > 1 or models[0].source.training
-            order = called if len(self.models) > 1 else ()
+            # A rank on which an attempt failed may have called models that others have not.
+            order = called if len(self.models) > 1 and monitor.era == self._era else ()
+            self._era = monitor.era
             check_collective("backward", place=self.place(), values=(by, training, order))
         else:
             log_call("backward")

@@ -56,8 +56,8 @@ class PreparedModel:
             one coordinate.
         evaluates_only: its engine was asked to leave out what gradients need.
         first_inputs: compares the inputs of the first forward in training; ``None`` where that has been done.
-        called: of all models of the loop whose forwards gather parameters, in the order in which they are called;
-            ``None`` where this one gathers none.
+        called: numbers of the loop's models whose forwards communicate, in the order in which they are called; ``None``
+            where this one's do not.
     """
 
     trainable: Trainable

@@ -165,7 +165,7 @@ class Preparer:
                 if topology.dp_size > 1 and training
                 else None
             ),
-            called=self._loop.called if topology.dp_size > 1 and trainable.gathers_in_forward else None,
+            called=self._loop.called if topology.world_size > 1 and trainable.communicates_in_forward else None,
         )
         if training:
             self._watch_buffers(model)

@@ -52,7 +52,7 @@ class DeepSpeedTrainable(Trainable):
 
     def __init__(self, backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._backend, self._model = backend, model
-        self.gathers_in_forward = backend.config.stage == 3
+        self.communicates_in_forward = backend.config.stage == 3
         self.module, self.optimizers = original_module(model), list(optimizers)
         self._dp_size = backend.topology.dp_size
         self.schedules = OwnSchedules(backend.config.written)

@@ -75,7 +75,7 @@ class FSDPTrainable(TorchTrainable):
     """
 
     settles_buffers = True
-    gathers_in_forward = True
+    communicates_in_forward = True
 
     def __init__(
         self,

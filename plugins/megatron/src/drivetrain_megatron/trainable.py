@@ -58,6 +58,7 @@ class MegatronTrainable(Trainable):
         trial: OptimizerTrial,
         tensor_group: dist.ProcessGroup | None,
     ) -> None:
+        self.communicates_in_forward = tensor_group is not None
         self._inputs = agreement.Inputs(tensor_group, torch.device(engine.device))
         self._model, self.module = model, module
         self._stepping = Stepping(module, engine, max_norm, trial)
@@ -126,6 +127,7 @@ class MegatronTrainable(Trainable):
     def lay_out(self, how: str, mesh: DeviceMesh) -> None:
         """See :meth:`drivetrain_megatron.stepping.Stepping.lay_out`."""
         self._stepping.lay_out(how, mesh)
+        self.communicates_in_forward = self.communicates_in_forward or how == "fsdp"
 
     def portable_state(self) -> PortableState:
         return self._stepping.portable_state()

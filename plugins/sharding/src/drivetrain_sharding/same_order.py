@@ -29,6 +29,9 @@ _PAUSE_SECONDS = 0.0002, 0.02
 _LOOK_SECONDS = 0.5
 """Between two looks whether the ranks that are waited for wait in another engine."""
 
+_LOOKS = 4
+"""After so many looks a rank does not wait any longer for others to say where they are."""
+
 _LIBRARIES = ("torch.", "deepspeed.", "drivetrain.", "drivetrain_")
 
 _completed: dict[str, int] = {}
@@ -67,7 +70,7 @@ class SameOrder:
 
         Raises:
             UnsupportedError: another rank is about to do something else, in this engine or in another one; on every
-            rank, in the same words.
+                rank.
         """
         store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no public way to it)
         keys = [f"{self._prefix}/{self._done}/{rank}" for rank in range(self._size)]
@@ -80,7 +83,7 @@ class SameOrder:
         other = next((rank for rank in range(self._size) if words[rank] != words[0]), None)
         if other is None:
             return
-        self._let_all_see(store)
+        self._let_all_see(store, self._prefix)
         raise UnsupportedError(
             f"rank 0 {_what(words[0], words[other])}, while rank {other} {_what(words[other], words[0])}: ranks have "
             "not run the same submodules, and the engine would wait without end or end the process",
@@ -94,22 +97,27 @@ class SameOrder:
 
         A rank that looks has said before where it waits, and waits for all. Where it waits in an operation to which
         this rank has not come, neither will ever go on.
+
+        Raises:
+            UnsupportedError: a rank waits for this one elsewhere.
+            DistStoreError: ranks have not come within the store's time-out.
         """
         begun = time.monotonic()
-        pause, look = _PAUSE_SECONDS[0], begun + _LOOK_SECONDS
+        pause, look, looks = _PAUSE_SECONDS[0], begun + _LOOK_SECONDS, 0
         while not store.check(list(keys)):
             now = time.monotonic()
             if now - begun > store.timeout.total_seconds():
                 store.wait(list(keys), timedelta(milliseconds=1))  # raises what the store says of a time-out
             if now > look:
-                look = now + _LOOK_SECONDS
-                mine = f"{action} of {self._model}, model {self._prefix.rpartition('/')[2]}, at {_script_line()}"
+                look, looks = now + _LOOK_SECONDS, looks + 1
+                mine = f"in model {self._prefix.rpartition('/')[2]} ({self._model}) {action} at {_script_line()}"
                 store.set(f"same_order/at/{self._rank}", f"{self._prefix}\n{self._done}\n{mine}")
-                self._refuse_standstill(store, keys)
+                self._refuse_standstill(store, keys, last=looks > _LOOKS)
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS[1])
 
-    def _refuse_standstill(self, store: Any, keys: Sequence[str]) -> None:
+    def _refuse_standstill(self, store: Any, keys: Sequence[str], *, last: bool) -> None:
+        """Raise where a rank waits in another engine: once all ranks have said where they are, or at the last look."""
         said = {rank: f"same_order/at/{rank}" for rank in range(self._size)}
         found = {rank: store.get(key).decode().split("\n") for rank, key in said.items() if store.check([key])}
         waits = {
@@ -117,26 +125,28 @@ class SameOrder:
         }
         elsewhere = any(found[rank][0] != self._prefix for rank in waits)
         # Another rank may have gone on since, which it cannot before all have come here.
-        if elsewhere and not store.check(list(keys)):
+        if elsewhere and (last or len(waits) == self._size) and not store.check(list(keys)):
+            # What ranks have said of these engines is void where a script goes on with others.
+            _completed.update(dict.fromkeys([prefix for prefix, *_ in found.values()], sys.maxsize))
             self._refuse_apart(store, waits)
 
     def _refuse_apart(self, store: Any, waits: dict[int, str]) -> NoReturn:
-        self._let_all_see(store)
+        self._let_all_see(store, "same_order")
         first = waits[min(waits)]
         other = next(rank for rank in sorted(waits) if waits[rank] != first)
         raise UnsupportedError(
-            f"rank {min(waits)} {first}, while rank {other} {waits[other]}: ranks call models in another order, and "
+            f"rank {min(waits)} {first}, while rank {other} {waits[other]}: ranks call models in different orders, and "
             "would wait for each other without end",
             cure="Call the models, and their losses' backward, in the same order on every rank, or use "
             "distributed_type: ddp.",
         )
 
-    def _let_all_see(self, store: Any) -> None:
-        """Let the other ranks raise the same: the process that hosts the store may be the first to end."""
-        store.set(f"same_order/seen/{self._rank}", "")
+    def _let_all_see(self, store: Any, prefix: str) -> None:
+        """Let the other ranks raise too: the process that hosts the store may be the first to end."""
+        store.set(f"{prefix}/seen/{self._rank}", "")
         if self._rank == 0:
             with contextlib.suppress(dist.DistError):
-                store.wait([f"same_order/seen/{rank}" for rank in range(self._size)], timedelta(seconds=5))
+                store.wait([f"{prefix}/seen/{rank}" for rank in range(self._size)], timedelta(seconds=5))
 
 
 def _script_line() -> str:
