@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain.errors import CollectiveMismatchError
 from drivetrain_megatron import meeting
 from drivetrain_testing import RankFailedError, spawn
 
@@ -262,7 +261,7 @@ def test_ranks_are_compared_after_a_call_that_one_rank_was_refused(layout) -> No
     spawn(goes_on_after_a_refusal, size, section, (0.1, 0.1), timeout=100)
     with pytest.raises(RankFailedError) as caught:
         spawn(goes_on_after_a_refusal, size, section, (0.1, 0.2), timeout=100)
-    assert isinstance(caught.value.cause, CollectiveMismatchError), caught.value
+    assert type(caught.value.cause).__name__ == "CollectiveMismatchError", caught.value
     assert "optimizer 0, rates 0.2" in str(caught.value.cause)
 
 
