@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,39 @@ def published() -> str:
     return "\n".join([*rows, "", *told, "", *sources])
 
 
+def surface() -> str:
+    """How each method of what is prepared ends, from the file that `run_scripts.py --surface --record` writes."""
+    record = json.loads((ROOT / "tests/parity/surface.json").read_text(encoding="utf-8"))
+    places = list(next(iter(record.values())))
+    shown = {"same": "=", "refused": "refused", "raw error": "torch's error", "different": "differs"}
+    rows: list[str] = []
+    counts = {place: Counter() for place in places}
+    words: dict[str, list[str]] = {}
+    of = ""
+    for name, cells in record.items():
+        kind, _, method = name.partition(".")
+        if kind != of:
+            rows += ["", f"| {kind} | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+            of = kind
+        told = []
+        for place, cell in cells.items():
+            ending, text = (cell, "") if isinstance(cell, str) else next(iter(cell.items()))
+            counts[place][shown[ending]] += 1
+            told.append(shown[ending])
+            if text:
+                words.setdefault(plain(text.replace(method, "...")), []).append(f"`{method}` ({place})")
+        rows.append(f"| `{method}` | " + " | ".join(told) + " |")
+    total = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+    for ending in shown.values():
+        if any(counts[place][ending] for place in places):
+            total.append(f"| {ending} | " + " | ".join(str(counts[place][ending]) for place in places) + " |")
+    told = [
+        f"- {text} ({', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''})"
+        for text, names in words.items()
+    ]
+    return "\n".join([*total, *rows, "", "The words, without the names of methods:", "", *told])
+
+
 def releases() -> str:
     """Releases of other libraries that the tests ran with, from the file that `make test-oldest` can write."""
     worlds = json.loads((ROOT / "tests/releases/outcomes.json").read_text(encoding="utf-8"))
@@ -394,6 +428,7 @@ def documents() -> dict[Path, str]:
     tried = ROOT / "docs/reference/releases.md"
     planner = ROOT / "docs/how-to/planner.md"
     plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
+    methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
     for name, table in (("runs of the kit", conformance()), ("cases", cases()), ("proofs", proofs())):
@@ -407,6 +442,7 @@ def documents() -> dict[Path, str]:
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
         planner: renewed(plans, "published memory", published()),
+        methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),
         with_trainer: renewed(with_trainer.read_text(encoding="utf-8"), "runs of Trainer", trainer()),
     }

@@ -9,6 +9,7 @@ import sys
 import time
 
 import parity_optimizers
+import parity_surface
 import parity_worlds as worlds
 
 from drivetrain_testing import preload
@@ -20,12 +21,14 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
     parser.add_argument("--optimizers", action="store_true", help="the matrix of optimizers instead of the scripts")
     parser.add_argument("--layouts", action="store_true", help="the scripts of PARTS in further layouts of the engines")
+    parser.add_argument("--surface", action="store_true", help="every method of tensors, modules and optimizers instead")
     parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
     parser.add_argument("--record", action="store_true", help="keep the outcomes")
     parser.add_argument("--traceback", action="store_true", help="show where each failure was raised")
     arguments = parser.parse_args()
     matrix = worlds.APART if arguments.layouts else worlds.ORDINARY
     matrix = parity_optimizers.MATRIX if arguments.optimizers else matrix
+    matrix = parity_surface.MATRIX if arguments.surface else matrix
     scripts = matrix.load()
     names = arguments.scripts or (parity_optimizers.installed() if arguments.optimizers else list(scripts))
     wanted = tuple(arguments.backend or [""])

@@ -1,0 +1,291 @@
+"""Every public method of tensors, modules and optimizers, called on something prepared, in each place.
+
+A script trains one step, calls one method on each parameter (or on the model, or its optimizer), and trains another.
+What the method returns, the weights and the losses are compared with plain torch. Arguments are the first of a list
+with which the method runs on a plain tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity_common import Result, Script, build, loader, mean, result
+from parity_worlds import PLACES, Matrix
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+OTHER_DEVICES = frozenset({"cuda", "hpu", "ipu", "mtia", "npu", "xpu", "to_mkldnn", "vulkan", "is_vulkan"})
+"""Methods that need a device or library which is not everywhere."""
+
+OF_MEMORY = frozenset(
+    {"const_data_ptr", "data_ptr", "is_pinned", "is_set_to", "is_shared", "pin_memory", "record_stream", "share_memory"}
+    | {"new_empty", "new_empty_strided", "share_memory_", "slice_inverse", "storage", "storage_type", "untyped_storage"}
+)
+"""Methods that tell of memory, which is each process's own, or of what lies in it."""
+
+OF_OTHER_TENSORS = frozenset(
+    {"backward", "module_load", "as_subclass", "sparse_mask", "sparse_resize_", "sparse_resize_and_clear_"}
+    | {"map_", "map2_", "apply_", "reinforce", "new", "type", "retain_grad", "rename", "rename_", "align_to"}
+    | {"align_as", "refine_names", "unflatten", "stft", "istft", "dim_order", "requires_grad_", "register_hook"}
+    | {"to_sparse", "to_sparse_bsc", "to_sparse_bsr", "to_sparse_coo", "to_sparse_csc", "to_sparse_csr"}
+    | {"register_post_accumulate_grad_hook", "storage_offset", "to_padded_tensor", "uniform"}
+)
+"""Methods of sparse, nested and named tensors, and those that other scripts show (backward, hooks, freezing)."""
+
+
+def _arguments(tensor: Tensor) -> Iterator[tuple[Any, ...]]:
+    """What methods are tried with, the simplest first."""
+    rows = torch.tensor([0, 2, 1])
+    plain = tensor.detach().clone()
+    yield ()
+    yield (0,)
+    yield (2,)
+    yield (0.5,)
+    yield (plain,)
+    yield (0, 1)
+    yield (0, rows)
+    yield (0, rows, plain[rows])
+    yield (0, rows, 0.5)
+    yield (plain.mean(),)
+    yield (plain > 0,)
+    yield (plain > 0, 0.5)
+    yield (plain > 0, plain)
+    yield (plain, plain)
+    yield (plain, 0.5)
+    yield (tuple(tensor.shape),)
+    yield ((0,),)
+    yield ((0,), (0,))
+    yield (0, 0, 1)
+    yield (plain.long().abs() % 2, 0)
+    yield (0, torch.zeros_like(plain, dtype=torch.long))
+    yield (0, torch.zeros_like(plain, dtype=torch.long), plain)
+    yield (0, torch.zeros_like(plain, dtype=torch.long), plain, "sum")
+    yield (0, rows, plain[rows], "amax")
+    yield (2, 0, 1)
+    yield (plain[0],)
+    yield (plain.t(),)
+    yield (torch.float64,)
+    yield ((rows,), plain[rows])
+    yield (plain[: len(plain) // 2],)
+
+
+METHODS = sorted(
+    name
+    for name in dir(Tensor)
+    if not name.startswith("_")
+    and callable(getattr(Tensor, name))
+    and name not in OTHER_DEVICES | OF_MEMORY | OF_OTHER_TENSORS
+)
+
+
+@cache
+def arguments(name: str, dims: int) -> tuple[Any, ...] | None:
+    """With which a method of a tensor of so many dims is called; ``None`` where none of the list suits it."""
+    for given in _arguments(_like(dims)):
+        tensor = nn.Parameter(_like(dims))
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                found = getattr(tensor, name)(*copy.deepcopy(given))
+            finite = all(math.isfinite(each) for each in (*numbers(found), *numbers(tensor)))
+            if not finite or tensor.shape != _like(dims).shape:
+                continue
+        except Exception:  # noqa: BLE001, S112 (the next arguments may suit)
+            continue
+        return given
+    return None
+
+
+def _like(dims: int) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.rand(*((16, 16) if dims == 2 else (16,)), generator=generator) / 4 + 0.1
+
+
+class Net(nn.Module):
+    """Square matrices, so that products and decompositions are defined; ``(B, 8) -> (B, 4)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+        with torch.no_grad():
+            self.inner[2].weight.copy_(_like(2))
+            self.inner[2].bias.copy_(_like(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+def numbers(value: Any) -> list[float]:
+    """What a method returned as numbers that can be compared. Collective where it is in parts."""
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        whole = whole.detach()
+        if whole.layout is not torch.strided:
+            whole = whole.to_dense()
+        if whole.is_complex():
+            whole = torch.view_as_real(whole.resolve_conj())
+        return [float(len(whole.shape)), *whole.double().flatten().tolist()]
+    if isinstance(value, (bool, int, float)):
+        return [float(value)]
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    if isinstance(value, (list, tuple)):
+        return [number for each in value for number in numbers(each)]
+    if isinstance(value, dict):
+        return [number for key in sorted(value, key=str) for number in numbers(value[key])]
+    if hasattr(value, "tolist"):
+        return numbers(value.tolist())
+    text = value if isinstance(value, str) else repr(value) if _tells(value) else type(value).__name__
+    return [float(zlib.crc32(text.encode()) % 1000)]
+
+
+def _tells(value: Any) -> bool:
+    return value is None or isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def _train(accelerator: Any, call: Callable[[Any, Any], list[float]]) -> Result:
+    model = build(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses: list[float] = []
+    for step, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(accelerator, loss))
+        if step == 0:
+            torch.manual_seed(1)
+            losses += call(model, optimizer)
+        if step == 2:
+            break
+    return result(accelerator, losses, model=model)
+
+
+def _of_tensor(name: str, dims: int, accelerator: Any) -> Result:
+    def call(model: Any, _optimizer: Any) -> list[float]:
+        parameter = model.inner[2].weight if dims == 2 else model.inner[2].bias
+        with torch.no_grad():
+            return numbers(getattr(parameter, name)(*copy.deepcopy(arguments(name, dims))))
+
+    return _train(accelerator, call)
+
+
+def _names(values: Any) -> list[float]:
+    return numbers([name for name, _ in values])
+
+
+MODULE: dict[str, Callable[[Any], list[float]]] = {
+    "apply": lambda m: numbers([m.apply(lambda part: None) is m]),
+    "bfloat16": lambda m: _dtypes(m, m.bfloat16),
+    "buffers": lambda m: numbers(len(list(m.buffers()))),
+    "children": lambda m: numbers([type(each).__name__ for each in m.children()]),
+    "compile": lambda m: numbers(m.compile(backend="eager")),
+    "cpu": lambda m: numbers(m.cpu() is m),
+    "double": lambda m: _dtypes(m, m.double),
+    "eval": lambda m: numbers([m.eval().training, m.train().training]),
+    "extra_repr": lambda m: numbers(m.extra_repr()),
+    "float": lambda m: numbers(m.float() is m),
+    "get_buffer": lambda m: numbers(_raises(lambda: m.get_buffer("none"))),
+    "get_parameter": lambda m: numbers(list(m.get_parameter("head.bias").shape)),
+    "get_submodule": lambda m: numbers(type(m.get_submodule("inner.0")).__name__),
+    "half": lambda m: _dtypes(m, m.half),
+    "load_state_dict": lambda m: numbers(len(m.load_state_dict(m.state_dict()).missing_keys)),
+    "modules": lambda m: numbers([type(each).__name__ for each in m.inner.modules()]),
+    "named_buffers": lambda m: _names(m.named_buffers()),
+    "named_children": lambda m: _names(m.named_children()),
+    "named_modules": lambda m: _names(m.named_modules()),
+    "named_parameters": lambda m: _names(m.named_parameters()),
+    "parameters": lambda m: numbers([list(each.shape) for each in m.parameters()]),
+    "register_buffer": lambda m: numbers(m.register_buffer("seen", torch.ones(2))),
+    "register_forward_hook": lambda m: numbers(type(m.register_forward_hook(lambda *_: None)).__name__),
+    "register_forward_pre_hook": lambda m: numbers(type(m.register_forward_pre_hook(lambda *_: None)).__name__),
+    "register_full_backward_hook": lambda m: numbers(type(m.register_full_backward_hook(lambda *_: None)).__name__),
+    "requires_grad_": lambda m: numbers(m.requires_grad_(True) is m),
+    "set_extra_state": lambda m: numbers(_raises(lambda: m.get_extra_state())),
+    "state_dict": lambda m: numbers(m.state_dict()),
+    "to": lambda m: numbers(m.to("cpu") is m),
+    "to dtype": lambda m: _dtypes(m, lambda: m.to(torch.float64)),
+    "train": lambda m: numbers(m.train() is m),
+    "type": lambda m: numbers(m.type(torch.float32) is m),
+    "zero_grad": lambda m: numbers(m.zero_grad()),
+    "copy.deepcopy": lambda m: numbers(copy.deepcopy(m).state_dict()),
+    "repr": lambda m: numbers(repr(m)),
+    "parameters_to_vector": lambda m: numbers(nn.utils.parameters_to_vector(m.parameters())),
+}
+"""By name, what is called on a prepared model and looked at."""
+
+
+def _dtypes(model: Any, convert: Callable[[], Any]) -> list[float]:
+    """Of its parameters, converted and back."""
+    names = [str(each.dtype) for each in convert().parameters()]
+    model.float()
+    return numbers(names)
+
+
+def _raises(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (AttributeError, RuntimeError) as problem:
+        return type(problem).__name__
+    return ""
+
+
+OPTIMIZER: dict[str, Callable[[Any, Any], list[float]]] = {
+    "add_param_group": lambda o, m: numbers(o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})),
+    "load_state_dict": lambda o, m: numbers(o.load_state_dict(o.state_dict())),
+    "param_groups": lambda o, m: numbers([(len(group["params"]), group["lr"]) for group in o.param_groups]),
+    "param_groups of a rate": lambda o, m: numbers([group.update(lr=0.01) for group in o.param_groups]),
+    "profile_hook_step": lambda o, m: numbers(callable(o.profile_hook_step)),
+    "register_load_state_dict_pre_hook": lambda o, m: _handle(o.register_load_state_dict_pre_hook),
+    "register_state_dict_post_hook": lambda o, m: _handle(o.register_state_dict_post_hook),
+    "register_step_post_hook": lambda o, m: _handle(o.register_step_post_hook),
+    "register_step_pre_hook": lambda o, m: _handle(o.register_step_pre_hook),
+    "state of a parameter": lambda o, m: numbers(o.state[m.head.bias]["momentum_buffer"]),
+    # How many states there are is the engine's own.
+    "state_dict": lambda o, m: numbers([bool(o.state_dict()["state"]), len(o.state_dict()["param_groups"])]),
+    "zero_grad": lambda o, m: numbers(o.zero_grad(set_to_none=False)),
+    "defaults": lambda o, m: numbers(o.defaults["momentum"]),
+}
+"""By name, what is called on a prepared optimizer, its model beside it."""
+
+
+def _handle(register: Callable[..., Any]) -> list[float]:
+    return numbers(type(register(lambda *_: None)).__name__)
+
+
+def _of_module(name: str, accelerator: Any) -> Result:
+    return _train(accelerator, lambda model, _: MODULE[name](model))
+
+
+def _of_optimizer(name: str, accelerator: Any) -> Result:
+    return _train(accelerator, lambda model, optimizer: OPTIMIZER[name](optimizer, model))
+
+
+@cache
+def load() -> dict[str, Script]:
+    """A script for each method that arguments of the list suit; a matrix is tried before a vector."""
+    found: dict[str, Callable[[Any], Result]] = {}
+    for name in METHODS:
+        dims = next((each for each in (2, 1) if arguments(name, each) is not None), None)
+        if dims is not None:
+            found[f"Tensor.{name}"] = partial(_of_tensor, name, dims)
+    found |= {f"Module.{name}": partial(_of_module, name) for name in MODULE}
+    found |= {f"Optimizer.{name}": partial(_of_optimizer, name) for name in OPTIMIZER}
+    return {name: Script(name, train) for name, train in found.items()}
+
+
+NAMES = ("single", "ddp-2", "fsdp-2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "tp-2", "pp-2")
+
+MATRIX = Matrix(load, {name: PLACES[name] for name in NAMES}, Path(__file__).with_name("surface.json"))
+
