@@ -344,9 +344,11 @@ def surface() -> str:
                 words.setdefault(plain(text.replace(method, "...")), []).append(f"`{method}` ({place})")
         rows.append(f"| `{method}` | " + " | ".join(told) + " |")
     total = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
-    for ending in shown.values():
-        if any(counts[place][ending] for place in places):
-            total.append(f"| {ending} | " + " | ".join(str(counts[place][ending]) for place in places) + " |")
+    total += [
+        f"| {ending} | " + " | ".join(str(counts[place][ending]) for place in places) + " |"
+        for ending in shown.values()
+        if any(counts[place][ending] for place in places)
+    ]
     told = [
         f"- {text} ({', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''})"
         for text, names in words.items()

@@ -1,6 +1,6 @@
 """Every public method of tensors, modules and optimizers, called on something prepared, in each place.
 
-A script trains one step, calls one method on each parameter (or on the model, or its optimizer), and trains another.
+A script trains one step, calls one method of a parameter (or of the model, or its optimizer), and trains two more.
 What the method returns, the weights and the losses are compared with plain torch. Arguments are the first of a list
 with which the method runs on a plain tensor.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from parity_common import Result, Script, build, loader, mean, result
-from parity_worlds import PLACES, Matrix
+from parity_worlds import PLACES, Matrix, together
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,6 +75,10 @@ def _arguments(tensor: Tensor) -> Iterator[tuple[Any, ...]]:
     yield (torch.float64,)
     yield ((rows,), plain[rows])
     yield (plain[: len(plain) // 2],)
+    yield (torch.tensor([0, 1]),)
+    yield (torch.tensor([0, 1]), plain.flatten()[:2])
+    yield ((2,), 0.5)
+    yield (plain[0], 0, 1)
 
 
 METHODS = sorted(
@@ -84,6 +88,19 @@ METHODS = sorted(
     and callable(getattr(Tensor, name))
     and name not in OTHER_DEVICES | OF_MEMORY | OF_OTHER_TENSORS
 )
+
+
+_WITHOUT_ARGUMENTS = """
+acosh acosh_ addbmm addbmm_ addmv addmv_ addr_ arccosh arccosh_ as_strided_ as_strided_scatter baddbmm baddbmm_
+bincount bitwise_and bitwise_and_ bitwise_left_shift bitwise_left_shift_ bitwise_not bitwise_not_ bitwise_or
+bitwise_or_ bitwise_right_shift bitwise_right_shift_ bitwise_xor bitwise_xor_ bmm ccol_indices cholesky coalesce
+col_indices cross crow_indices dsplit eig float_power_ gcd gcd_ indices int_repr is_coalesced is_nonzero item lcm lcm_
+logdet lstsq lu_solve nonzero_static ormqr q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale
+q_zero_point qscheme resize resize_ resize_as_ resize_as_sparse_ row_indices smm solve sspaddmm symeig unsqueeze_
+values
+"""
+WITHOUT_ARGUMENTS = frozenset(_WITHOUT_ARGUMENTS.split())
+"""Methods that arguments of the list do not suit, or whose results are not finite; a test finds the same ones."""
 
 
 @cache
@@ -99,7 +116,7 @@ def arguments(name: str, dims: int) -> tuple[Any, ...] | None:
             finite = all(math.isfinite(each) for each in (*numbers(found), *numbers(tensor)))
             if not finite or tensor.shape != _like(dims).shape:
                 continue
-        except Exception:  # noqa: BLE001, S112 (the next arguments may suit)
+        except Exception:
             continue
         return given
     return None
@@ -166,13 +183,22 @@ def _train(accelerator: Any, call: Callable[[Any, Any], list[float]]) -> Result:
         losses.append(mean(accelerator, loss))
         if step == 0:
             torch.manual_seed(1)
-            losses += call(model, optimizer)
+            losses += together(accelerator, lambda: call(model, optimizer))
         if step == 2:
             break
     return result(accelerator, losses, model=model)
 
 
-def _of_tensor(name: str, dims: int, accelerator: Any) -> Result:
+@cache
+def dims_of(name: str) -> int | None:
+    """Whether the method is called on a matrix, which is tried first, or a vector; ``None``: on neither."""
+    return next((each for each in (2, 1) if arguments(name, each) is not None), None)
+
+
+def _of_tensor(name: str, accelerator: Any) -> Result:
+    dims = dims_of(name)
+    assert dims is not None, f"no arguments suit {name}"
+
     def call(model: Any, _optimizer: Any) -> list[float]:
         parameter = model.inner[2].weight if dims == 2 else model.inner[2].bias
         with torch.no_grad():
@@ -186,6 +212,7 @@ def _names(values: Any) -> list[float]:
 
 
 MODULE: dict[str, Callable[[Any], list[float]]] = {
+    "add_module": lambda m: numbers(m.add_module("extra", nn.Identity())),
     "apply": lambda m: numbers([m.apply(lambda part: None) is m]),
     "bfloat16": lambda m: _dtypes(m, m.bfloat16),
     "buffers": lambda m: numbers(len(list(m.buffers()))),
@@ -196,7 +223,9 @@ MODULE: dict[str, Callable[[Any], list[float]]] = {
     "eval": lambda m: numbers([m.eval().training, m.train().training]),
     "extra_repr": lambda m: numbers(m.extra_repr()),
     "float": lambda m: numbers(m.float() is m),
+    "forward": lambda m: _no_grad(lambda: m.forward(torch.ones(2, 8)).mean()),
     "get_buffer": lambda m: numbers(_raises(lambda: m.get_buffer("none"))),
+    "get_extra_state": lambda m: numbers(_raises(m.get_extra_state)),
     "get_parameter": lambda m: numbers(list(m.get_parameter("head.bias").shape)),
     "get_submodule": lambda m: numbers(type(m.get_submodule("inner.0")).__name__),
     "half": lambda m: _dtypes(m, m.half),
@@ -207,12 +236,21 @@ MODULE: dict[str, Callable[[Any], list[float]]] = {
     "named_modules": lambda m: _names(m.named_modules()),
     "named_parameters": lambda m: _names(m.named_parameters()),
     "parameters": lambda m: numbers([list(each.shape) for each in m.parameters()]),
+    "register_backward_hook": lambda m: _handle(m.register_backward_hook),
     "register_buffer": lambda m: numbers(m.register_buffer("seen", torch.ones(2))),
-    "register_forward_hook": lambda m: numbers(type(m.register_forward_hook(lambda *_: None)).__name__),
-    "register_forward_pre_hook": lambda m: numbers(type(m.register_forward_pre_hook(lambda *_: None)).__name__),
-    "register_full_backward_hook": lambda m: numbers(type(m.register_full_backward_hook(lambda *_: None)).__name__),
+    "register_forward_hook": lambda m: _handle(m.register_forward_hook),
+    "register_forward_pre_hook": lambda m: _handle(m.register_forward_pre_hook),
+    "register_full_backward_hook": lambda m: _handle(m.register_full_backward_hook),
+    "register_full_backward_pre_hook": lambda m: _handle(m.register_full_backward_pre_hook),
+    "register_load_state_dict_post_hook": lambda m: _handle(m.register_load_state_dict_post_hook),
+    "register_load_state_dict_pre_hook": lambda m: _handle(m.register_load_state_dict_pre_hook),
+    "register_module": lambda m: numbers(m.register_module("extra", nn.Identity())),
+    "register_parameter": lambda m: numbers(m.register_parameter("extra", None)),
+    "register_state_dict_post_hook": lambda m: _handle(m.register_state_dict_post_hook),
+    "register_state_dict_pre_hook": lambda m: _handle(m.register_state_dict_pre_hook),
     "requires_grad_": lambda m: numbers(m.requires_grad_(True) is m),
-    "set_extra_state": lambda m: numbers(_raises(lambda: m.get_extra_state())),
+    "set_extra_state": lambda m: numbers(_raises(lambda: m.set_extra_state(None))),
+    "set_submodule": lambda m: numbers(m.set_submodule("inner.1", nn.Tanh())),
     "state_dict": lambda m: numbers(m.state_dict()),
     "to": lambda m: numbers(m.to("cpu") is m),
     "to dtype": lambda m: _dtypes(m, lambda: m.to(torch.float64)),
@@ -224,6 +262,22 @@ MODULE: dict[str, Callable[[Any], list[float]]] = {
     "parameters_to_vector": lambda m: numbers(nn.utils.parameters_to_vector(m.parameters())),
 }
 """By name, what is called on a prepared model and looked at."""
+
+
+MODULE_LEFT_OUT = {
+    "T_destination": "no method",
+    "call_super_init": "no method",
+    "dump_patches": "no method",
+    **dict.fromkeys(("cuda", "ipu", "mtia", "xpu"), "of another device"),
+    "share_memory": "of memory, which is each process's own",
+    "to_empty": "its values are not defined",
+}
+"""Public names of ``nn.Module`` that are not called, and why."""
+
+
+def _no_grad(call: Callable[[], Any]) -> list[float]:
+    with torch.no_grad():
+        return numbers(call())
 
 
 def _dtypes(model: Any, convert: Callable[[], Any]) -> list[float]:
@@ -247,8 +301,10 @@ OPTIMIZER: dict[str, Callable[[Any, Any], list[float]]] = {
     "param_groups": lambda o, m: numbers([(len(group["params"]), group["lr"]) for group in o.param_groups]),
     "param_groups of a rate": lambda o, m: numbers([group.update(lr=0.01) for group in o.param_groups]),
     "profile_hook_step": lambda o, m: numbers(callable(o.profile_hook_step)),
+    "register_load_state_dict_post_hook": lambda o, m: _handle(o.register_load_state_dict_post_hook),
     "register_load_state_dict_pre_hook": lambda o, m: _handle(o.register_load_state_dict_pre_hook),
     "register_state_dict_post_hook": lambda o, m: _handle(o.register_state_dict_post_hook),
+    "register_state_dict_pre_hook": lambda o, m: _handle(o.register_state_dict_pre_hook),
     "register_step_post_hook": lambda o, m: _handle(o.register_step_post_hook),
     "register_step_pre_hook": lambda o, m: _handle(o.register_step_pre_hook),
     "state of a parameter": lambda o, m: numbers(o.state[m.head.bias]["momentum_buffer"]),
@@ -258,6 +314,12 @@ OPTIMIZER: dict[str, Callable[[Any, Any], list[float]]] = {
     "defaults": lambda o, m: numbers(o.defaults["momentum"]),
 }
 """By name, what is called on a prepared optimizer, its model beside it."""
+
+OPTIMIZER_LEFT_OUT = {
+    **dict.fromkeys(("OptimizerPreHook", "OptimizerPostHook"), "no method"),
+    "step": "every script calls it; a second one without a backward is refused, on one process too",
+}
+"""Public names of ``Optimizer`` that are not called, and why."""
 
 
 def _handle(register: Callable[..., Any]) -> list[float]:
@@ -274,12 +336,10 @@ def _of_optimizer(name: str, accelerator: Any) -> Result:
 
 @cache
 def load() -> dict[str, Script]:
-    """A script for each method that arguments of the list suit; a matrix is tried before a vector."""
-    found: dict[str, Callable[[Any], Result]] = {}
-    for name in METHODS:
-        dims = next((each for each in (2, 1) if arguments(name, each) is not None), None)
-        if dims is not None:
-            found[f"Tensor.{name}"] = partial(_of_tensor, name, dims)
+    """A script for each method that arguments of the list suit."""
+    found: dict[str, Callable[[Any], Result]] = {
+        f"Tensor.{name}": partial(_of_tensor, name) for name in METHODS if name not in WITHOUT_ARGUMENTS
+    }
     found |= {f"Module.{name}": partial(_of_module, name) for name in MODULE}
     found |= {f"Optimizer.{name}": partial(_of_optimizer, name) for name in OPTIMIZER}
     return {name: Script(name, train) for name, train in found.items()}

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -149,6 +150,57 @@ class Outcome:
     apart: float = field(default=0.0, compare=False)
 
 
+class RefusedByAll(Exception):  # noqa: N818 (no error: how a script ended)
+    """Every rank knows that one of them was refused something, and none waits for another: the next script can run.
+
+    Args:
+        outcome: the refusal of this rank, or of the first that has one.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
+
+
+def together(accelerator: Any, call: Callable[[], list[float]]) -> list[float]:
+    """What a call gives, unless a rank was refused it; the others learn of that by files, and their ranks live on.
+
+    Fresh ranks for each refusal take seconds, and a pipeline refuses most methods of a parameter on the ranks that do
+    not have it.
+
+    Raises:
+        RefusedByAll: a rank was.
+    """
+    found: list[float] = []
+    words = ""
+    refusal: DrivetrainError | None = None
+    try:
+        found = call()
+    except DrivetrainError as error:
+        refusal, words = error, _told(error)
+    if accelerator.num_processes == 1:
+        if refusal is not None:
+            raise refusal
+        return found
+    files = [Path(accelerator.project_dir, f"told-{rank}") for rank in range(accelerator.num_processes)]
+    written = files[accelerator.process_index].with_suffix(".part")
+    written.write_text(words, encoding="utf-8")
+    written.rename(files[accelerator.process_index])
+    begun = time.monotonic()
+    while not all(file.exists() for file in files):
+        if refusal is not None and time.monotonic() - begun > PATIENCE:
+            raise refusal  # another rank waits for this one in a collective
+        time.sleep(0.002)
+    every = [words] * bool(words) + [file.read_text(encoding="utf-8") for file in files]
+    if told := next(filter(None, every), ""):
+        raise RefusedByAll(Outcome(REFUSED, told)) from refusal
+    return found
+
+
+PATIENCE = 5
+"""Seconds that a refused rank waits for what the others say."""
+
+
 def train_in_rank(
     load_scripts: Callable[[], dict[str, Script]], config: Mapping[str, Any] | None, names: list[str], folder: str
 ) -> None:
@@ -162,7 +214,11 @@ def train_in_rank(
         print(f"---- {name}", flush=True)
         # torch.compile turns it off for the whole process, and an earlier script may have compiled.
         torch.distributions.Distribution.set_default_validate_args(True)
-        found = _train(scripts[name], config, Path(folder, name))
+        found: Result | Outcome
+        try:
+            found = _train(scripts[name], config, Path(folder, name))
+        except RefusedByAll as refused:
+            found = refused.outcome
         with Path(folder, f"{name}.{rank}").open("wb") as file:
             pickle.dump(found, file)
         gc.collect()
@@ -177,13 +233,17 @@ def _train(script: Script, config: Mapping[str, Any] | None, folder: Path) -> Re
     file = folder / f"config-{os.environ['RANK']}.yaml"
     file.write_text(json.dumps({**config, "use_cpu": True, "dataloader": {"split_batches": True}}), encoding="utf-8")
     accelerator = Accelerator(config=str(file), project_dir=str(folder), **script.settings)
-    found = script.train(accelerator)
+    try:
+        found = script.train(accelerator)
+    except RefusedByAll:
+        accelerator.end_training()
+        raise
     accelerator.end_training()
     return found
 
 
-def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, list[Result]]:
-    """Results by rank of the scripts that every rank finished."""
+def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, list[Any]]:
+    """By rank, results of the scripts that every rank finished; or how each ended that no rank did."""
     found = {}
     for name in names:
         files = [Path(folder, f"{name}.{rank}") for rank in range(world_size)]
@@ -218,9 +278,9 @@ def outcomes(
             except RankFailedError as error:
                 failure = error
             results = _results(remaining, place.world_size, folder)
-            found |= {
-                name: compared(results[name], expected[name], scripts[name].tolerance or TOLERANCE) for name in results
-            }
+            for name, ranks in results.items():
+                refused = next((each for each in ranks if isinstance(each, Outcome)), None)
+                found[name] = refused or compared(ranks, expected[name], scripts[name].tolerance or TOLERANCE)
             if failure is not None:
                 # Ranks that went on are at most one script ahead of the one that failed.
                 name = next(name for name in remaining if name not in results)
@@ -266,12 +326,15 @@ def failed(error: RankFailedError) -> Outcome:
     """Whether it was a refusal: an error of Drivetrain's own classes, which says what to write instead."""
     cause = error.cause
     if isinstance(cause, DrivetrainError):
-        words = " ".join(str(cause).split())
-        return Outcome(REFUSED, f"{type(cause).__name__}: {_general(words)}", error.traceback)
+        return Outcome(REFUSED, _told(cause), error.traceback)
     text = " ".join(error.what.partition(": ")[2].split())
     if text.startswith("died with exit code 1,"):
         text = f"hangs, ended after {SECONDS} s"  # what `dump_traceback_later` ends a rank with
     return Outcome(RAW, _general(text)[:300], error.traceback)
+
+
+def _told(error: DrivetrainError) -> str:
+    return f"{type(error).__name__}: {_general(' '.join(str(error).split()))}"
 
 
 def _general(text: str) -> str:

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
     parser.add_argument("--optimizers", action="store_true", help="the matrix of optimizers instead of the scripts")
     parser.add_argument("--layouts", action="store_true", help="the scripts of PARTS in further layouts of the engines")
-    parser.add_argument("--surface", action="store_true", help="every method of tensors, modules and optimizers instead")
+    parser.add_argument("--surface", action="store_true", help="every method of tensors, modules, optimizers")
     parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
     parser.add_argument("--record", action="store_true", help="keep the outcomes")
     parser.add_argument("--traceback", action="store_true", help="show where each failure was raised")

@@ -1,17 +1,21 @@
-"""Parameter groups of a script's optimizers, which stay as DeepSpeed has laid them out.
+"""Parameter groups and state of a script's optimizers, which stay as DeepSpeed has laid them out.
 
 Under ZeRO a group holds this rank's flat partition, under stage 3 nothing between steps. A script that clips or clamps
-``group["params"]`` would do nothing, or something else on each rank.
+``group["params"]`` would do nothing, or something else on each rank. State is kept by flat partition too, so that
+``optimizer.state[parameter]`` would find none.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import UnsupportedError, UsageError
@@ -145,3 +149,79 @@ for _name in ("append", "extend", "insert", "pop", "remove", "clear", "reverse",
     setattr(_Held, _name, _checked(_name, edits=True))
 for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
     setattr(_Held, _name, _checked(_name, edits=True))
+
+
+class _States(defaultdict[Any, Any]):
+    """State by flat partition, of which a script asks for no parameter's.
+
+    Args:
+        values: what the optimizer has until now.
+        parameters: of the script.
+        kind: the optimizer's class.
+        guard: says whether the engine is at work.
+        stage: of ZeRO.
+    """
+
+    def __init__(
+        self, values: Mapping[Any, Any], parameters: Sequence[nn.Parameter], kind: str, guard: Guard, stage: int
+    ) -> None:
+        super().__init__(dict, values)
+        # An identity may be given again once a parameter is gone.
+        self._parameters = {id(each): weakref.ref(each) for each in parameters}
+        self._kind, self._guard, self._stage = kind, guard, stage
+
+    def check(self, key: Any) -> None:
+        """Raise where this is a parameter of the script's, and it is not the engine that asks."""
+        its = self._parameters.get(id(key))
+        if its is None or its() is not key or self._guard.engine_at_work:
+            return
+        raise UnsupportedError(
+            f"`state` of {self._kind} was asked for that of {self._guard.named(id(key))}, and ZeRO stage {self._stage} "
+            "keeps it in flat parts over the ranks",
+            cure="On every rank read it whole by deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg'), "
+            "or another of its names, and write it by safe_set_full_optimizer_state(parameter, values, 'exp_avg'); "
+            "accelerator.save_state(folder) keeps all of it. zero_stage: 0 has it by parameter.",
+        )
+
+    def copy(self) -> defaultdict[Any, Any]:
+        return defaultdict(dict, self)
+
+    __copy__ = copy
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def _with_key(name: str) -> Callable[..., Any]:
+    plain = getattr(defaultdict, name)
+
+    def method(self: _States, key: Any, *given: Any) -> Any:
+        self.check(key)
+        return plain(self, key, *given)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault"):
+    setattr(_States, _name, _with_key(_name))
+
+
+def refuse_states(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[nn.Parameter]], guard: Guard, stage: int
+) -> None:
+    """Refuse what a script asks the state of its optimizers for, by parameter.
+
+    Args:
+        optimizers: the script's, and what DeepSpeed steps. Those that share a mapping of states share the new one.
+        parameters: what the script gave to each of its optimizers.
+        guard: of the module's parameters.
+        stage: of ZeRO, 1 to 3.
+    """
+    every = [one for held in parameters for one in held]
+    made: dict[int, tuple[Any, _States]] = {}
+    for optimizer in optimizers:
+        before = optimizer.state
+        if id(before) not in made:
+            made[id(before)] = before, _States(before, every, type(optimizer).__name__, guard, stage)
+        optimizer.state = made[id(before)][1]

@@ -19,6 +19,7 @@ from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of
 from drivetrain_deepspeed.first_steps import compare_buckets, compare_gathers
 from drivetrain_deepspeed.forward_writes import WatchedForwards, refuse_max_norm
+from drivetrain_deepspeed.groups import refuse_states
 from drivetrain_deepspeed.guard import Guard
 from drivetrain_deepspeed.layout import flat_groups, num_elements
 from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
@@ -98,6 +99,10 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     driver.extra_hooks = _close_ways_around(optimizers, guard, backend.config.stage)
     if backend.config.stage in (1, 2):
         driver.extra_hooks.append(AssignmentRefusal(module, f"ZeRO stage {backend.config.stage} shares out over ranks"))
+    if backend.config.stage:
+        client = engine.basic_optimizer
+        every = steps if any(client is each for each in steps) else [*steps, client]
+        refuse_states(every, [held_by for _, held_by in held], guard, backend.config.stage)
     rank_state.serve(steps, driver.zero, backend.topology)
     if backend.config.stage in (1, 2):
         compare_buckets(module, driver.zero, backend.topology)

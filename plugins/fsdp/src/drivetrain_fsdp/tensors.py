@@ -29,6 +29,9 @@ _LOOKS_UP = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.defaul
 View = Callable[[Tensor], Tensor]
 
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.t.default, _aten.transpose.int}
+_NOT_SENT = frozenset({torch.int16})
+"""Types that tensors can be converted to and that neither gloo nor NCCL carries."""
+
 _SAME_CLASS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Up to torch 2.10 DTensor insists that an alias is of its operand's class, and gives it its own."""
 
@@ -109,6 +112,12 @@ class ShardedTensor(DTensor):
             "param.data = ... gives a sharded parameter other memory, which FSDP does not see",
             cure="Write `with torch.no_grad(): param.copy_(value)`, and `param.detach().clone()` to keep its values.",
         )
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole as a plain tensor, as torch's own. Collective over all ranks."""
+        if self.dtype in _NOT_SENT:
+            return super().to(torch.int32).full_tensor(grad_placements=grad_placements).to(self.dtype)
+        return super().full_tensor(grad_placements=grad_placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self.detach().clone()
@@ -313,7 +322,7 @@ def _whole(tensor: DTensor) -> Tensor:
     """The whole tensor as a plain one. Collective over all ranks unless every rank has it."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor._local_tensor  # noqa: SLF001
-    return DTensor.full_tensor(tensor).detach()
+    return tensor.full_tensor().detach()
 
 
 def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:

@@ -64,6 +64,8 @@ class CutTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What the engine does below ``__torch_function__`` is done to DTensors."""
+        if func in _OTHER_MEMORY:
+            raise _other_memory(str(func))
         with _as_dtensors((args, kwargs)):
             return func(*args, **(kwargs or {}))
 
@@ -190,7 +192,8 @@ class _ToLocal(Function):
     def forward(ctx: Any, cut: Any) -> Tensor:
         local: Tensor = cut._local_tensor  # noqa: SLF001
         ctx.spec, ctx.stride = cut._spec, local.stride()  # noqa: SLF001
-        return local.view_as(local)
+        # Not a view, which autograd would let nobody write to in a forward; the count of writes is the parameter's.
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -393,12 +396,24 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rest, named = pytree.tree_map_only(CutTensor, lambda one: whole if one is target else _whole(one), values)
         func(*rest, **named)
         if whole.shape != shape or name in {"set_", "resize_"}:
-            raise UnsupportedError(
-                f"{name} would change shape or memory of a cut parameter",
-                cure="Make a plain tensor of the wanted values, on every rank, and write `p.copy_(values)`.",
-            )
+            raise _other_memory(name)
         _write(target, whole)
     return target
+
+
+def _other_memory(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} would change shape or memory of a cut parameter",
+        cure="Make a plain tensor of the wanted values, on every rank, and write `p.copy_(values)`.",
+    )
+
+
+_OTHER_MEMORY = frozenset(
+    getattr(packet, overload)
+    for packet in (torch.ops.aten.set_, torch.ops.aten.resize_)
+    for overload in packet.overloads()  # type: ignore[no-untyped-call]
+)
+"""What reaches a tensor without asking ``__torch_function__``."""
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -616,6 +631,11 @@ def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _of_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the part tells as the whole does, and a DTensor has no rule for."""
+    return func(*pytree.tree_map_only(CutTensor, lambda one: one._local_tensor, args), **kwargs)  # noqa: SLF001
+
+
 def _iterated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(_on_whole(torch.unbind, args, kwargs))
 
@@ -646,7 +666,7 @@ _PASS = frozenset(
     size dim ndimension numel nelement element_size stride storage_offset get_device is_floating_point is_complex
     is_signed is_contiguous is_pinned is_shared is_inference is_conj is_neg is_same_size is_set_to is_tensor
     requires_grad_ retain_grad detach_ share_memory_ register_hook register_post_accumulate_grad_hook
-    __hash__ __len__ __dir__ __class__ data_ptr untyped_storage dense_dim sparse_dim has_names
+    __hash__ __len__ __dir__ __class__ data_ptr untyped_storage has_names
     result_type can_cast _is_view _has_compatible_shallow_copy_type
     """.split()
 )
@@ -664,6 +684,7 @@ _SPECIAL: dict[str, Handler] = {
     "set:data": _set_data,
     "detach": _detach,
     "__iter__": _iterated,
+    **dict.fromkeys(["dense_dim", "sparse_dim"], _of_part),
     "backward": _backward,
     "grad": _autograd_grad,
     **dict.fromkeys("view_as expand_as reshape_as".split(), _size_of_whole),
