@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity_worlds import PLACES
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from drivetrain import Accelerator, load_config
+from drivetrain.errors import UsageError
 from drivetrain_testing import spawn
 
 LAYOUTS = ("single", "ddp-2", "fsdp-2", "deepspeed-2", "deepspeed-3", "tp-2", "pp-2")
@@ -58,10 +60,24 @@ def wrapped(kind: str) -> nn.Module:
         model.encoder = checkpoint_wrapper(model.encoder)
     elif kind == "both":
         model.encoder = compiled(checkpoint_wrapper(model.encoder))
+    elif kind == "a part in DataParallel":
+        model.encoder = nn.DataParallel(model.encoder)
+    elif kind == "a compiled part in DistributedDataParallel":
+        model.encoder = alone_or_not(compiled(model.encoder))
+    elif kind == "a layer in DistributedDataParallel, compiled":
+        model.encoder[0] = compiled(alone_or_not(model.encoder[0]))
     return model
 
 
-KINDS = ("a compiled part", "a compiled layer", "a recomputed part", "both")
+def alone_or_not(part: nn.Module) -> nn.Module:
+    """In torch's wrapper, which needs a process group; on one process in the one that needs none."""
+    return nn.parallel.DistributedDataParallel(part) if dist.is_initialized() else nn.DataParallel(part)
+
+
+KINDS = (
+    *("a compiled part", "a compiled layer", "a recomputed part", "both", "a part in DataParallel"),
+    *("a compiled part in DistributedDataParallel", "a layer in DistributedDataParallel, compiled"),
+)
 
 
 def prepared(config: Mapping[str, Any], kind: str) -> tuple[Accelerator, Any, Any]:
@@ -124,8 +140,8 @@ def load(config: Mapping[str, Any]) -> None:
     """Names of the module itself, and those of its wrappers, are loaded alike."""
     torch.manual_seed(0)
     for kind in KINDS:
-        own = wrapped(kind).state_dict()
         accelerator, model, _ = prepared(config, kind)
+        own = wrapped(kind).state_dict()
         state = {name: value.clone() for name, value in Net().state_dict().items()}
         assert list(model.state_dict()) == list(accelerator.unwrap_model(model).state_dict()) == list(state)
         for given in (state, own):
@@ -142,3 +158,48 @@ def load(config: Mapping[str, Any]) -> None:
 def test_a_script_loads_either_names(layout: str) -> None:
     place = PLACES[layout]
     spawn(load, place.world_size, place.config, timeout=100)
+
+
+def unwrap(config: Mapping[str, Any]) -> None:
+    """What is unwrapped has neither wrapper at any depth, shares its values with the model, and leaves it as it was."""
+    for kind in KINDS:
+        accelerator, model, optimizer = prepared(config, kind)
+        parts = [type(part).__name__ for part in model.modules()]
+        own = accelerator.unwrap_model(model, keep_torch_compile=False)
+        assert type(own) in (Net, type(model)), kind
+        assert [type(part).__name__ for part in own.modules()].count("Linear") == 2, kind
+        names = [name for name, _ in own.named_modules()]
+        assert names == ["", "encoder", "encoder.0", "encoder.1", "encoder.2", "head"], (kind, names)
+        assert [name for name, _ in own.named_parameters()] == [name for name, _ in Net().named_parameters()], kind
+        assert all(one is other for one, other in zip(own.parameters(), model.parameters(), strict=True)), kind
+        assert [type(part).__name__ for part in model.modules()] == parts, kind
+        assert accelerator.unwrap_model(model).encoder is model.encoder, kind
+        step(accelerator, model, optimizer)
+        accelerator.end_training()
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.gate("single", "fsdp-2")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_and_recomputed_parts_are_unwrapped_at_any_depth(layout: str) -> None:
+    place = PLACES[layout]
+    spawn(unwrap, place.world_size, place.config, timeout=100)
+
+
+def sharded_by_torch(config: Mapping[str, Any]) -> None:
+    """A part that torch has sharded is refused, and the advice works."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
+    net: Any = wrapped("")
+    net.encoder = FullyShardedDataParallel(net.encoder, device_id=torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"Pass the model without it to accelerator\.prepare"):
+        accelerator.prepare(net)
+    net = wrapped("")
+    step(accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5)))
+    accelerator.end_training()
+
+
+def test_torchs_fully_sharded_part_is_refused() -> None:
+    spawn(sharded_by_torch, 2, PLACES["ddp-2"].config, timeout=100)

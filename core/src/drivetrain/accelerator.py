@@ -480,7 +480,9 @@ class Accelerator(ProcessControl):
         Args:
             model: a prepared model.
             keep_fp32_wrapper: accepted either way: there is no such wrapper.
-            keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
+            keep_torch_compile: ``False`` takes off what ``torch.compile`` and torch's ``checkpoint_wrapper`` have put
+                around it and its parts. Where there is such a part, the result is a copy of the modules around it, with
+                the same parameters and buffers, that no engine trains; the model itself is left as it is.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 

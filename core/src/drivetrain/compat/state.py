@@ -32,6 +32,7 @@ from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_process_info
 from drivetrain.logging import set_rank
 from drivetrain.loop.model import prepared_model
+from drivetrain.loop.wrappers import without_compile
 from drivetrain.registry import get_registry
 
 if TYPE_CHECKING:
@@ -277,12 +278,18 @@ def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep
     Args:
         model: a prepared model, its ``model.module``, or one in a wrapper of torch that the script made.
         keep_fp32_wrapper: accepted either way: there is no such wrapper.
-        keep_torch_compile: keep the ``torch.compile`` wrapper that the script put around it.
+        keep_torch_compile: ``False`` takes off what ``torch.compile`` and torch's ``checkpoint_wrapper`` have put
+            around it and its parts. Where there is such a part, the result is a copy of the modules around it, with
+            the same parameters and buffers, that no engine trains; the model itself is left as it is.
     """
     del keep_fp32_wrapper
     prepared = prepared_model(model)
     model = model if prepared is None else prepared.source
     while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = model.module
-    return model if keep_torch_compile else original_module(model)
+    if keep_torch_compile or not isinstance(model, nn.Module):
+        return model
+    own = original_module(model)
+    prepared = prepared_model(own)
+    return without_compile(own, type(own) if prepared is None else prepared.plain_class)
 

@@ -50,6 +50,7 @@ class PreparedModel:
         idle_buffers: what ``buffers`` becomes when the script registers one.
         replicated: the backend's capability of that name.
         stay_frozen: names of parameters that must not be trained, see :meth:`SharedMemory.add`.
+        taken_off: paths of the parts that were in torch's ``DataParallel`` or ``DistributedDataParallel``.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
         hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
         numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
@@ -74,6 +75,7 @@ class PreparedModel:
     idle_buffers: Buffers | None = None
     replicated: bool = True
     stay_frozen: Sequence[str] = ()
+    taken_off: Sequence[str] = ()
     inner: nn.Module | None = None
     hooks_tried: tuple[int, bool] = (-1, False)
     numbers: ForwardNumbers | None = None
@@ -201,15 +203,15 @@ class PreparedModule(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As that of the user's class. Names may have what ``torch.compile`` adds to those of a part, or not."""
+        """As that of the user's class. Names may have what a wrapper of torch adds to those of a part, or not."""
+        taken_off = self.__dict__[_ATTRIBUTE].taken_off
+        if taken_off:
+            parts = {f"{path}.module.".lstrip("."): f"{path}.".lstrip(".") for path in taken_off}
+            state_dict = _renamed(state_dict, lambda name: _without_prefixes(name, parts))
         wrapped = [name for kind in (self.named_parameters, self.named_buffers) for name, _ in kind()]
         as_loaded = {original_name(name): loaded_name(name) for name in wrapped}
         if any(name in state_dict for name, own in as_loaded.items() if name != own):
-            # A shallow copy keeps the versions of modules, which torch's dictionaries have as an attribute.
-            renamed: Any = copy(state_dict)
-            renamed.clear()
-            renamed.update((as_loaded.get(name, name), value) for name, value in state_dict.items())
-            state_dict = renamed
+            state_dict = _renamed(state_dict, lambda name: as_loaded.get(name, name))
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -255,6 +257,21 @@ class PreparedModule(nn.Module):
                 return self.__reduce_ex__(protocol)
         # Not __newobj__, for which pickle insists on the class of the object; a file that needs no drivetrain to load.
         return copyreg._reconstructor, (plain, object, None), _plain_state(self)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _renamed(state_dict: Mapping[str, Any], name_of: Callable[[str], str]) -> Mapping[str, Any]:
+    # A shallow copy keeps the versions of modules, which torch's dictionaries have as an attribute.
+    renamed: Any = copy(state_dict)
+    renamed.clear()
+    renamed.update((name_of(name), value) for name, value in state_dict.items())
+    return cast("Mapping[str, Any]", renamed)
+
+
+def _without_prefixes(name: str, parts: Mapping[str, str]) -> str:
+    for wrapped, own in parts.items():
+        if name.startswith(wrapped):
+            name = own + name.removeprefix(wrapped)
+    return name
 
 
 def _refuse_transforms(model: nn.Module) -> None:

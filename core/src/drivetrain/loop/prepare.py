@@ -34,6 +34,7 @@ from drivetrain.loop.model import (
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watch_unprepared_steps
 from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine, scheduler_without_engine
 from drivetrain.loop.shared_memory import SharedMemory
+from drivetrain.loop.wrappers import take_off_parallel
 
 
 @final
@@ -118,6 +119,9 @@ class Preparer:
 
     def _model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
         """As :meth:`model`, once its memory was compared with that of the others."""
+        taken_off: Sequence[str] = ()
+        if prepared_model(module) is None:
+            module, taken_off = take_off_parallel(module)
         model = prepared_model(module)
         if model is not None:
             if model in self._loop.models:
@@ -158,6 +162,7 @@ class Preparer:
             plain_class=plain_class,
             replicated=capabilities.replicated,
             stay_frozen=frozen,
+            taken_off=taken_off,
             numbers=ForwardNumbers(topology.dp_rank, topology.device) if topology.dp_size > 1 else None,
             evaluates_only=not training,
             first_inputs=(
