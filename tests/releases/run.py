@@ -29,7 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests/releases/tools.txt"
 OUTCOMES = ROOT / "tests/releases/outcomes.json"
 
-EXTRAS = {"plugins/megatron": "[core,plot]", "plugins/trackers": "[mlflow,tensorboard,trackio,wandb]"}
+EXTRAS = {
+    "plugins/megatron": "[core,plot]",
+    "plugins/planner": "[plot]",
+    "plugins/trackers": "[mlflow,tensorboard,trackio,wandb]",
+}
 """Extras with libraries of others. Those of drivetrain-xla need an environment of their own (``make test-xla``)."""
 
 FOLDERS = ("core/tests", "kit/tests", "plugins/*/tests", "tests/accelerate", "tests/parity", "tests/scripts")

@@ -162,6 +162,7 @@ class Accelerator(ProcessControl):
         self._dataloaders: list[Any] = []
         self._flag = False
         registry = get_registry()
+        checks = resolved.config.plan.check
         self._loop = TrainingLoop(
             self.backend,
             accumulation.num_steps,
@@ -169,7 +170,7 @@ class Accelerator(ProcessControl):
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             count_items=resolved.config.count_items if count_items is None else count_items,
-            on_step=self._step_ended if saves_first or registry.listens("step_ended") else None,
+            on_step=self._step_ended if saves_first or checks or registry.listens("step_ended") else None,
             place=self._active.place,
         )
         per_process = resolved.config.scheduler.step_per_process
@@ -196,6 +197,7 @@ class Accelerator(ProcessControl):
         self._watchdog = watchdog.watch(self.backend, self._active.batch_index) if watched else None
         self._monitor = run_setup.start_monitor(self.backend, resolved.config.rank_monitor, compares=not watched)
         self._interruption = None
+        self._plan_check: Any = None
         if saves_first:
             self._interruption = Interruption(
                 self._topology, self._active, self._save_interrupted, self.end_training
@@ -204,6 +206,8 @@ class Accelerator(ProcessControl):
         run_setup.at_exit(self._close)
         if registry.listens("failed"):
             run_setup.on_failure(self._failed)
+        if checks:
+            self._plan_check = run_setup.plan_check(self)
 
     # ---- prepare ------------------------------------------------------------------------------------------------
 
@@ -716,6 +720,8 @@ class Accelerator(ProcessControl):
         if self._interruption is not None:
             self._interruption.close()
         self._checkpoints.close()
+        if self._plan_check is not None:
+            self._plan_check.close()
         self._tell("closed")
         self._loop.release()
         forget_backend(self.backend)
@@ -728,6 +734,8 @@ class Accelerator(ProcessControl):
 
     def _step_ended(self, step: int, skipped: bool) -> None:
         self._tell("step_ended", step=step, skipped=skipped)
+        if self._plan_check is not None:
+            self._plan_check.step_ended(step, skipped)
         if self._interruption is not None:
             self._interruption.stepped()
 

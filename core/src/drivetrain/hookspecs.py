@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from drivetrain.backend import BackendInfo
     from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.launch.plan import LaunchPlan
 
 GROUP = "drivetrain"
 """Group of entry points that name the modules that bring backends."""
@@ -89,6 +90,58 @@ def drivetrain_choose(resolved: ResolvedConfig) -> Mapping[str, Any] | None:
     Returns:
         Keys and values that replace those of the configuration, ``distributed_type`` among them, by dotted key or
         nested.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def drivetrain_predict(resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any] | None:
+    """Predict what the layout that a configuration describes holds, where it says ``plan: {check: true}``.
+
+    Called by ``drivetrain launch`` in its own process, on every machine, before anything starts. The first answer wins.
+    An exception stops the launch.
+
+    Args:
+        resolved: the configuration that trains; ``resolved.config.plan`` says what is trained.
+        plan: how many processes there are, and the name of the backend.
+
+    Returns:
+        The prediction, as JSON knows it: :func:`drivetrain_check_plan` is given it on every rank.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def drivetrain_check_plan(accelerator: Any, predicted: Mapping[str, Any]) -> Any | None:
+    """Begin to compare a run with what was predicted for it.
+
+    Called on every rank when an ``Accelerator`` has been made, if the configuration says ``plan: {check: true}``. The
+    first answer wins. An exception stops the script.
+
+    Args:
+        accelerator: the user's accelerator.
+        predicted: the answer of :func:`drivetrain_predict`.
+
+    Returns:
+        An object with ``step_ended(step, skipped)``, called on every rank after each optimizer step, and ``close()``,
+        called when the accelerator ends. An exception of the first stops the script.
+
+    .. versionadded:: 0.1
+    """
+
+
+@hookspec(firstresult=True)
+def drivetrain_out_of_memory(resolved: ResolvedConfig, plan: LaunchPlan) -> str | None:
+    """Say what a run could change after ``torch.OutOfMemoryError`` has ended one of its ranks.
+
+    Called by ``drivetrain launch`` in its own process, after the report of the failure, on each machine that had such a
+    rank. The first answer wins, and is printed. An exception is said instead of it.
+
+    Args:
+        resolved: the configuration that trained.
+        plan: how many processes there were, and the name of the backend.
 
     .. versionadded:: 0.1
     """

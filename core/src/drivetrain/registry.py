@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from drivetrain.config.resolved import ResolvedConfig
+    from drivetrain.launch.plan import LaunchPlan
 
 CORE = "drivetrain"
 """Name of the core's own distribution; first-party plugins are ``drivetrain-<name>``."""
@@ -687,6 +688,20 @@ class Registry:
     def choose(self, resolved: ResolvedConfig) -> Mapping[str, Any] | None:
         """Ask the plugins what ``distributed_type: auto`` stands for: the first answer, or ``None``."""
         answer: Mapping[str, Any] | None = self._first("choose", resolved=resolved)
+        return answer
+
+    def predict(self, resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any] | None:
+        """Ask the plugins what the layout that a configuration describes holds: the first answer, or ``None``."""
+        answer: Mapping[str, Any] | None = self._first("predict", resolved=resolved, plan=plan)
+        return answer
+
+    def check_plan(self, accelerator: Any, predicted: Mapping[str, Any]) -> Any:
+        """Ask the plugins to compare a run with its prediction: the first answer, or ``None``."""
+        return self._first("check_plan", accelerator=accelerator, predicted=predicted)
+
+    def out_of_memory(self, resolved: ResolvedConfig, plan: LaunchPlan) -> str | None:
+        """Ask the plugins what to change after an error of memory: the first answer, or ``None``."""
+        answer: str | None = self._first("out_of_memory", resolved=resolved, plan=plan)
         return answer
 
     # ---- internals ----------------------------------------------------------------------------------------------

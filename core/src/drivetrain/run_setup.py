@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
@@ -24,7 +25,7 @@ from drivetrain.config.schema import MeshConfig, RankMonitorConfig
 from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import CallMonitor
 from drivetrain.distributed.watchdog import default_store
-from drivetrain.errors import BackendBlockedError, BackendNotFoundError, UsageError
+from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError, UsageError
 from drivetrain.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -36,14 +37,37 @@ from drivetrain.kwargs import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from drivetrain.launch.environment import PREDICTION
 from drivetrain.logging import set_rank
 from drivetrain.loop.precision import policy_for
-from drivetrain.registry import get_registry
+from drivetrain.registry import get_registry, pip_line
 from drivetrain.topology import ProcessInfo
 
 logger = logging.getLogger(__name__)
 
 _SCRIPT = "the script"
+
+
+def plan_check(accelerator: Any) -> Any:
+    """What compares this run with the launcher's prediction; see :func:`drivetrain.hookspecs.drivetrain_check_plan`.
+
+    Raises:
+        ConfigError: the launcher has predicted nothing.
+        BackendNotFoundError: no planner is installed here.
+    """
+    text = os.environ.get(PREDICTION)
+    if text is None:
+        raise ConfigError(
+            "plan.check compares a run with what `drivetrain launch` predicts before it starts a script, and this one "
+            "was started by something else",
+            cure="Start it with drivetrain launch, or take `check` out of `plan:`.",
+        )
+    found = get_registry().check_plan(accelerator, json.loads(text))
+    if found is None:
+        raise BackendNotFoundError(
+            "plan.check needs a planner, and none is installed", cure=f"Run: {pip_line('planner')}"
+        )
+    return found
 
 
 # ---- exit handlers --------------------------------------------------------------------------------------------------

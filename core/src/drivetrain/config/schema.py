@@ -253,7 +253,14 @@ class PlanConfig(Section):
     optimizer_args: dict[str, Any] = Field(
         default_factory=dict, description="Its arguments, as far as they add state: {momentum: 0.9}."
     )
+    samples: Count = Field(1, description="Sequences of a micro-batch that is made for a config.json.")
+    length: Count = Field(1024, description="Tokens of each of them.")
     file: str = Field("train.auto.yaml", description="Where the choice is written, and read the next time.")
+    check: bool = Field(
+        False,
+        description="Compare memory and seconds of the first optimizer steps with what is predicted for this "
+        "configuration; needs model, batch and `drivetrain launch`.",
+    )
 
 
 class RankMonitorConfig(Section):

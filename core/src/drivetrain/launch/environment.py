@@ -87,6 +87,9 @@ CONFIG = "DRIVETRAIN_CONFIG"
 LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
 """Set by our launcher, so that :attr:`drivetrain.topology.ProcessInfo.launcher` can name it."""
 
+PREDICTION = "DRIVETRAIN_INTERNAL_PREDICTION"
+"""What a planner predicts for the run, as JSON, where the configuration says ``plan: {check: true}``."""
+
 
 @dataclass(frozen=True)
 class Names:

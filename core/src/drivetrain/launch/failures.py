@@ -142,6 +142,7 @@ class Failure:
         message: last line of the exception.
         trace: the whole traceback.
         seen: its last known state; ``None`` without one.
+        out_of_memory: it ended with ``torch.OutOfMemoryError``, or with an error raised from one.
     """
 
     rank: int
@@ -150,6 +151,7 @@ class Failure:
     message: str = ""
     trace: str = ""
     seen: LastSeen | None = None
+    out_of_memory: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -205,6 +207,8 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
             message=_printable(record["message"]["message"]),
             trace=_printable(details["py_callstack"]),
             seen=seen.get(rank),
+            # Torch's own agent writes no such key.
+            out_of_memory=details.get("out_of_memory") is True,
         )
     for rank, code in exit_codes.items():
         found.setdefault(rank, Failure(rank, code, seen=seen.get(rank)))

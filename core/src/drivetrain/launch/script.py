@@ -11,15 +11,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.errors import UsageError
+from drivetrain.errors import BackendNotFoundError, UsageError
 from drivetrain.launch import worker
 from drivetrain.launch.coordinator import TOKEN, RunIdentity, make_rendezvous
-from drivetrain.launch.environment import refuse_nested, worker_environment
+from drivetrain.launch.environment import PREDICTION, refuse_nested, worker_environment
 from drivetrain.launch.output import check as check_output
 from drivetrain.launch.plan import LaunchPlan, make_plan
 from drivetrain.launch.workers import run_workers, start_command
+from drivetrain.registry import get_registry, pip_line
 
 if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
@@ -73,11 +74,14 @@ def launch(
         logging.getLogger(__package__).setLevel(logging.INFO)
         logging.getLogger(__package__).addHandler(logging.StreamHandler())
     words = worker_command(command, module=module, no_python=no_python)
+    variables = worker_variables(resolved, plan)
+    if resolved.config.plan.check:
+        variables[PREDICTION] = json.dumps(predict(resolved, plan))
     ending = run_workers(
         start_command(words),
         plan,
         make_rendezvous(plan, identify(resolved, plan, command)),
-        worker_variables(resolved, plan) | {worker.PARENT: str(os.getpid()), "ROLE_NAME": resolved.config.output.role},
+        variables | {worker.PARENT: str(os.getpid()), "ROLE_NAME": resolved.config.output.role},
         sys.stderr.write,
         output=resolved.config.output,
         saves=resolved.config.save_on_interrupt,
@@ -85,7 +89,35 @@ def launch(
     )
     if ending.error is not None:
         raise ending.error
+    if ending.out_of_memory:
+        sys.stderr.write(_memory_advice(resolved, plan))
     return ending.code
+
+
+def predict(resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any]:
+    """What the layout that a configuration describes holds, by the planner that is installed.
+
+    Raises:
+        BackendNotFoundError: none is.
+        UsageError: as the planner does; ``plan:`` says too little, or the backend gives no estimate.
+    """
+    predicted = get_registry().predict(resolved, plan)
+    if predicted is None:
+        raise BackendNotFoundError(
+            "plan.check compares a run with what a planner predicts, and none is installed",
+            cure=f"Run: {pip_line('planner')}",
+        )
+    return predicted
+
+
+def _memory_advice(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
+    """Lines about what could be changed after an error of memory. The run has failed already: nothing is raised."""
+    try:
+        advice = get_registry().out_of_memory(resolved, plan)
+    except Exception as error:  # noqa: BLE001 - said; the exit code is the run's
+        return f"What other layouts hold could not be predicted: {error}\n"
+    install = f"{pip_line('planner')}, then drivetrain plan memory, says what other layouts hold"
+    return f"{install if advice is None else advice}\n"
 
 
 _JOBS = (

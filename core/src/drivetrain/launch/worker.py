@@ -96,11 +96,22 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
     text = "".join(traceback.format_exception(kind, error, trace))
     said = traceback.TracebackException(kind, error, None)
     said.__notes__ = None  # these would stand last; the traceback has them
-    if not _write_record(list(said.format_exception_only())[-1].strip(), text, 1):
+    message = list(said.format_exception_only())[-1].strip()
+    if not _write_record(message, text, 1, out_of_memory=_is_out_of_memory(error)):
         sys.__excepthook__(kind, error, trace)
 
 
-def _write_record(message: str, text: str, exit_code: int) -> bool:
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a device had no memory left: torch's error of that type, or one that was raised from it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
+
+
+def _write_record(message: str, text: str, exit_code: int, *, out_of_memory: bool = False) -> bool:
     """Write the error file in the format of torch's elastic agent. ``False`` when there is none.
 
     The exit code, as :mod:`subprocess` counts, is for a process that is stopped on its way out.
@@ -115,6 +126,7 @@ def _write_record(message: str, text: str, exit_code: int) -> bool:
         "precise": repr(now),
         "rank": os.environ.get("RANK", "0"),
         "exit_code": exit_code,
+        "out_of_memory": out_of_memory,
     }
     try:
         part = Path(path + ".part")  # it must appear whole

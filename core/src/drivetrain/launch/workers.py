@@ -202,6 +202,7 @@ class Ending:
         how, why: reported to the other nodes.
         error: the launcher's own, to be raised.
         received: the signal at which the workers were stopped.
+        out_of_memory: a worker ended because its device had no memory left.
     """
 
     code: int
@@ -209,6 +210,7 @@ class Ending:
     why: str = ""
     error: Exception | None = None
     received: signal.Signals | None = None
+    out_of_memory: bool = False
 
 
 def run_workers(
@@ -258,7 +260,8 @@ def run_workers(
             why = f"was stopped by {stop.received.name}"
             failures, ending = [], Ending(128 + stop.received, "interrupted", why, received=stop.received)
         if failures:
-            ending = Ending(failures[0].shell_code, "failed", _first(failures))
+            starved = any(each.out_of_memory for each in failures)
+            ending = Ending(failures[0].shell_code, "failed", _first(failures), out_of_memory=starved)
         # A scheduler that signals every process may reach the workers before this one.
         received = -(failures[0].exit_code or 0) if failures else ending.received
         if saves and signals.was_starting(received):

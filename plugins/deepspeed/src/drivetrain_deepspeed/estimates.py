@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from math import ceil, prod
-from typing import final
+from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from drivetrain_deepspeed.config import MISSING, DeepSpeedConfig, look_up
 from drivetrain_deepspeed.engine_config import EngineConfig, hidden_size_of
@@ -27,7 +30,7 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     section = DeepSpeedConfig.model_validate(given)
     written = EngineConfig(section, request.precision, request.world_size).written
     named = section.zero_stage is not None or section.config is not None or section.config_file is not None
-    stages = [written.stage] if named else [1, 2, 3]
+    stages = [written.stage] if named or request.mesh is not None else [1, 2, 3]
     return [_estimate(request, section.model_copy(update={"zero_stage": stage}), stage) for stage in stages]
 
 
@@ -70,7 +73,7 @@ class _Layout(ABC):
         self.ranks = request.world_size
         config = EngineConfig(section, request.precision, self.ranks)
         self.values, _ = config.dictionary(hidden_size_of(request.model))
-        self.trace = request.trace(self.watched(), (), None)
+        self.trace = request.trace(self.watched(), (), None, self.around())
         self.trained = [one for one in request.model.parameters() if one.requires_grad]
         every = sum(one.numel() * one.element_size() for one in request.model.parameters())
         self.frozen = every - sum(trained_sizes(request.model))
@@ -80,6 +83,10 @@ class _Layout(ABC):
     def watched(self) -> list[str]:
         """Modules whose forwards and backwards count."""
         return []
+
+    def around(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """What replaces operators of the model while it is traced."""
+        return None
 
     def size(self, key: str) -> int:
         """A number of elements that the configuration says, or DeepSpeed's own."""
@@ -232,6 +239,10 @@ class _Stage3(_Layout):
             if any(True for _ in module.parameters(recurse=False))
         ]
 
+    def around(self) -> Callable[[], AbstractContextManager[object]] | None:
+        efficient = look_up(self.values, (_ZERO, "memory_efficient_linear")) is not False
+        return _linear_of_stage_3 if efficient else None
+
     def remarks(self) -> list[str]:
         return ["parameters are counted as gathered from their first use in a micro-batch to their last"]
 
@@ -298,3 +309,49 @@ class _Stage3(_Layout):
                 filled += size
         ledger.during("reduction buffers", filled * copies)
         ledger.add("gathered", -sum(gathered.values()))
+
+
+class _Linear(torch.autograd.Function):
+    """Saves what DeepSpeed's linear of stage 3 saves: input and weight as they are given.
+
+    Torch's own saves what autocast has made of them, among it a copy of each weight in half precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.biased = bias is not None
+        ctx.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if bias is not None and inputs.dim() == 2:
+            return torch.addmm(bias, inputs, weight.t())
+        output = inputs.matmul(weight.t())
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        of_inputs = of_weight = of_bias = None
+        with torch.autocast("cpu", dtype=ctx.dtype, enabled=ctx.dtype is not None):
+            if ctx.needs_input_grad[0]:
+                of_inputs = gradient.matmul(weight)
+            if ctx.needs_input_grad[1]:
+                of_weight = gradient.flatten(end_dim=-2).t().matmul(inputs.flatten(end_dim=-2))
+            if ctx.biased and ctx.needs_input_grad[2]:
+                of_bias = gradient.flatten(end_dim=-2).sum(0)
+        return of_inputs, of_weight, of_bias
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _Linear.apply(inputs, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@contextmanager
+def _linear_of_stage_3() -> Iterator[None]:
+    """Put it in the place of torch's, as DeepSpeed does in the forwards of a run."""
+    functional: Any = nn.functional
+    before, functional.linear = functional.linear, _linear
+    try:
+        yield
+    finally:
+        functional.linear = before

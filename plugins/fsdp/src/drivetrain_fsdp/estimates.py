@@ -48,10 +48,13 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     if refused or accumulation is None:
         return [Estimate("fsdp", "fsdp", "fsdp", 20, refused=refused)]
     meshes = [(1, ranks)]
-    if 1 < request.ranks_per_node < ranks:
-        meshes.append((ranks // request.ranks_per_node, request.ranks_per_node))
     recomputing = [False, True]
-    if "activation_checkpointing" in request.sections.get("fsdp", {}):
+    if request.mesh is not None:
+        replicas = request.mesh.get("dp_replicate") or ranks // request.mesh.get("dp_shard", ranks)
+        meshes = [(replicas, ranks // replicas)]
+    elif 1 < request.ranks_per_node < ranks:
+        meshes.append((ranks // request.ranks_per_node, request.ranks_per_node))
+    if request.mesh is not None or "activation_checkpointing" in request.sections.get("fsdp", {}):
         recomputing = [section.activation_checkpointing]
     found = []
     for mesh in meshes:

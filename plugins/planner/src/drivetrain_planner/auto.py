@@ -13,6 +13,8 @@ import yaml
 
 from drivetrain.api import ResolvedConfig, UsageError
 
+MODEL_CURE = "Write plan: {model: train.py:make_model, batch: train.py:batch}."
+
 _MARK = "# chosen for "
 
 
@@ -26,7 +28,7 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
     if plan.model is None:
         raise UsageError(
             "distributed_type: auto does not know the model",
-            cure="Write plan: {model: train.py:make_model, batch: train.py:batch}.",
+            cure=MODEL_CURE,
         )
     path = Path(plan.file)
     digest = _digest(resolved)
@@ -52,30 +54,11 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
 
 def _choose(resolved: ResolvedConfig) -> Any:
     from drivetrain_planner.choosing import choose
-    from drivetrain_planner.machines import HERE, find, kept_file
-    from drivetrain_planner.requests import Asked, request
+    from drivetrain_planner.requests import asked_by, machine_of, request
 
-    config, plan = resolved.config, resolved.config.plan
-    name = plan.machine or ("cpu" if config.use_cpu else HERE if kept_file().exists() else None)
-    if name is None:
-        raise UsageError(
-            "distributed_type: auto does not know the devices",
-            cure="Run drivetrain plan measure once on this machine, or write plan: {machine: h100x8} or a YAML file.",
-        )
-    machine = find(name, config.num_processes if name == "cpu" else None, plan.memory)
-    assert plan.model is not None
-    asked = Asked(
-        model=plan.model,
-        batch=plan.batch,
-        loss=plan.loss,
-        processes=config.num_processes or machine.devices,
-        global_batch=plan.global_batch,
-        mixed_precision=config.mixed_precision,
-        optimizer=plan.optimizer,
-        optimizer_args=plan.optimizer_args,
-        sections=resolved.sections,
-    )
-    return choose(request(asked, machine), machine)
+    processes = resolved.config.num_processes
+    machine = machine_of(resolved, processes)
+    return choose(request(asked_by(resolved, processes or machine.devices), machine), machine)
 
 
 def _digest(resolved: ResolvedConfig) -> str:

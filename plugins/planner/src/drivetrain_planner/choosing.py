@@ -88,15 +88,21 @@ def choose(request: PlanRequest, machine: Machine) -> Choice:
     return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
 
 
-def ask(request: PlanRequest) -> tuple[list[Estimate], list[str]]:
+def ask(request: PlanRequest, backend: str | None = None) -> tuple[list[Estimate], list[str]]:
     """What the installed backends answer, in the order of their names, and a sentence for each that failed.
 
     A function is called in one process, with torch imported and no process group. A layout that cannot be is given
     with ``refused``, so that it can be told why.
+
+    Args:
+        request: what is planned.
+        backend: the name of the only one to ask; ``None`` = all.
     """
     found: list[Estimate] = []
     complaints: list[str] = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        if backend not in (None, point.name):
+            continue
         try:
             found += point.load()(request)
         except KeyboardInterrupt:

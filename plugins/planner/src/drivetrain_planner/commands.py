@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import yaml
 from drivetrain.api import UsageError
 
 if TYPE_CHECKING:
-    from drivetrain_planner.choosing import Choice
+    from drivetrain_planner.choosing import Candidate, Choice
 
 
 def _dashes(name: str) -> str:
@@ -43,6 +43,12 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--samples", type=click.IntRange(1), default=1, help="Of a Transformers micro-batch; 1."),
             click.option("--length", type=click.IntRange(1), default=1024, help="Of its sequences; 1024."),
             click.option("--config", "config_file", metavar="FILE", help="Keep to what this file says of backends."),
+            click.option(
+                "--plot",
+                metavar="FILE",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="Draw what a rank holds by part: .png, .svg.",
+            ),
             click.option("--json", "as_json", is_flag=True, help="Everything, for programs."),
         )
     ):
@@ -54,33 +60,39 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 @options
 @click.option("--explain", is_flag=True, help="Show memory and time of the chosen and the next by part.")
 @click.option("--write", metavar="FILE", type=click.Path(path_type=Path), help="Write a configuration that trains so.")
-def choose(as_json: bool, explain: bool, write: Path | None, **flags: Any) -> None:
+def choose(as_json: bool, explain: bool, write: Path | None, plot: Path | None, **flags: Any) -> None:
     """Choose a backend and its settings for a model on some machines.
 
     MODEL is package.module:function or file.py:function, or a config.json of Transformers. It is made without memory,
     one micro-batch is traced, and every installed backend is asked what its layouts would hold and cost.
     """
     from drivetrain_planner.choosing import settings_of
-    from drivetrain_planner.report import data, lines
+    from drivetrain_planner.report import RUNNERS_UP, data, lines
 
     found = _plan(flags)
     click.echo(json.dumps(data(found), indent=2) if as_json else "\n".join(lines(found, explain=explain)))
+    if plot is not None:
+        # Where none fits, all: the picture shows by how much.
+        _draw(found.fitting[: RUNNERS_UP + 1] or found.rejected, found, plot)
     best = found.best
     if write is not None:
         if write.exists():
             raise UsageError(f"{write} is there already", cure="Name another file, or remove it.")
-        write.write_text(yaml.safe_dump(settings_of(best, found.request), sort_keys=False), encoding="utf-8")
+        settings = {**settings_of(best, found.request), "plan": _plan_keys(flags)}
+        write.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         click.echo(f"Wrote {write}. Train with it: drivetrain launch --config {write} script.py", err=True)
 
 
 @plan.command()
 @options
-def memory(as_json: bool, **flags: Any) -> None:
+def memory(as_json: bool, plot: Path | None, **flags: Any) -> None:
     """Print what a rank would hold under each layout, one a line. MODEL as for choose."""
-    from drivetrain_planner.report import data, memory_lines
+    from drivetrain_planner.report import by_rank, data, memory_lines
 
     found = _plan(flags)
     click.echo(json.dumps(data(found), indent=2) if as_json else "\n".join(memory_lines(found)))
+    if plot is not None:
+        _draw(by_rank(found), found, plot)
 
 
 @plan.command()
@@ -108,6 +120,24 @@ def measure(processes: int | None, seconds: float, cpu: bool, write: Path | None
     named = "here" if write is None else str(path)
     click.echo(text, nl=False)
     click.echo(f"Wrote {path}. Plan with it: --machine {named}", err=True)
+
+
+def _draw(layouts: Sequence[Candidate], found: Choice, path: Path) -> None:
+    from drivetrain_planner.picture import write
+
+    write(layouts, found, path)
+    click.echo(f"Wrote {path}", err=True)
+
+
+def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
+    """The section `plan:` that says what was asked, so that a launch with the written file can be checked."""
+    keys = ("model", "batch", "loss", "machine", "memory", "optimizer", "optimizer_args", "samples", "length")
+    said = {key: flags[key] for key in keys if flags[key] is not None}
+    if flags["batch"] is not None:
+        # A batch function says both.
+        said = {key: value for key, value in said.items() if key not in ("samples", "length")}
+    arguments = yaml.safe_load(said["optimizer_args"])
+    return {**said, "optimizer_args": arguments}
 
 
 def _plan(flags: dict[str, Any]) -> Choice:

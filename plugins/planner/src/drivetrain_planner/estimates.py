@@ -8,8 +8,9 @@ holds beside the model's own tensors at each moment, in a :class:`Ledger`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,6 +114,30 @@ class OptimizerCosts:
         return round(each + self.step_all * sum(sizes))
 
 
+class Tracing(Protocol):
+    """Traces a micro-batch; a trace that was made before is returned again."""
+
+    def __call__(
+        self,
+        watched: Sequence[str],
+        recomputed: Sequence[str],
+        dtype: str | None,
+        around: Callable[[], AbstractContextManager[object]] | None = None,
+        /,
+    ) -> Trace:
+        """Run forward and backward on fake tensors.
+
+        Args:
+            watched: names of modules whose forwards and backwards are told.
+            recomputed: names of modules whose activations are recomputed in backward.
+            dtype: in which parameters are computed with; ``None`` = their own.
+            around: makes a context for the run, in which an engine's own operators take the place of torch's.
+
+        Raises:
+            UsageError: the model cannot be traced.
+        """
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """What is planned.
@@ -127,9 +152,10 @@ class PlanRequest:
         global_batch: samples of one optimizer step.
         optimizer: see :class:`OptimizerCosts`.
         sections: what the user's configuration says about each backend, by its name; layouts keep to it.
-        trace: traces a micro-batch. Takes the names of modules to watch, the names of modules whose activations are
-            recomputed in backward, and the dtype in which parameters are computed with (``None`` = their own). Raises
-            :class:`drivetrain.api.UsageError` when the model cannot be traced.
+        trace: traces a micro-batch, see :class:`Tracing`.
+        mesh: sizes of the mesh axes that a configuration names, where one layout is asked for: the one that
+            ``sections`` and these axes describe, what they lack with its default. ``None`` = all layouts that keep to
+            ``sections``.
     """
 
     model: nn.Module
@@ -141,7 +167,8 @@ class PlanRequest:
     global_batch: int
     optimizer: OptimizerCosts
     sections: Mapping[str, Mapping[str, Any]]
-    trace: Callable[[Sequence[str], Sequence[str], str | None], Trace]
+    trace: Tracing
+    mesh: Mapping[str, int] | None = None
 
     def accumulation(self, data_parallel: int) -> int | None:
         """Micro-batches of one optimizer step over so many data-parallel ranks; ``None`` if they do not divide it."""

@@ -10,7 +10,7 @@ from drivetrain.api import hookimpl
 if TYPE_CHECKING:
     import click
 
-    from drivetrain.api import ResolvedConfig
+    from drivetrain.api import LaunchPlan, ResolvedConfig
 
 
 @hookimpl
@@ -27,3 +27,27 @@ def drivetrain_choose(resolved: ResolvedConfig) -> Mapping[str, Any] | None:
     from drivetrain_planner.auto import chosen
 
     return chosen(resolved)
+
+
+@hookimpl
+def drivetrain_predict(resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any] | None:
+    """What the layout that a configuration describes holds."""
+    from drivetrain_planner.described import prediction
+
+    return prediction(resolved, plan)
+
+
+@hookimpl
+def drivetrain_check_plan(accelerator: Any, predicted: Mapping[str, Any]) -> Any | None:
+    """Compares a run with its prediction."""
+    from drivetrain_planner.checking import PlanCheck
+
+    return PlanCheck(accelerator, predicted)
+
+
+@hookimpl
+def drivetrain_out_of_memory(resolved: ResolvedConfig, plan: LaunchPlan) -> str | None:
+    """Which layouts hold less."""
+    from drivetrain_planner.described import advice
+
+    return advice(resolved, plan)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain_planner.choosing import Candidate, Choice, gib
+import yaml
+
+from drivetrain_planner.choosing import SHARE, Candidate, Choice, gib
 
 RUNNERS_UP = 3
 
 
 def lines(choice: Choice, *, explain: bool = False) -> list[str]:
     """The chosen layout, the next ones, and what rejected each other one."""
-    request, machine = choice.request, choice.machine
-    devices = f"{request.world_size} x {machine.name} with {gib(machine.memory)} each"
+    request = choice.request
     precision = "no mixed precision" if request.precision.name == "no" else request.precision.name
     samples = f"{request.micro_batch} samples in a micro-batch, {request.global_batch} in a step"
     found = [
-        f"{type(request.model).__name__}, {_parameters(choice)} parameters, on {devices}",
+        title(choice),
         f"{samples}, {precision}, {request.optimizer.name}",
         "",
     ]
@@ -30,12 +31,12 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
                 each.estimate.title,
                 gib(each.bytes),
                 each.estimate.moment,
-                _time(each.time),
+                as_time(each.time),
                 str(each.estimate.accumulation),
             )
             for each in shown
         ]
-        found += [*_table(rows), ""]
+        found += [*table(rows), ""]
     if choice.rejected:
         found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected]
         found.append("")
@@ -49,6 +50,13 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
     return found
 
 
+def title(choice: Choice) -> str:
+    """The model and the devices."""
+    request, machine = choice.request, choice.machine
+    devices = f"{request.world_size} x {machine.name} with {gib(machine.memory)} each"
+    return f"{type(request.model).__name__}, {_parameters(choice)} parameters, on {devices}"
+
+
 def explained(candidate: Candidate, choice: Choice) -> list[str]:
     """One layout's memory and time by part, with bars."""
     parts = {**candidate.estimate.memory, "context": choice.machine.context}
@@ -58,31 +66,63 @@ def explained(candidate: Candidate, choice: Choice) -> list[str]:
         for part, size in sorted(parts.items(), key=lambda each: -each[1])
         if size
     ]
-    times = ", ".join(f"{part} {_time(value)}" for part, value in candidate.seconds.items())
+    times = ", ".join(f"{part} {as_time(value)}" for part, value in candidate.seconds.items())
     remarks = [f"  {remark}" for remark in candidate.estimate.remarks]
     if candidate.unused:
         remarks.insert(
             0, f"  and {gib(candidate.unused)} that the allocator may keep beside these, from the free fifth"
         )
-    return [f"{candidate.estimate.title}, in the {candidate.estimate.moment}: {times}", *_table(rows), *remarks]
+    return [f"{candidate.estimate.title}, in the {candidate.estimate.moment}: {times}", *table(rows), *remarks]
 
 
 def memory_lines(choice: Choice) -> list[str]:
     """One line a layout, whether it fits or not."""
-    rows: list[tuple[str, ...]] = [
-        ("layout", "parameters", "gradients", "optimizer", "activations", "other", "all", "fits")
-    ]
-    for each in sorted((*choice.fitting, *choice.rejected), key=lambda one: one.estimate.rank):
-        if each.estimate.refused:
-            continue
-        memory = dict(each.estimate.memory)
-        shown = [memory.pop(part, 0) for part in ("parameters", "gradients", "optimizer states", "activations")]
-        other = sum(memory.values()) + choice.machine.context
-        cells = [gib(size) for size in (*shown, other, each.bytes)]
-        rows.append((each.estimate.title, *cells, "no" if each.verdict else "yes"))
-    found = _table(rows)
+    found = table([_HEAD, *(_row(each, choice) for each in by_rank(choice))])
     found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected if each.estimate.refused]
     return found
+
+
+def by_rank(choice: Choice) -> list[Candidate]:
+    """All layouts but the refused ones, the simplest first."""
+    every = sorted((*choice.fitting, *choice.rejected), key=lambda one: one.estimate.rank)
+    return [each for each in every if not each.estimate.refused]
+
+
+def less_lines(own: Candidate, choice: Choice) -> list[str]:
+    """What a layout holds, and those of the others that hold less, the fullest first.
+
+    Args:
+        own: the layout that had too little memory.
+        choice: all layouts for the same model, machine and samples.
+    """
+    others = [*choice.fitting, *choice.rejected]
+    less = [each for each in others if not each.estimate.refused and each.bytes < own.bytes]
+    less.sort(key=lambda each: -each.bytes)
+    rows = [("", *_HEAD), ("->", *_row(own, choice)), *(("", *_row(each, choice)) for each in less)]
+    request = choice.request
+    device = f"{choice.machine.name} ({gib(choice.machine.memory)} each, of which a plan may use {SHARE:.0%})"
+    samples = f"{request.micro_batch} samples in a micro-batch on {request.world_size} x {device}"
+    told = [f"What a rank holds at its most, predicted for {samples}; this run is ->:", *table(rows)]
+    fastest = next((each for each in choice.fitting if each in less), None)
+    if fastest is not None:
+        written = yaml.safe_dump(dict(fastest.estimate.settings), default_flow_style=True, width=1000).strip()
+        told.append(f"{fastest.estimate.title} is the fastest that fits; write it as {written[1:-1]}")
+    elif less:
+        told.append("The others hold less, and none of them fits: a smaller micro-batch, bf16 or more devices, too.")
+    else:
+        told.append("No other layout holds less: take a smaller micro-batch, bf16, or more devices.")
+    return told
+
+
+_HEAD = ("layout", "parameters", "gradients", "optimizer", "activations", "other", "all", "fits")
+
+
+def _row(one: Candidate, choice: Choice) -> tuple[str, ...]:
+    memory = dict(one.estimate.memory)
+    shown = [memory.pop(part, 0) for part in ("parameters", "gradients", "optimizer states", "activations")]
+    other = sum(memory.values()) + choice.machine.context
+    cells = [gib(size) for size in (*shown, other, one.bytes)]
+    return one.estimate.title, *cells, "no" if one.verdict else "yes"
 
 
 def data(choice: Choice) -> dict[str, Any]:
@@ -119,10 +159,12 @@ def _parameters(choice: Choice) -> str:
     return str(count)
 
 
-def _time(seconds: float) -> str:
+def as_time(seconds: float) -> str:
+    """Seconds for people."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns as wide as their widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

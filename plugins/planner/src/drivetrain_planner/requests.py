@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.api import UsageError, cast_parameters, policy_for
+from drivetrain.api import ResolvedConfig, UsageError, cast_parameters, policy_for
 from drivetrain_planner.estimates import PlanRequest
 from drivetrain_planner.inputs import build, example
-from drivetrain_planner.machines import Machine
+from drivetrain_planner.machines import HERE, Machine, find, kept_file
 from drivetrain_planner.optimizers import optimizer_costs
 from drivetrain_planner.tracing import Tracer
 
@@ -43,6 +43,46 @@ class Asked:
     samples: int = 1
     length: int = 1024
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def asked_by(resolved: ResolvedConfig, processes: int) -> Asked:
+    """What a configuration says, whose ``plan.model`` is set, for so many processes."""
+    config, plan = resolved.config, resolved.config.plan
+    assert plan.model is not None
+    return Asked(
+        model=plan.model,
+        batch=plan.batch,
+        loss=plan.loss,
+        processes=processes,
+        global_batch=plan.global_batch,
+        mixed_precision=config.mixed_precision,
+        optimizer=plan.optimizer,
+        optimizer_args=plan.optimizer_args,
+        samples=plan.samples,
+        length=plan.length,
+        sections=resolved.sections,
+    )
+
+
+def machine_of(resolved: ResolvedConfig, devices: int | None, *, on_cpu: bool = False) -> Machine:
+    """The machine that a configuration means: the one it names, the CPU, or the one that was measured.
+
+    Args:
+        resolved: the configuration.
+        devices: on one machine, where it is the CPU.
+        on_cpu: there is no accelerator; the configuration may say so, too.
+
+    Raises:
+        UsageError: it names none, and none was measured.
+    """
+    config, plan = resolved.config, resolved.config.plan
+    name = plan.machine or ("cpu" if config.use_cpu or on_cpu else HERE if kept_file().exists() else None)
+    if name is None:
+        raise UsageError(
+            "the planner does not know the devices",
+            cure="Run drivetrain plan measure once on this machine, or write plan: {machine: h100x8} or a YAML file.",
+        )
+    return find(name, devices if name == "cpu" else None, plan.memory)
 
 
 def request(asked: Asked, machine: Machine) -> PlanRequest:

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
@@ -30,6 +30,7 @@ from drivetrain_planner.allocator import reserved
 from drivetrain_planner.estimates import EventKind, Trace, TraceEvent, Work
 
 Loss = Callable[[Any, Any], Tensor]
+Around = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -207,14 +208,23 @@ class Tracer:
         self._model, self._example, self._policy = model, example, policy
         self._made: dict[object, Trace] = {}
 
-    def trace(self, watched: Sequence[str] = (), recomputed: Sequence[str] = (), dtype: str | None = None) -> Trace:
-        """As :attr:`drivetrain.api.PlanRequest.trace`."""
-        key = tuple(watched), tuple(recomputed), dtype
+    def trace(
+        self,
+        watched: Sequence[str] = (),
+        recomputed: Sequence[str] = (),
+        dtype: str | None = None,
+        around: Around | None = None,
+        /,
+    ) -> Trace:
+        """As :class:`drivetrain_planner.estimates.Tracing`."""
+        key = tuple(watched), tuple(recomputed), dtype, around
         if key not in self._made:
             self._made[key] = self._trace(*key)
         return self._made[key]
 
-    def _trace(self, watched: Sequence[str], recomputed: Sequence[str], dtype: str | None) -> Trace:
+    def _trace(
+        self, watched: Sequence[str], recomputed: Sequence[str], dtype: str | None, around: Around | None
+    ) -> Trace:
         # Whatever the constructor computed on the CPU is let in, and becomes fake where it meets a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             # What an operator says about fake tensors is in the error; torch logs its whole stack beside it.
@@ -238,6 +248,8 @@ class Tracer:
             for leaf in tree_leaves((example, batch)):
                 if isinstance(leaf, Tensor):
                     census.count(leaf)
+            if around is not None:
+                stack.enter_context(around())
             try:
                 forward, backward, saved = self._run(model, example, batch, census, watch)
             except UsageError:
