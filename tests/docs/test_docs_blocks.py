@@ -122,7 +122,7 @@ def run_command(command, folder):
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-COSTLY = ("explanation/conformance.md", "how-to/planner.md", "how-to/trainer.md")
+COSTLY = ("explanation/conformance.md", "how-to/planner-examples.md", "how-to/planner.md", "how-to/trainer.md")
 """Pages whose programs take ten seconds of processor time and more."""
 
 

@@ -95,13 +95,14 @@ def test_the_self_test_leaves_out_what_is_about_the_users_model(monkeypatch):
     """Workers read the environment once more, which must not bring a setting back."""
     monkeypatch.setenv("DRIVETRAIN_FSDP__WRAP", "package.of_a_user:units")
     megatron = {"split_points": "layers.6", "data_parallel": "zero1"}
-    given = load_config(overrides={"fsdp.cpu_offload": True, "megatron": megatron})
+    given = load_config(overrides={"fsdp.cpu_offload": True, "megatron": megatron, "plan.check": True})
     kept, dropped = without_the_model(given)
-    assert sorted(dropped) == ["fsdp.wrap", "megatron.split_points"]
+    assert sorted(dropped) == ["fsdp.wrap", "megatron.split_points", "plan.check"]
     left = {"fsdp": {"cpu_offload": True}, "megatron": {"data_parallel": "zero1"}}
     assert kept.sections == left
     monkeypatch.setenv("DRIVETRAIN_CONFIG", kept.to_json())
     assert worker_config().sections == left
+    assert not worker_config().config.plan.check
 
 
 def test_the_self_test_notices_gradients_of_the_wrong_size(tmp_path):

@@ -100,7 +100,7 @@ EXAMPLES = {
         ),
         machine="rtx4090",
         processes=1,
-        asked={"length": 2048, "mixed_precision": "bf16"},
+        asked={"length": 2048, "mixed_precision": "bf16", "optimizer_args": {"fused": True}},
     ),
     "ResNet-50": Example(machine="rtx4090x2", processes=2, script=RESNET, asked={"mixed_precision": "bf16"}),
 }  # fmt: skip

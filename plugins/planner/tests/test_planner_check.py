@@ -75,7 +75,7 @@ def launch(folder, settings, *words, options=()):
     (folder / "config.yaml").write_text(yaml.safe_dump({"use_cpu": True, "num_processes": 2, **settings}))
     start = [sys.executable, "-c", "from drivetrain.cli.main import main; main()", "launch", "--config", "config.yaml"]
     command = [*start, *options, "train.py", *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
 
 
 def differences(text):
@@ -124,7 +124,7 @@ def test_another_launcher_has_predicted_nothing(folder):
     (folder / "config.yaml").write_text(yaml.safe_dump({"use_cpu": True, "plan": {**PLAN, "check": True}}))
     environment = {**os.environ, "DRIVETRAIN_CONFIG_FILE": "config.yaml"}
     done = subprocess.run(
-        [sys.executable, "train.py", "1"], capture_output=True, text=True, timeout=200, check=False, env=environment
+        [sys.executable, "train.py", "1"], capture_output=True, text=True, timeout=280, check=False, env=environment
     )
     assert done.returncode != 0
     assert "Start it with drivetrain launch" in done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from planner_examples import EXAMPLES, shown
 from planner_grid import estimates_of, request_for
 from torch import nn
 
@@ -62,16 +62,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def llama_8b(tmp_path_factory):
-    from transformers import LlamaConfig
-
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    ).save_pretrained(folder)  # fmt: skip
-    machine = find("h100x8")
-    asked = Asked(str(folder), 8, length=8192, mixed_precision="bf16")
-    return choose(request(asked, machine), machine)
+    return EXAMPLES["Llama-3-8B"].choice(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.slow
@@ -99,10 +90,20 @@ def test_llama_8b_on_eight_80_gb_cards(llama_8b):
 
 def test_the_documents_example_is_what_is_printed(llama_8b):
     """Of the how-to: Llama-3-8B on eight H100."""
-    page = (Path(__file__).parents[3] / "docs/how-to/planner.md").read_text(encoding="utf-8")
-    shown = page.partition("## An example with numbers")[2].partition("```text\n")[2].partition("```")[0]
-    assert "->  fsdp, recompute" in shown
-    assert {line.rstrip() for line in shown.splitlines()} <= {line.rstrip() for line in lines(llama_8b, explain=True)}
+    documented("Llama-3-8B", llama_8b)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "Llama-3-8B"])
+def test_the_other_examples_are_what_is_printed(name, tmp_path):
+    documented(name, EXAMPLES[name].choice(tmp_path))
+
+
+def documented(name, choice):
+    block = shown(name)
+    assert sum(line.startswith("->") for line in block) == 1
+    assert set(block) <= {line.rstrip() for line in lines(choice, explain=True)}
 
 
 @pytest.mark.slow

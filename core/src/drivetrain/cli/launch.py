@@ -66,6 +66,7 @@ class Launch(click.Command):
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program; start it without Python in front.")
 @click.option("--trainer", is_flag=True, help="Transformers' Trainer in SCRIPT is drivetrain[transformers]'s.")
+@click.option("--check_plan", is_flag=True, help="Print memory and time of the first steps beside the prediction.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not print the lines that say what is launched and shown.")
 @click.option("--print", "printed", is_flag=True, help="Show what each machine would run and with what; run nothing.")
 @click.option("--slurm", metavar="FILE", help="Write a batch file for Slurm's sbatch instead of running anything.")
@@ -85,6 +86,7 @@ def launch(
     module: bool,
     no_python: bool,
     trainer: bool,
+    check_plan: bool,
     quiet: bool,
     printed: bool,
     slurm: str | None,
@@ -111,6 +113,7 @@ def launch(
     if file:
         check_installed("clusters", "--slurm" if slurm else "--kubernetes")
     config_file, found = chosen_file(config_file)
+    settings = (*settings, *("plan.check=true",) * check_plan)
     resolved = resolve(config_file, settings, flags)
     if resolved.config.distributed_type == AUTO:
         resolved = resolve(config_file, settings, flags, choose_plan(resolved))

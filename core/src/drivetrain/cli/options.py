@@ -45,7 +45,6 @@ ALIASES = {"accelerator_ids": "gpu_ids"}
 
 SWITCHES = {
     "cpu": ("use_cpu", "Stay on the CPU."),
-    "check_plan": ("plan.check", "Print memory and seconds of the first steps beside what `plan:` predicts."),
     "debug": ("debug", "Compare shapes over the ranks before each collective, and show the launcher's own log."),
 }
 """Flags without a value: the key that each sets to true."""

@@ -53,7 +53,7 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
 
 
 def without_the_model(resolved: ResolvedConfig) -> tuple[ResolvedConfig, list[str]]:
-    """Leave out what the sections of backends say about the model that a script trains.
+    """Leave out what the sections of backends say about the model that a script trains, and the check of its plan.
 
     Args:
         resolved: the configuration of the script. Of a section's model, fields with ``json_schema_extra={"of_model":
@@ -75,6 +75,10 @@ def without_the_model(resolved: ResolvedConfig) -> tuple[ResolvedConfig, list[st
         about = [key for key in section if isinstance(extra := extras.get(key), dict) and extra.get("of_model")]
         sections[name] = {key: value for key, value in section.items() if key not in about}
         dropped += [f"{name}.{key}" for key in about]
+    config = resolved.config
+    if config.plan.check:
+        config = config.model_copy(update={"plan": config.plan.model_copy(update={"check": False})})
+        dropped.append("plan.check")
     # Workers let the environment set what no flag did.
     settled = dict.fromkeys(dropped, Origin("flag", "drivetrain test"))
-    return replace(resolved, sections=sections, origins={**resolved.origins, **settled}), dropped
+    return replace(resolved, config=config, sections=sections, origins={**resolved.origins, **settled}), dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -87,6 +88,7 @@ class PlanCheck:
         found = {
             "accumulation": accelerator.gradient_accumulation_steps,
             "mixed_precision": str(accelerator.mixed_precision),
+            "device_type": accelerator.device.type,
         }
         sys.stderr.write("\n".join(("", *compared(self._predicted, ranks, found), "", "")))
 
@@ -182,6 +184,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._process = os.getpid()
         self._entered = self._counting = False
         self._most = 0
 
@@ -215,6 +218,8 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if os.getpid() != self._process:  # a loader's worker, forked while the mode was on
+            return result
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
