@@ -167,9 +167,7 @@ class TestSimulator:
         slower = costs(
             [value + data.draw(times) for value in price.forward],
             backward=[a + b for a, b in zip(price.backward_input, price.backward_weight, strict=True)],
-            weight_share=[
-                b / (a + b) for a, b in zip(price.backward_input, price.backward_weight, strict=True)
-            ],
+            weight_share=[b / (a + b) for a, b in zip(price.backward_input, price.backward_weight, strict=True)],
             transfer=price.transfer + data.draw(st.floats(0, 2)),
             gap=price.gap,
             split=price.split,

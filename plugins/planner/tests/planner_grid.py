@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from planner_preload import preload_models
 
 from drivetrain.api import cast_parameters, policy_for
 from drivetrain_planner import PlanRequest
-from drivetrain_planner.choosing import ask
+from drivetrain_planner.choosing import GROUP
 from drivetrain_planner.optimizers import optimizer_costs
 from drivetrain_planner.tracing import Example, Tracer
 from drivetrain_testing import spawn
@@ -66,7 +67,9 @@ class Combination:
     @property
     def sections(self):
         """What the configuration says of backends."""
-        return ZERO if self.title.startswith("zero") else {}
+        if self.title.startswith("zero"):
+            return ZERO
+        return {"megatron": megatron_section(self.title)} if self.title.startswith(("tp", "pp")) else {}
 
     def estimate(self):
         """What is predicted."""
@@ -108,6 +111,21 @@ def combinations() -> list[Combination]:
     found += [Combination(model, "ddp", 2, optimizer="sgd") for model in ("gpt2", "resnet")]
     found += [Combination("gpt2", title, 4) for title in ("fsdp", "zero 2", "zero 3")]
     found += [Combination(model, "single", 1) for model in ("gpt2", "qwen3_moe", "vit")]
+    # Queries, keys and values in one matrix, grouped heads, and a model without words.
+    found += [Combination(model, "tp 2", 2) for model in ("gpt2", "llama", "vit")]
+    return found
+
+
+def megatron_section(title):
+    """The degrees and the schedule that a title tells, so that no other layout is traced."""
+    axes, *rest = title.split(", ")
+    degrees = dict(each.split() for each in axes.split(" x "))
+    found = {"tensor_parallel_size": int(degrees.get("tp", 1)), "pipeline_parallel_size": int(degrees.get("pp", 1))}
+    for told in rest:
+        if told.endswith("micro-batches"):
+            found["num_micro_batches"] = int(told.split()[0])
+        elif not told.endswith("replicas"):
+            found["schedule"] = told.split()[0]
     return found
 
 
@@ -119,12 +137,12 @@ def tracer_for(model, precision):
         network = make()
     policy, batch = policy_for(precision), batches()
     cast_parameters(network, policy)
-    return network, Tracer(network, Example((), batch, batch, kept=False), policy).trace
+    return network, batch, Tracer(network, Example((), batch, batch, kept=False), policy)
 
 
 def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adamw", sections=None):
     """What is planned for a model of ``planner_models``, with micro-batches of 4 samples."""
-    network, trace = tracer_for(model, precision)
+    network, batch, tracer = tracer_for(model, precision)
     return PlanRequest(
         model=network,
         world_size=ranks,
@@ -135,15 +153,18 @@ def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adam
         global_batch=4 * ranks * accumulation,
         optimizer=optimizer_costs(optimizer),
         sections=sections or {},
-        trace=trace,
+        trace=tracer.trace,
+        arguments=((), batch),
+        run=tracer.run,
     )
 
 
 def estimates_of(request, title):
-    """The estimate with this title."""
-    found, complaints = ask(request)
-    assert not complaints, complaints
-    return next(each for each in found if each.title == title)
+    """The estimate with this title, of its backend alone: others would trace layouts that nobody compares."""
+    word = title.split()[0].rstrip(",")
+    name = {"zero": "deepspeed", "tp": "megatron", "pp": "megatron"}.get(word, word)
+    (backend,) = entry_points(group=GROUP, name=name)
+    return next(each for each in backend.load()(request) if each.title == title)
 
 
 def record() -> dict[str, dict[str, int]]:

@@ -86,6 +86,7 @@ def estimate(row):
         model = Logits(MODELS[row["model"]]())
     ids = torch.zeros(1, row["tokens"], dtype=torch.long)
     policy = policy_for("bf16")
+    tracer = Tracer(model, Example((), {"input_ids": ids}, {"labels": ids}, of_logits), policy)
     request = PlanRequest(
         model=model,
         world_size=row["ranks"],
@@ -97,7 +98,9 @@ def estimate(row):
         optimizer=optimizer_costs("AdamW", {}, "cuda"),
         # Gradients of every micro-batch are reduced.
         sections={"fsdp": {"activation_checkpointing": True, "accumulate_without_sync": False}},
-        trace=Tracer(model, Example((), {"input_ids": ids}, {"labels": ids}, of_logits), policy).trace,
+        trace=tracer.trace,
+        arguments=((), {"input_ids": ids}),
+        run=tracer.run,
     )
     # Of this backend alone: the others would trace models of this size for layouts that nobody compares.
     (fsdp,) = entry_points(group=GROUP, name="fsdp")

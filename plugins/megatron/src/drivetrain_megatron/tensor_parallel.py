@@ -32,14 +32,14 @@ class TensorParallel:
     Args:
         plan: what was cut.
         ring: the ranks of the axis ``tp``.
-        mesh: the same as a mesh.
+        mesh: the same as a mesh; ``None`` where the ring is simulated, and parts are plain tensors.
         layouts: for each cut parameter, by its first name, how.
         undo: takes the hooks off the modules again.
     """
 
     plan: Plan
     ring: Ring
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     layouts: dict[str, Layout] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -53,7 +53,8 @@ class TensorParallel:
         layout = self.layouts.get(name)
         if layout is None:
             return whole
-        return as_cut(as_dtensor(self.ring.part(whole, layout).clone(), layout, self.mesh), layout, self.ring)
+        own = self.ring.part(whole, layout).clone()
+        return own if self.mesh is None else as_cut(as_dtensor(own, layout, self.mesh), layout, self.ring)
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: MegatronConfig) -> TensorParallel:
@@ -75,7 +76,28 @@ def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: Megatron
     start_alike(ring, mesh.device_type)
     detect_anomalies()
     refuse_as_data(CutTensor)
-    homes = _homes(module)
+    _cut(module, done)
+    packed = {name: layout for name, layout in done.layouts.items() if layout.parts is not None}
+    remember(module, Packing(packed, ring.size))
+    return done
+
+
+def simulate_tensor_parallel(module: nn.Module, plan: Plan, ring: Ring) -> TensorParallel:
+    """As :func:`apply_tensor_parallel`, for the first rank of a simulated ring and without values. Not collective.
+
+    Args:
+        module: its parameters are fake tensors.
+        plan: of the model.
+        ring: without a process group.
+    """
+    done = TensorParallel(plan, ring, None)
+    _cut(module, done)
+    return done
+
+
+def _cut(module: nn.Module, done: TensorParallel) -> None:
+    """Put parts in the place of the parameters that the plan names, and let modules see them as the whole."""
+    ring, homes = done.ring, _homes(module)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     uses: dict[nn.Module, list[_Use]] = {}
     for key, places in homes.items():
@@ -95,9 +117,6 @@ def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: Megatron
                 uses.setdefault(user, []).append(use)
     for user, wanted in uses.items():
         done.undo.append(_install(user, wanted, ring))
-    packed = {name: layout for name, layout in done.layouts.items() if layout.parts is not None}
-    remember(module, Packing(packed, ring.size))
-    return done
 
 
 def _homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -180,11 +199,12 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
         before = [home[use.attribute] for home, use in zip(homes, uses, strict=True)]
         put_aside.append(before)
         for home, use, parameter in zip(homes, uses, before, strict=True):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) or ring.group is None:
                 # Gradients are off where a later pipeline stage begins its forward, and on where it reads this.
                 with torch.enable_grad():
                     layout = parameter.tp_layout if isinstance(parameter, CutTensor) else use.layout
-                    home[use.attribute] = sharded(local_part(parameter), layout, ring, use.name)
+                    part = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+                    home[use.attribute] = sharded(part, layout, ring, use.name)
         _ENTERED.append(lambda: put_back(module))
 
     def put_back(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ function that gives it, :func:`drivetrain_planner.choosing.ask`. None imports to
 """
 
 from drivetrain_planner.estimates import (
+    Bench,
     Estimate,
     EventKind,
     Ledger,
@@ -22,6 +23,7 @@ from drivetrain_planner.estimates import (
 from drivetrain_planner.naming import named
 
 __all__ = [
+    "Bench",
     "Estimate",
     "EventKind",
     "Ledger",

@@ -128,7 +128,7 @@ def weigh(estimate: Estimate, request: PlanRequest, machine: Machine) -> Candida
 
 
 def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[str, float]:
-    """Seconds of an optimizer step by part: computation, communication that is not hidden, the optimizer."""
+    """Seconds of an optimizer step by part: computation, waiting, communication that is not hidden, the optimizer."""
     trace = estimate.trace
     assert trace is not None, estimate.title
     compute = estimate.accumulation * (machine.work(trace.forward) + machine.work(trace.backward))
@@ -137,7 +137,10 @@ def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[
     exposed = max(compute, beside) + BESIDE * min(compute, beside) - compute
     # Reads parameters, gradients and state, writes parameters and state.
     moved = estimate.stepped * (3 + 2 * request.optimizer.per_element)
-    return {"computation": compute, "communication": alone + exposed, "optimizer": moved / machine.bandwidth}
+    found = {"computation": compute, "communication": alone + exposed, "optimizer": moved / machine.bandwidth}
+    if estimate.idle:
+        found["waiting"] = compute * estimate.idle / (1 - estimate.idle)
+    return found
 
 
 def _rounded(time: float) -> float:

@@ -7,15 +7,15 @@ holds beside the model's own tensors at each moment, in a :class:`Ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from drivetrain.api import PrecisionPolicy
+    from drivetrain.api import PrecisionPolicy, TorchEngine
 
 EventKind = Literal["enter", "leave", "loss", "backward_enter", "backward_leave", "gradient", "end"]
 
@@ -79,6 +79,46 @@ class Trace:
     saved: int
     gradients: Mapping[str, int]
     unused: int = 0
+
+
+class Bench(Protocol):
+    """One process without memory, on which a backend runs a micro-batch as its engine would.
+
+    Attributes:
+        model: a copy of the model with fake tensors, whose parameters may be exchanged before :meth:`begin`.
+        args: positional arguments of a forward, fake tensors too.
+        kwargs: its keyword arguments.
+        samples: of the micro-batch.
+        kept: the script has the output in a variable while backward runs.
+        engine: the run's precision.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    samples: int
+    kept: bool
+    engine: TorchEngine
+
+    def begin(self, *, batch: bool = True, elsewhere: Collection[str] = ()) -> None:
+        """Count from now on; the parameters and buffers that the model has now are no activations.
+
+        Args:
+            batch: the micro-batch counts as activations.
+            elsewhere: names of parameters that another rank has, see :meth:`leave_out`.
+        """
+
+    def record(self, kind: EventKind, name: str = "") -> None:
+        """Record an event. ``loss`` parts the work of the forward from that of the backward."""
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Another rank has this tensor: neither it nor what is computed from it is counted."""
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether another rank has this tensor, or it is computed from what another rank has."""
+
+    def loss(self, output: Any, begin: int = 0, end: int | None = None) -> Tensor:
+        """The script's loss, of the samples from ``begin`` to ``end``; of all without ``end``."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +193,9 @@ class PlanRequest:
         optimizer: see :class:`OptimizerCosts`.
         sections: what the user's configuration says about each backend, by its name; layouts keep to it.
         trace: traces a micro-batch, see :class:`Tracing`.
+        arguments: positional and keyword arguments of a micro-batch's forward, with values.
+        run: traces what a function does on a :class:`Bench`, for engines that exchange parameters or run a part of the
+            model; raises as ``trace`` does.
         mesh: sizes of the mesh axes that a configuration names, where one layout is asked for: the one that
             ``sections`` and these axes describe, what they lack with its default. ``None`` = all layouts that keep to
             ``sections``.
@@ -168,6 +211,8 @@ class PlanRequest:
     optimizer: OptimizerCosts
     sections: Mapping[str, Mapping[str, Any]]
     trace: Tracing
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    run: Callable[[Callable[[Bench], None]], Trace]
     mesh: Mapping[str, int] | None = None
 
     def accumulation(self, data_parallel: int) -> int | None:
@@ -219,6 +264,7 @@ class Estimate:
         trace: of one micro-batch.
         traffic: of one optimizer step.
         stepped: bytes of parameters that this rank's optimizer updates.
+        idle: share of the time between a step's first forward and its last backward in which a rank waits for others.
         remarks: what the estimate leaves out, if anything.
     """
 
@@ -236,6 +282,7 @@ class Estimate:
     trace: Trace | None = None
     traffic: Sequence[Traffic] = ()
     stepped: int = 0
+    idle: float = 0.0
     remarks: Sequence[str] = ()
 
     @property

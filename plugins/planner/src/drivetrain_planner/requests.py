@@ -102,6 +102,7 @@ def request(asked: Asked, machine: Machine) -> PlanRequest:
         raise UsageError(f"{type(model).__name__} has no parameter that is trained", cure="Name the model to train.")
     cast_parameters(model, policy)
     fed = example(asked.batch, asked.loss, asked.model, asked.samples, asked.length)
+    tracer = Tracer(model, fed, policy)
     return PlanRequest(
         model=model,
         world_size=asked.processes,
@@ -112,5 +113,7 @@ def request(asked: Asked, machine: Machine) -> PlanRequest:
         global_batch=asked.global_batch or fed.samples * asked.processes,
         optimizer=optimizer_costs(asked.optimizer, dict(asked.optimizer_args), machine.device_type),
         sections=asked.sections,
-        trace=Tracer(model, fed, policy).trace,
+        trace=tracer.trace,
+        arguments=(fed.args, fed.kwargs),
+        run=tracer.run,
     )

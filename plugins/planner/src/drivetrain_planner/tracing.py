@@ -11,8 +11,8 @@ import copy
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from drivetrain.api import PrecisionPolicy, TorchEngine, UsageError, dtype_of
+from drivetrain.api import DrivetrainError, PrecisionPolicy, TorchEngine, UsageError, dtype_of
 from drivetrain_planner.allocator import reserved
 from drivetrain_planner.estimates import EventKind, Trace, TraceEvent, Work
 
@@ -80,6 +80,8 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live = self._most = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._ignored: set[int] = set()
+        self._elsewhere: dict[int, weakref.ref[Any]] = {}
+        """Storages that stand for what another rank has; what is computed from them is not here either."""
 
     @property
     def live(self) -> int:
@@ -96,11 +98,22 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored.add(storage._cdata)  # noqa: SLF001
         return int(storage.nbytes())
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Another rank has this tensor: neither it nor what is computed from it is counted."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata  # noqa: SLF001
+        if number not in self._elsewhere:
+            self._elsewhere[number] = weakref.ref(storage, lambda _: self._elsewhere.pop(number, None))
+
+    def is_elsewhere(self, tensor: Any) -> bool:
+        """Whether another rank has this tensor."""
+        return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._elsewhere  # noqa: SLF001
+
     def count(self, tensor: Tensor) -> None:
         """Count this tensor's storage from now on."""
         storage = tensor.untyped_storage()
         number, size = storage._cdata, int(storage.nbytes())  # noqa: SLF001
-        if number in self._storages or number in self._ignored or not size:
+        if number in self._storages or number in self._ignored or number in self._elsewhere or not size:
             return
         self._storages[number] = (weakref.ref(storage, partial(self._ended, number)), size)
         self._live += size
@@ -126,6 +139,10 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self._elsewhere and any(self.is_elsewhere(leaf) for leaf in tree_leaves((args, kwargs))):
+            for tensor in made:
+                self.leave_out(tensor)
+            return result
         for tensor in made:
             self.count(tensor)
         aliases = [each.alias_info for each in func._schema.returns]  # noqa: SLF001
@@ -225,34 +242,41 @@ class Tracer:
     def _trace(
         self, watched: Sequence[str], recomputed: Sequence[str], dtype: str | None, around: Around | None
     ) -> Trace:
+        def run(bench: Any) -> None:
+            named = dict(bench.model.named_modules())
+            for name in recomputed:
+                _recompute(named[name])
+            watch = _Watch(bench.census, {name: named[name] for name in watched})
+            bench.begin()
+            with nullcontext() if around is None else around():
+                output = bench.engine.forward(bench.model, bench.args, bench.kwargs)
+                loss = bench.loss(output)
+                kept = output if self._example.kept else None
+                del output
+                bench.record("loss")
+                loss.backward()
+                del loss, kept
+                watch.close()
+                bench.record("end")
+
+        return self.run(run, dtype)
+
+    def run(self, how: Callable[[Any], None], dtype: str | None = None) -> Trace:
+        """As :attr:`drivetrain_planner.PlanRequest.run`."""
         # Whatever the constructor computed on the CPU is let in, and becomes fake where it meets a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             # What an operator says about fake tensors is in the error; torch logs its whole stack beside it.
             stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
             model = fake_model(self._model, mode, None if dtype is None else dtype_of(dtype))
             model.train()
-            named = dict(model.named_modules())
-            for name in recomputed:
-                _recompute(named[name])
-            census = stack.enter_context(Census())
-            for tensor in (*model.parameters(), *model.buffers()):
-                census.ignore(tensor)
-            watch = _Watch(census, {name: named[name] for name in watched})
-            gradients = {name: 0 for name, one in model.named_parameters() if one.requires_grad}
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    hook = partial(_completed, census, gradients, name)
-                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            example = tree_map_only(Tensor, mode.from_tensor, (self._example.args, self._example.kwargs))
+            # Loss scaling adds a handful of scalars.
+            engine = TorchEngine(PrecisionPolicy(**{**vars(self._policy), "loss_scaling": False}), "cpu")
+            args, kwargs = tree_map_only(Tensor, mode.from_tensor, (self._example.args, self._example.kwargs))
             batch = tree_map_only(Tensor, mode.from_tensor, self._example.batch)
-            for leaf in tree_leaves((example, batch)):
-                if isinstance(leaf, Tensor):
-                    census.count(leaf)
-            if around is not None:
-                stack.enter_context(around())
+            bench = _Bench(model, args, kwargs, batch, self._example, engine, stack)
             try:
-                forward, backward, saved = self._run(model, example, batch, census, watch)
-            except UsageError:
+                how(bench)
+            except DrivetrainError:
                 raise
             except Exception as problem:
                 first = (str(problem).splitlines() or [""])[0].rstrip(".")
@@ -261,32 +285,82 @@ class Tracer:
                     cure="What the forward decides must not depend on the values of tensors; for a mixture of experts, "
                     "choose an implementation with fixed shapes.",
                 ) from problem
+        return bench.trace()
+
+
+@final
+class _Bench:
+    """See :class:`drivetrain_planner.estimates.Bench`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Any,
+        example: Example,
+        engine: TorchEngine,
+        stack: ExitStack,
+    ) -> None:
+        self.model, self.args, self.kwargs, self.engine = model, args, kwargs, engine
+        self.samples, self.kept = example.samples, example.kept
+        self.census = Census()
+        self._batch, self._example, self._stack = batch, example, stack
+        self._gradients: dict[str, int] = {}
+        self._forward: Counter[tuple[int, int, int]] = Counter()
+        self._saved = 0
+
+    def begin(self, *, batch: bool = True, elsewhere: Collection[str] = ()) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.census.ignore(parameter)
+            if name in elsewhere:
+                self.census.leave_out(parameter)
+            elif parameter.requires_grad:
+                hook = partial(self._completed, name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for buffer in self.model.buffers():
+            self.census.ignore(buffer)
+        for leaf in tree_leaves((self.args, self.kwargs, self._batch)):
+            if isinstance(leaf, Tensor) and batch:
+                self.census.count(leaf)
+            elif isinstance(leaf, Tensor):
+                self.census.ignore(leaf)
+        self._stack.enter_context(self.census)
+
+    def record(self, kind: EventKind, name: str = "") -> None:
+        if kind == "loss":
+            self._forward, self._saved = Counter(self.census.work), self.census.live
+        self.census.record(kind, name)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        self.census.leave_out(tensor)
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        return self.census.is_elsewhere(tensor)
+
+    def loss(self, output: Any, begin: int = 0, end: int | None = None) -> Tensor:
+        batch = self._batch
+        if end is not None:
+            batch = tree_map_only(
+                Tensor, lambda one: one[begin:end] if one.dim() and len(one) == self.samples else one, batch
+            )
+        return _loss_of(output, batch, self._example.loss, type(self.model).__name__)
+
+    def _completed(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients[name] = self.census.ignore(parameter.grad)
+        self.record("gradient", name)
+
+    def trace(self) -> Trace:
+        census = self.census
         return Trace(
             events=census.events,
-            forward=_work(forward),
-            backward=_work(backward),
-            saved=saved,
-            gradients={name: size for name, size in gradients.items() if size},
+            forward=_work(self._forward),
+            backward=_work(census.work - self._forward),
+            saved=self._saved,
+            gradients={name: size for name, size in self._gradients.items() if size},
             unused=max(0, reserved(census.log) - max(event.most for event in census.events)),
         )
-
-    def _run(
-        self, model: nn.Module, example: Any, batch: Any, census: Census, watch: _Watch
-    ) -> tuple[Counter[tuple[int, int, int]], Counter[tuple[int, int, int]], int]:
-        """Forward and backward; returns the work of each and the bytes alive between them."""
-        # Loss scaling adds a handful of scalars.
-        engine = TorchEngine(PrecisionPolicy(**{**vars(self._policy), "loss_scaling": False}), "cpu")
-        output = engine.forward(model, *example)
-        loss = _loss_of(output, batch, self._example.loss, type(self._model).__name__)
-        kept = output if self._example.kept else None
-        del output
-        forward, saved = Counter(census.work), census.live
-        census.record("loss")
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss, kept
-        watch.close()
-        census.record("end")
-        return forward, census.work - forward, saved
 
 
 @contextmanager
@@ -296,12 +370,6 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _completed(census: Census, gradients: dict[str, int], name: str, parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    gradients[name] = census.ignore(parameter.grad)
-    census.record("gradient", name)
 
 
 def _work(counted: Counter[tuple[int, int, int]]) -> tuple[Work, ...]:

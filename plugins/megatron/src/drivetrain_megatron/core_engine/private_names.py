@@ -49,6 +49,4 @@ def check_distributed_optimizer(optimizer: object) -> None:
 
 
 def _check(owner: object, names: tuple[str, ...]) -> None:
-    BackendBlockedError.check_names(
-        owner, names, library="megatron-core", tested=TESTED, user="drivetrain-megatron"
-    )
+    BackendBlockedError.check_names(owner, names, library="megatron-core", tested=TESTED, user="drivetrain-megatron")

@@ -34,9 +34,27 @@ NO_VALUE = (
 """Raised where a program asks for a value that is not there."""
 
 
+_TRACED: list[Callable[[Tensor], bool]] = []
+"""Of what is traced without values, which tensors stand for what another rank has."""
+
+
 def is_absent(value: Any) -> bool:
     """Whether this is a tensor without a value."""
-    return isinstance(value, FakeTensor)
+    return isinstance(value, FakeTensor) and (not _TRACED or _TRACED[-1](value))
+
+
+@contextmanager
+def traced(is_elsewhere: Callable[[Tensor], bool]) -> Iterator[None]:
+    """In here no tensor has a value, and those that this rank would have are known otherwise.
+
+    Args:
+        is_elsewhere: whether a tensor stands for what another rank has.
+    """
+    _TRACED.append(is_elsewhere)
+    try:
+        yield
+    finally:
+        _TRACED.pop()
 
 
 _KNOWN = [0]

@@ -31,12 +31,18 @@ class Ring:
     Args:
         group: their process group; ``None`` for a single rank, for which every method is local.
         sequence_parallel: what becomes whole after a row-wise layer stays cut along the sequence.
+        simulated: without a group, the number of ranks as whose first one this process computes on tensors without
+            values: shapes are right, and what would be sent is noted.
+
+    Attributes:
+        sent: of a simulated ring each message: the collective, and bytes of what is reduced or gathered.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False, simulated: int = 1) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.size = simulated if group is None else dist.get_world_size(group)
+        self.sent: list[tuple[str, int]] = []
 
     def divides(self, length: int, tensor: Any) -> bool:
         """Whether a dim of this length can be cut evenly."""
@@ -85,16 +91,19 @@ class Ring:
         found = values.detach().clone()
         if self.group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        else:
+            self._note("all_reduce", found)
         return found
 
     # What the functions below call; no autograd in these.
 
     def add_up(self, values: Tensor) -> Tensor:
         """Sum over ranks, in memory of its own."""
-        found = values.contiguous()
-        found = found.clone() if found.data_ptr() == values.data_ptr() else found
+        found = values.clone() if values.is_contiguous() else values.contiguous()
         if self.group is not None:
             dist.all_reduce(found, group=self.group)
+        else:
+            self._note("all_reduce", found)
         return found
 
     def part(self, whole: Tensor, layout: Layout, rank: int | None = None) -> Tensor:
@@ -105,28 +114,38 @@ class Ring:
 
     def collect(self, local: Tensor, layout: Layout) -> Tensor:
         """All parts, in their order."""
-        if self.group is None:
+        if self.size == 1:
             return local
         longest = layout.longest(self.size)
         mine = _padded(local, layout.dim, longest)
         rows = mine.movedim(layout.dim, 0).contiguous()
         gathered = rows.new_empty((self.size * longest, *rows.shape[1:]))
-        _all_gather(gathered, rows, group=self.group)
+        if self.group is not None:
+            _all_gather(gathered, rows, group=self.group)
+        else:
+            self._note("all_gather", gathered)
         if layout.parts is not None or not layout.even(self.size):
             gathered = torch.cat(self._in_order(gathered, layout, longest))
         return gathered.movedim(0, layout.dim).contiguous()
 
     def add_up_and_part(self, values: Tensor, layout: Layout) -> Tensor:
         """This rank's part of the sum over ranks."""
-        if self.group is None:
+        if self.size == 1:
             return values
         longest = layout.longest(self.size)
         parts = [_padded(self.part(values, layout, rank), layout.dim, longest) for rank in range(self.size)]
         rows = torch.cat([part.movedim(layout.dim, 0) for part in parts]).contiguous()
         own = rows.new_empty((longest, *rows.shape[1:]))
-        _reduce_scatter(own, rows, group=self.group)
+        if self.group is not None:
+            _reduce_scatter(own, rows, group=self.group)
+        else:
+            self._note("reduce_scatter", rows)
         length = layout.local_length(self.rank, self.size)
         return own[:length].movedim(0, layout.dim).contiguous()
+
+    def _note(self, operation: str, message: Tensor) -> None:
+        if self.size > 1:
+            self.sent.append((operation, message.numel() * message.element_size()))
 
     def _in_order(self, gathered: Tensor, layout: Layout, longest: int) -> list[Tensor]:
         """What each rank sent, cut into pieces and sorted by their place in the whole dim."""

@@ -14,7 +14,17 @@ from torch import Tensor
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.randomness import own_stream
-from drivetrain_megatron.tensor.sharded import Sharded, by_gathering, global_shape, local, rule, settled, sharded, whole
+from drivetrain_megatron.tensor.sharded import (
+    Sharded,
+    by_gathering,
+    global_shape,
+    local,
+    operand,
+    rule,
+    settled,
+    sharded,
+    whole,
+)
 
 _ONE = """
 abs neg exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square sin cos tan tanh sigmoid erf erfc relu relu6 gelu silu
@@ -41,8 +51,9 @@ def one_operand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     part = settled(args[0])
     if not isinstance(part, Sharded):
         return func(part, *args[1:], **kwargs)
-    found = func(part, *args[1:], **kwargs)
-    if found is part:
+    given = operand(part)
+    found = func(given, *args[1:], **kwargs)
+    if found is given:
         return part
     if _in_place(func):
         return args[0]
@@ -67,7 +78,7 @@ def several_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return by_gathering(func, args, kwargs)
     if len(args) == 2 and not kwargs and _alike(*args):
         # The common case, residuals and gates, without a list.
-        found = func(*args)
+        found = func(operand(args[0]), operand(args[1]))
         return args[0] if _in_place(func) else sharded(found, args[0].spec, args[0].ring)
     values = [settled(value) for value in (*args, *kwargs.values())]
     leading = next((value for value in values if isinstance(value, Sharded)), None)

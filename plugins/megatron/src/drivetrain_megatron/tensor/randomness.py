@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain_megatron.tensor.collectives import Ring
 
@@ -28,6 +29,9 @@ _numpy = np.random
 @contextmanager
 def own_stream(ring: Ring, part: Tensor) -> Iterator[None]:
     """Inside, the default generator of the part's device draws numbers that belong to this rank. Not collective."""
+    if part.device.type == "meta" or isinstance(part, FakeTensor):
+        yield
+        return
     if part.device.type == "cpu":
         seed = int(torch.randint(_SEEDS - 1, (1,)).item())
         state = torch.get_rng_state()
@@ -36,9 +40,6 @@ def own_stream(ring: Ring, part: Tensor) -> Iterator[None]:
             yield
         finally:
             torch.set_rng_state(state)
-        return
-    if part.device.type == "meta":
-        yield
         return
     # Seed and offset of a counter-based generator are known on the host: nothing waits for the device.
     index = torch.accelerator.current_device_index() if part.device.index is None else part.device.index

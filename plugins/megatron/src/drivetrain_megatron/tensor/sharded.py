@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.tensor.collectives import Ring
@@ -79,6 +80,16 @@ class Sharded(Tensor):
             return f"Sharded({kind} {list(self.spec.shape)}, here {list(self.shape)}, {self.dtype})"
 
 
+class ShardedWithoutValues(Sharded, FakeTensor):
+    """A part that has no values, for what is only traced. torch does not give a fake tensor another class.
+
+    Attributes:
+        plain: the part as a plain tensor.
+    """
+
+    plain: Tensor
+
+
 def operation(func: Any) -> str:
     """The name under which an operation's rule is found."""
     name = str(getattr(func, "__name__", func))
@@ -89,9 +100,14 @@ def operation(func: Any) -> str:
 
 def sharded(local: Tensor, layout: Layout, ring: Ring, owner: str = "") -> Sharded:
     """Say that a local tensor is a part of a whole one."""
-    part = local.as_subclass(Sharded)
+    if isinstance(local, FakeTensor):
+        part: Any = local.view_as(local)
+        part.__class__ = ShardedWithoutValues
+        part.plain = local
+    else:
+        part = local.as_subclass(Sharded)
     part.spec, part.ring, part.owner, part.bias = layout, ring, owner, None
-    return part
+    return part  # type: ignore[no-any-return]
 
 
 def global_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -101,7 +117,15 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def local(part: Sharded) -> Tensor:
     """This rank's part as a plain tensor. Inside of rules only."""
-    return part.as_subclass(Tensor)
+    return part.plain if isinstance(part, ShardedWithoutValues) else part.as_subclass(Tensor)
+
+
+def operand(part: Any) -> Any:
+    """What an operation whose result has the part's layout is given. Inside of rules only.
+
+    A part without values would tell torch's own functions of shapes the shape of the whole, in backward too.
+    """
+    return part.plain if type(part) is ShardedWithoutValues else part
 
 
 def whole(part: Sharded) -> Tensor:

@@ -1,0 +1,657 @@
+"""What a rank holds and sends under ``megatron``, for a planner: its cuts and stages, run on tensors without values.
+
+Tensor parallelism is traced as the first rank of a ring that sends nothing. Of a pipeline each stage is traced by
+itself, one micro-batch forward and backward; the schedule's list of actions says which of them a rank holds at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline.batches import Dims, Rows, cut
+from drivetrain_megatron.pipeline.cutting import Cut
+from drivetrain_megatron.pipeline.passage import Passage, Stub
+from drivetrain_megatron.pipeline.planning import Planner
+from drivetrain_megatron.pipeline.running import Interception, StageRun
+from drivetrain_megatron.pipeline.schedules import parts_for, rank_of_stage, stages_per_rank, wanted_parts
+from drivetrain_megatron.pipeline.skeleton import traced
+from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
+from drivetrain_megatron.planner.actions import ActionLists
+from drivetrain_megatron.planner.catalogue import find
+from drivetrain_megatron.planner.costs import Costs
+from drivetrain_megatron.planner.engine_lists import action_lists
+from drivetrain_megatron.planner.simulate import simulate
+from drivetrain_megatron.replicas import buckets
+from drivetrain_megatron.tensor.collectives import Ring
+from drivetrain_megatron.tensor.layout import Layout
+from drivetrain_megatron.tensor.plan import Plan, make_plan
+from drivetrain_megatron.tensor_parallel import simulate_tensor_parallel
+from drivetrain_planner import Bench, Estimate, Ledger, PlanRequest, Trace, TraceEvent, Traffic, Work, replay_whole
+
+_CPU = torch.device("cpu")
+_FLOPS_PER_BYTE = 100
+"""Where kernels are bound by memory instead of arithmetic, for the ratio of the stages' times alone."""
+
+
+def estimates(request: PlanRequest) -> list[Estimate]:
+    """Layers shared over ``tp``, depth over ``pp``, both, each with replicas over the ranks that are left."""
+    section = MegatronConfig.model_validate(request.sections.get("megatron", {}))
+    if request.world_size == 1:
+        return [_refused("megatron", "megatron", "one process has nobody to share layers with")]
+    if section.engine != "torch":
+        return [_refused("megatron", "megatron", f"engine: {section.engine} is not modelled; plan with engine: torch")]
+    made = _Model(request, section)
+    return [_estimate(made, degrees) for degrees in _degrees(request, section)]
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks of each axis."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @property
+    def family(self) -> str:
+        """Which axes there are."""
+        return " x ".join(name for name, size in (("tp", self.tensor), ("pp", self.pipeline)) if size > 1)
+
+
+def _degrees(request: PlanRequest, section: MegatronConfig) -> Iterator[Degrees]:
+    """Every product that makes the world; ``tp`` stays inside of a machine, unless the configuration says otherwise."""
+    for tensor in _divisors(request.world_size):
+        if section.tensor_parallel_size is None and tensor > request.ranks_per_node:
+            continue
+        for pipeline in _divisors(request.world_size // tensor):
+            found = Degrees(tensor, pipeline, request.world_size // tensor // pipeline)
+            asked = section.tensor_parallel_size in (None, tensor) and section.pipeline_parallel_size in (
+                None,
+                pipeline,
+            )
+            if asked and tensor * pipeline > 1:
+                yield found
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _refused(title: str, family: str, why: str) -> Estimate:
+    return Estimate(title, "megatron", family, 40, refused=why)
+
+
+def _estimate(made: _Model, degrees: Degrees) -> Estimate:
+    request, section = made.request, made.section
+    layout = (_Pipeline if degrees.pipeline > 1 else _Tensor)(made, degrees)
+    try:
+        why = _why_not(request, section, degrees)
+        return _refused(layout.title, degrees.family, why) if why else layout.estimate()
+    except DrivetrainError as problem:
+        return _refused(layout.title, degrees.family, problem.what)
+
+
+def _why_not(request: PlanRequest, section: MegatronConfig, degrees: Degrees) -> str:
+    if request.accumulation(degrees.data) is None:
+        return request.indivisible(degrees.data)
+    if degrees.data > 1 and section.data_parallel != "ddp":
+        return f"data_parallel: {section.data_parallel} beside tp and pp is not modelled; plan with data_parallel: ddp"
+    if section.sequence_parallel:
+        return "sequence_parallel is not modelled; plan without it, or try it with a short run"
+    if not request.optimizer.elementwise:
+        return f"{request.optimizer.name} is not element-wise, and a rank steps on parts of the parameters"
+    return ""
+
+
+@final
+class _Model:
+    """One model that is planned, and what its layouts share.
+
+    Args:
+        request: what is planned.
+        section: the configuration.
+    """
+
+    def __init__(self, request: PlanRequest, section: MegatronConfig) -> None:
+        self.request, self.section = request, section
+        self._plans: dict[int, Plan] = {}
+
+    def plan(self, degree: int) -> Plan | None:
+        """What is cut over so many ranks. Raises :class:`UsageError` as training would, or where nothing can be cut."""
+        if degree == 1:
+            return None
+        if degree not in self._plans:
+            self._plans[degree] = make_plan(self.request.model, degree, self.section.tp_plan)
+        return self._plans[degree]
+
+    def sizes(self, degree: int) -> dict[str, int]:
+        """Bytes of each parameter on the first rank of the axis ``tp``, which never holds less than another."""
+        plan, found = self.plan(degree), {}
+        for name, one in self.request.model.named_parameters():
+            shape = tuple(one.shape)
+            if plan is not None and name in plan.cuts:
+                made = plan.cuts[name]
+                shape = Layout(shape, made.dim % len(shape), made.parts).local_shape(0, degree)
+            found[name] = prod(shape) * one.element_size()
+        return found
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """Names of the parameters that are trained."""
+        return {name for name, one in self.request.model.named_parameters() if one.requires_grad}
+
+    @cached_property
+    def buffers(self) -> int:
+        """Bytes of all buffers."""
+        return sum(one.numel() * one.element_size() for one in self.request.model.buffers())
+
+    @cached_property
+    def batch(self) -> int:
+        """Bytes of a micro-batch of the script."""
+        storages = {
+            leaf.untyped_storage()._cdata: int(leaf.untyped_storage().nbytes())  # noqa: SLF001 (its identity)
+            for leaf in leaves(self.request.arguments)
+            if isinstance(leaf, Tensor)
+        }
+        return sum(storages.values())
+
+
+class _Layout(ABC):
+    """What the layouts have in common.
+
+    Args:
+        made: the model.
+        degrees: ranks of each axis.
+    """
+
+    def __init__(self, made: _Model, degrees: Degrees) -> None:
+        self.made, self.degrees = made, degrees
+        self.request, self.section = made.request, made.section
+
+    @property
+    def title(self) -> str:
+        """What is chosen, in a few words."""
+        degrees = self.degrees
+        axes = (("tp", degrees.tensor), ("pp", degrees.pipeline))
+        told = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
+        return told + (f", {degrees.data} replicas" if degrees.data > 1 else "")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of the script in one optimizer step."""
+        found = self.request.accumulation(self.degrees.data)
+        assert found is not None, "asked before"
+        return found
+
+    @abstractmethod
+    def estimate(self) -> Estimate:
+        """Memory and traffic."""
+
+    def settings(self) -> dict[str, Any]:
+        """Keys of a configuration that gives this layout."""
+        section = {
+            "tensor_parallel_size": self.degrees.tensor,
+            "pipeline_parallel_size": self.degrees.pipeline,
+            "data_parallel": "ddp",
+        }
+        return {
+            "distributed_type": "megatron",
+            "gradient_accumulation_steps": self.accumulation,
+            "megatron": section,
+        }
+
+    def held(self, sizes: Sequence[int], trained: Sequence[int], buffers: int) -> dict[str, int]:
+        """Bytes that a rank holds all the time, by part."""
+        return {
+            "parameters": sum(sizes),
+            "buffers": buffers,
+            "optimizer states": self.request.optimizer.state(trained),
+        }
+
+    def end_of_window(self, ledger: Ledger, names: Sequence[str], sizes: Mapping[str, int]) -> None:
+        """Average the gradients of replicas, and step."""
+        if self.degrees.data > 1:
+            each: list[Tensor] = [torch.empty(sizes[name], dtype=torch.uint8, device="meta") for name in names]
+            most = max((sum(one.nbytes for one in bucket) for bucket in buckets(each)), default=0)
+            # A bucket, and its mean.
+            ledger.during("reduction buffers", 2 * most)
+        ledger.during("optimizer step", self.request.optimizer.step([sizes[name] for name in names]))
+
+    def of_replicas(self, gradients: int) -> list[Traffic]:
+        """All-reduces of a step over the data-parallel ranks."""
+        if self.degrees.data == 1:
+            return []
+        return [Traffic("all_reduce", self.degrees.data, gradients, max(1, gradients // _BUCKET), overlaps=False)]
+
+    def of_ring(self, sent: Sequence[tuple[str, int]], times: int) -> list[Traffic]:
+        """Collectives of the axis ``tp``, for which computation waits."""
+        size, calls = Counter[str](), Counter[str]()
+        for operation, message in sent:
+            size[operation] += message
+            calls[operation] += 1
+        ranks = self.degrees.tensor
+        return [
+            Traffic(operation, ranks, times * size[operation], times * calls[operation], overlaps=False)  # type: ignore[arg-type]
+            for operation in size
+        ]
+
+
+_BUCKET = 25 << 20
+"""Bytes that are averaged in one call."""
+
+
+@final
+class _Tensor(_Layout):
+    """Every rank runs all layers, and has its share of each."""
+
+    def estimate(self) -> Estimate:
+        request, degree = self.request, self.degrees.tensor
+        plan, ring = self.made.plan(degree), Ring(None, simulated=degree)
+        assert plan is not None
+        if not plan.cuts:
+            why = f"no layer of {type(request.model).__name__} can be shared, and each rank would compute all of it"
+            return _refused(self.title, self.degrees.family, why)
+
+        def run(bench: Bench) -> None:
+            simulate_tensor_parallel(bench.model, plan, ring)
+            bench.begin()
+            output = bench.engine.forward(bench.model, bench.args, bench.kwargs)
+            loss = bench.loss(output)
+            kept = output if bench.kept else None
+            del output
+            bench.record("loss")
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss, kept
+            bench.record("end")
+
+        trace = request.run(run)
+        sizes = self.made.sizes(degree)
+        trained = [name for name in sizes if name in self.made.trained]
+        held = self.held(list(sizes.values()), [sizes[name] for name in trained], self.made.buffers)
+        ledger = Ledger(held)
+        replay_whole(ledger, trace, self.accumulation)
+        self.end_of_window(ledger, trained, sizes)
+        gradients = sum(trace.gradients.values())
+        return Estimate(
+            title=self.title,
+            backend="megatron",
+            family=self.degrees.family,
+            rank=40,
+            settings=self.settings(),
+            memory=ledger.memory,
+            resident=held,
+            moment=ledger.moment,
+            accumulation=self.accumulation,
+            trace=trace,
+            traffic=[*self.of_ring(ring.sent, self.accumulation), *self.of_replicas(gradients)],
+            stepped=sum(sizes[name] for name in trained),
+        )
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """A model cut into stages for a pipeline.
+
+    Args:
+        cut: who holds what.
+        way: of a micro-batch through the stages.
+        rows: how the batch is cut into micro-batches.
+        dims: along which dims.
+        largest: the number of the largest micro-batch.
+    """
+
+    cut: Cut
+    way: Passage
+    rows: Rows
+    dims: Dims
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One micro-batch of one stage, forward and backward.
+
+    Args:
+        forward: events up to the end of the forward.
+        backward: those that follow.
+        trace: of which they are.
+        sent: messages over the axis ``tp``.
+    """
+
+    forward: Sequence[TraceEvent]
+    backward: Sequence[TraceEvent]
+    trace: Trace
+    sent: Sequence[tuple[str, int]]
+
+    @property
+    def kept(self) -> int:
+        """Bytes that a forward leaves for its backward."""
+        return self.forward[-1].live
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Of a forward and of a backward, to compare stages by."""
+        return _cost(self.trace.forward), _cost(self.trace.backward)
+
+
+def _cost(kernels: Sequence[Work]) -> float:
+    return float(sum(each.count * max(each.flops, _FLOPS_PER_BYTE * each.bytes) for each in kernels))
+
+
+@final
+class _Pipeline(_Layout):
+    """Each rank runs some of the stages, on micro-batches that a schedule orders."""
+
+    def __init__(self, made: _Model, degrees: Degrees) -> None:
+        super().__init__(made, degrees)
+        section, ranks = self.section, degrees.pipeline
+        self._stages_per_rank = stages_per_rank(section)
+        self._wanted = section.num_micro_batches or ranks * self._stages_per_rank
+        # Fewer samples than are wanted make fewer micro-batches, for which training takes a plainer schedule.
+        self._parts = max(min(self._wanted, self.request.micro_batch), 1)
+        self._schedule = section.schedule
+        try:
+            self._parts = parts_for(section, self.request.micro_batch, ranks)
+        except UsageError:
+            return  # It says why in estimate().
+        if not find(section.schedule).takes(ranks, self._stages_per_rank, self._parts):
+            self._schedule = "gpipe"
+
+    @property
+    def title(self) -> str:
+        several = f" of {self._stages_per_rank} stages a rank" if self._stages_per_rank > 1 else ""
+        batches = "1 micro-batch" if self._parts == 1 else f"{self._parts} micro-batches"
+        return f"{super().title}, {self._schedule}{several}, {batches}"
+
+    def settings(self) -> dict[str, Any]:
+        found = super().settings()
+        found["megatron"] |= {"schedule": self.section.schedule, "num_micro_batches": self._wanted}
+        if self._stages_per_rank > 1:
+            found["megatron"]["stages_per_rank"] = self._stages_per_rank
+        return found
+
+    def estimate(self) -> Estimate:
+        degrees = self.degrees
+        self._check()
+        lists = action_lists(self._schedule, degrees.pipeline, self._stages_per_rank, self._parts)
+        stages = self._cut()
+        each = [self._trace(stages, stage) for stage in range(stages.cut.num_stages)]
+        sizes = self.made.sizes(degrees.tensor)
+        owners = {
+            name: {rank_of_stage(self.section, stage, degrees.pipeline) for stage in holders}
+            for name, holders in stages.cut.parameters.items()
+        }
+        ranks = [
+            self._rank(lists, each, rank, {name: size for name, size in sizes.items() if rank in owners[name]}, owners)
+            for rank in range(degrees.pipeline)
+        ]
+        ledger, held, trained = max(ranks, key=lambda found: found[0].most)
+        timeline = simulate(lists, _costs(each))
+        busiest = max(range(degrees.pipeline), key=lambda rank: timeline.busy[rank])
+        return Estimate(
+            title=self.title,
+            backend="megatron",
+            family=degrees.family,
+            rank=45 + 2 * (degrees.tensor > 1),
+            settings=self.settings(),
+            memory=ledger.memory,
+            resident=held,
+            moment=ledger.moment,
+            accumulation=self.accumulation,
+            trace=_of_rank(lists, each, busiest),
+            traffic=self._traffic(lists, each, stages, busiest, sum(trained)),
+            stepped=sum(trained),
+            idle=timeline.idle[busiest],
+            remarks=["that the model may be computed one micro-batch at a time is tried when training begins"],
+        )
+
+    def _check(self) -> None:
+        """Raise what training would, and where a schedule is not replayed."""
+        section, ranks = self.section, self.degrees.pipeline
+        wanted_parts(section, ranks)
+        if section.schedule not in _REPLAYED:
+            raise UnsupportedError(
+                f"schedule: {section.schedule} is not modelled",
+                cure=f"Plan with one of {', '.join(_REPLAYED)}, or try it with a short run.",
+            )
+        stages = ranks * self._stages_per_rank
+        if self._parts < stages and (section.pipeline_parallel_size is None or self._stages_per_rank > 1):
+            raise UsageError(
+                f"a batch of {self.request.micro_batch} samples makes fewer micro-batches than the {stages} stages, "
+                "which would wait for each other most of the time",
+                cure=f"Plan with a batch of {stages} samples or more.",
+            )
+        mixing = next((part for part in self.request.model.modules() if isinstance(part, _MIX_SAMPLES)), None)
+        if mixing is not None and self._parts > 1:
+            raise UnsupportedError(
+                f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: "
+                f"{type(mixing).__name__} computes with all samples of a batch",
+                cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece; or use GroupNorm.",
+            )
+
+    # ---- where it is cut, and what a stage does ---------------------------------------------------------------------
+
+    def _cut(self) -> _Stages:
+        request, section = self.request, self.section
+        samples, names = request.micro_batch, [None] * len(leaves(request.arguments[0]))
+        names += [name for name, value in request.arguments[1].items() for _ in leaves(value)]
+        rows = Rows.of(samples, self._parts)
+        dims: Dims = tuple(
+            0
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == samples and name not in section.whole_inputs
+            else None
+            for leaf, name in zip(leaves(request.arguments), names, strict=True)
+        )
+        largest = max(range(len(rows)), key=rows.count)
+        micro_batch = cut(request.arguments, rows, dims)[largest]
+        model = _with_buffers(request.model)
+        model.train()
+        num_stages = self.degrees.pipeline * self._stages_per_rank
+        # As ``balance: time`` measures on the device that trains, bytes decide here.
+        planner = Planner(
+            model,
+            TorchEngine(request.precision, "cpu"),
+            section.model_copy(update={"balance": "bytes"}),
+            num_stages,
+            _CPU,
+        )
+        planner.look()
+        way = planner.passage(micro_batch)
+        made = planner.cut
+        planner.release()
+        assert made is not None, "the first passage cuts"
+        return _Stages(made, way, rows, dims, largest)
+
+    def _trace(self, stages: _Stages, stage: int) -> _Traced:
+        degree, parts = self.degrees.tensor, len(stages.rows)
+        plan, ring = self.made.plan(degree), Ring(None, simulated=degree)
+        last = stage == stages.cut.num_stages - 1
+        incoming = stages.way.crossings[stage - 1].metas if stage else ()
+        elsewhere = [name for name, holders in stages.cut.parameters.items() if stage not in holders]
+        begin, end = stages.rows.bounds[stages.largest], stages.rows.bounds[stages.largest + 1]
+
+        def run(bench: Bench) -> None:
+            if plan is not None:
+                simulate_tensor_parallel(bench.model, plan, ring)
+            interception = Interception(bench.model)
+            interception.install([name for name, _ in bench.model.named_modules()])
+            way = Passage(stages.way.crossings, _stubs(stages.way.stubs, bench), None)
+            args, kwargs = cut((bench.args, bench.kwargs), stages.rows, stages.dims)[stages.largest]
+            bench.begin(batch=False, elsewhere=elsewhere)
+            received = [_received(meta) for meta in incoming]
+            staged = StageRun(stage, way, received)
+
+            def forward() -> Any:
+                return interception.run(staged, lambda: bench.model(*args, **kwargs))
+
+            with traced(bench.is_elsewhere):
+                if last:
+                    loss = bench.loss(bench.engine.forward(forward, (), {}), begin, end) / parts
+                    outputs: list[Tensor] = [loss]
+                    del loss
+                else:
+                    with autocast(bench.engine.policy, "cpu"):
+                        outputs = [one for one in forward() if one.requires_grad]
+                bench.record("loss")
+                gradients = [None if last else torch.empty_like(one) for one in outputs]
+                torch.autograd.backward(outputs, gradients)
+                back = [one.grad for one in received]
+                outputs.clear()
+                received.clear()
+                bench.record("end")
+                del back, gradients
+
+        trace = self.request.run(run)
+        middle = next(index for index, event in enumerate(trace.events) if event.kind == "loss") + 1
+        return _Traced(trace.events[:middle], trace.events[middle:], trace, list(ring.sent))
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def _rank(
+        self,
+        lists: ActionLists,
+        stages: Sequence[_Traced],
+        rank: int,
+        sizes: Mapping[str, int],
+        owners: Mapping[str, set[int]],
+    ) -> tuple[Ledger, dict[str, int], list[int]]:
+        """What one rank holds: a ledger after a step, what is held all the time, and bytes of what it trains."""
+        trained = [name for name in sizes if name in self.made.trained]
+        # The copy of the model without parameters, by which shapes are known, has buffers of its own.
+        held = self.held(list(sizes.values()), [sizes[name] for name in trained], 2 * self.made.buffers)
+        ledger = Ledger(held)
+        complete: set[str] = set()
+        if self.accumulation > 1:
+            known = {name: size for one in stages for name, size in one.trace.gradients.items() if name in sizes}
+            ledger.add("gradients", sum(known.values()))
+            # Of what several stages hold, each batch's gradient is added up over them before it is added here.
+            complete = {name for name in known if len(owners[name]) == 1}
+        in_flight = self.made.batch
+        for action in lists.ranks[rank]:
+            stage = stages[action.stage]
+            if action.kind == "F":
+                ledger.phase = "forward"
+                for event in stage.forward:
+                    ledger.replay(_above(event, in_flight, "leave"))
+                in_flight += stage.kept
+                continue
+            ledger.phase = "backward"
+            in_flight -= stage.kept
+            for event in stage.backward:
+                ledger.replay(_above(event, in_flight, "gradient"))
+                if event.kind != "gradient":
+                    continue
+                size = stage.trace.gradients[event.name]
+                if event.name in complete:
+                    ledger.during("gradients", size)
+                else:
+                    ledger.add("gradients", size)
+                    complete.add(event.name)
+        ledger.phase = "step"
+        for name in trained:
+            if len(owners[name]) > 1:
+                # The other stages' gradients, all of them side by side, and their sum.
+                ledger.during("reduction buffers", 2 * len(owners[name]) * sizes[name])
+        self.end_of_window(ledger, trained, sizes)
+        return ledger, held, [sizes[name] for name in trained]
+
+    def _traffic(
+        self, lists: ActionLists, each: Sequence[_Traced], stages: _Stages, rank: int, trained: int
+    ) -> list[Traffic]:
+        times = self.accumulation * len(stages.rows)
+        mine = [stage for stage, owner in enumerate(lists.owner) if owner == rank]
+        crossings = [
+            _bytes(stages.way.crossings[place].metas)
+            for stage in mine
+            for place in (stage - 1, stage)
+            if 0 <= place < len(stages.way.crossings)
+        ]
+        sent = [message for stage in mine for message in each[stage].sent]
+        return [
+            Traffic("send", 2, times * sum(crossings), times * len(crossings)),
+            *self.of_ring(sent, times),
+            *self.of_replicas(trained),
+        ]
+
+
+_REPLAYED = ("gpipe", "1f1b", "interleaved_1f1b")
+"""Schedules that run a backward in one piece."""
+
+_MIX_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _bytes(metas: Sequence[Meta]) -> int:
+    return sum(prod(meta.shape) * meta.dtype.itemsize for meta in metas)
+
+
+def _received(meta: Meta) -> Tensor:
+    return meta.empty(_CPU).requires_grad_(meta.trained)
+
+
+def _above(event: TraceEvent, base: int, kind: Any) -> TraceEvent:
+    return replace(event, kind=kind, most=event.most + base, live=event.live + base)
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """A copy that shares the parameters, and whose buffers have values: what depends on them crosses no cut."""
+    copied = copy.deepcopy(model, {id(one): one for one in model.parameters()})
+    for part in copied.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                # Assigning by name asks whether it is saved.
+                part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # noqa: SLF001
+    return copied
+
+
+def _stubs(stubs: Mapping[str, Stub], bench: Bench) -> dict[str, Stub]:
+    """The same outputs as tensors of a bench."""
+
+    def here(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = torch.empty(leaf.shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+        bench.leave_out(made)
+        return made
+
+    return {
+        name: Stub(stub.stage, rebuilt(stub.output, [here(leaf) for leaf in leaves(stub.output)]), stub.loss)
+        for name, stub in stubs.items()
+    }
+
+
+def _costs(stages: Sequence[_Traced]) -> Costs:
+    forward, backward = zip(*(stage.costs for stage in stages), strict=True)
+    nothing = (0.0,) * len(stages)
+    return Costs(forward, backward, nothing, tuple(float(stage.kept) for stage in stages), nothing)
+
+
+def _of_rank(lists: ActionLists, stages: Sequence[_Traced], rank: int) -> Trace:
+    """What a rank computes in a step, as one trace; its events are those of its first stage."""
+    runs = Counter(action.stage for action in lists.ranks[rank] if action.kind == "F")
+
+    def work(of: Callable[[Trace], Sequence[Work]]) -> list[Work]:
+        return [
+            replace(each, count=each.count * times)
+            for stage, times in sorted(runs.items())
+            for each in of(stages[stage].trace)
+        ]
+
+    first = stages[min(runs)].trace
+    return replace(
+        first,
+        forward=work(lambda trace: trace.forward),
+        backward=work(lambda trace: trace.backward),
+        unused=max(stages[stage].trace.unused for stage in runs),
+    )

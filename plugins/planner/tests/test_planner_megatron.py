@@ -1,0 +1,147 @@
+"""Layouts of the backend megatron: what is counted without ranks, and what is refused as training would refuse it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from planner_grid import Combination, megatron_section, request_for
+
+from drivetrain.api import load_config
+from drivetrain_megatron.estimates import estimates
+from drivetrain_megatron.tensor.collectives import Ring
+from drivetrain_megatron.tensor.layout import Layout
+from drivetrain_planner.choosing import choose, settings_of, weigh
+from drivetrain_planner.machines import find
+from drivetrain_planner.optimizers import optimizer_costs
+
+
+def layouts(model, ranks, **section):
+    return estimates(request_for(model, ranks, sections={"megatron": section}))
+
+
+def layout(model, ranks, **section):
+    (found,) = layouts(model, ranks, **section)
+    return found
+
+
+def test_a_simulated_ring_has_the_shapes_of_the_first_rank_and_notes_what_it_would_send():
+    ring = Ring(None, simulated=3)
+    whole = torch.arange(7.0)
+    layout = Layout((7,), 0)
+    part = ring.part(whole, layout)
+    assert part.tolist() == [0, 1, 2]
+    assert ring.collect(part, layout).shape == (7,)
+    assert ring.add_up(part).shape == (3,)
+    assert ring.sent == [("all_gather", 9 * 4), ("all_reduce", 3 * 4)]
+
+
+def test_one_rank_sends_nothing():
+    ring = Ring(None)
+    assert ring.add_up(torch.ones(2)).tolist() == [1, 1]
+    assert not ring.sent
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_tensor_parallelism_shares_the_layers(model):
+    whole = next(each for each in ranks_of_one(model) if each.title == "single")
+    found = layout(model, 2, tensor_parallel_size=2)
+    assert not found.refused, found.refused
+    # Norms and positions stay whole.
+    assert 0.5 < found.resident["parameters"] / whole.resident["parameters"] < 0.52
+    assert found.memory["activations"] < whole.memory["activations"]
+    flops = [sum(each.flops * each.count for each in one.trace.forward) for one in (found, whole)]
+    assert flops[0] == pytest.approx(flops[1] / 2)
+    (reduced,) = [each for each in found.traffic if each.operation == "all_reduce"]
+    # Two in a layer's forward and two in its backward, of samples x words x width in float32; then embedding and loss.
+    assert reduced.calls >= 4 * 4
+    assert reduced.bytes >= 4 * 4 * (4 * 64 * 128 * 4)
+
+
+def ranks_of_one(model):
+    from drivetrain_planner.single import estimates as single
+
+    return single(request_for(model, 1))
+
+
+def test_every_product_of_degrees_is_offered():
+    found = [each.title.partition(", ")[0] for each in layouts("gpt2", 4)]
+    assert found == ["pp 2", "pp 4", "tp 2", "tp 2 x pp 2", "tp 4"]
+
+
+def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages():
+    gpipe, steady = (
+        layout("llama", 2, pipeline_parallel_size=2, schedule=schedule, num_micro_batches=4)
+        for schedule in ("gpipe", "1f1b")
+    )
+    assert gpipe.memory["activations"] > 1.5 * steady.memory["activations"]
+    # (p - 1) / (m + p - 1), where stages are alike.
+    assert steady.idle == pytest.approx(0.2, abs=0.15)
+    machine = find("cpu", 2)
+    weighed = weigh(steady, request_for("llama", 2), machine)
+    assert weighed.seconds["waiting"] == pytest.approx(weighed.seconds["computation"] * steady.idle / (1 - steady.idle))
+
+
+def test_a_tied_table_is_on_the_first_and_the_last_stage():
+    gpt2 = layout("gpt2", 2, pipeline_parallel_size=2)
+    single = next(iter(ranks_of_one("gpt2")))
+    table = 512 * 128 * 4
+    # The other rank has the table too.
+    assert gpt2.resident["parameters"] > (single.resident["parameters"] + table) / 2 - 1
+    assert gpt2.resident["parameters"] < single.resident["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "section", "why"),
+    [
+        ("gpt2", 1, {}, "one process has nobody to share layers with"),
+        ("gpt2", 2, {"engine": "megatron_core"}, "engine: megatron_core is not modelled"),
+        ("gpt2", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel is not modelled"),
+        ("gpt2", 3, {"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide"),
+        ("gpt2", 8, {"pipeline_parallel_size": 8}, "cannot be cut into 8 pipeline stages"),
+        ("gpt2", 2, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}, "schedule: zero_bubble is not modelled"),
+        ("gpt2", 2, {"pipeline_parallel_size": 2, "split_points": ["nowhere"]}, "is not a module of the model"),
+        ("gpt2", 4, {"pipeline_parallel_size": 4, "num_micro_batches": 2}, "does not take 2 micro-batches"),
+        ("gpt2", 4, {"tensor_parallel_size": 2, "data_parallel": "fsdp"}, "data_parallel: fsdp"),
+        ("resnet", 2, {"pipeline_parallel_size": 2}, "BatchNorm2d computes with all samples of a batch"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(model, ranks, section, why):
+    found = layout(model, ranks, **section)
+    assert why in found.refused, found
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
+    request = replace(request_for("gpt2", 2, sections={"megatron": {"tensor_parallel_size": 2}}))
+    request = replace(request, optimizer=replace(optimizer_costs("AdamW"), elementwise=False))
+    assert "is not element-wise" in estimates(request)[0].refused
+
+
+def test_a_batch_in_one_piece_takes_the_plainer_schedule():
+    found = layout("resnet", 2, pipeline_parallel_size=2, num_micro_batches=1)
+    assert not found.refused, found.refused
+    assert found.title == "pp 2, gpipe, 1 micro-batch"
+
+
+def test_a_layout_can_be_written_and_read(tmp_path):
+    request = request_for("gpt2", 2, sections={"megatron": {"tensor_parallel_size": 2}})
+    chosen = choose(request, find("cpu", 2))
+    mine = next(each for each in chosen.fitting if each.estimate.backend == "megatron")
+    import yaml
+
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(settings_of(mine, request)))
+    resolved = load_config(path)
+    assert resolved.config.distributed_type == "megatron"
+    assert resolved.sections["megatron"]["tensor_parallel_size"] == 2
+
+
+def test_titles_tell_the_section():
+    one = Combination("gpt2", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4)
+    assert megatron_section(one.title) == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "schedule": "1f1b",
+        "num_micro_batches": 4,
+    }
