@@ -54,7 +54,7 @@ def take_off_parallel(model: nn.Module) -> tuple[nn.Module, list[str]]:
         compiled = attribute(part, "dynamo_ctx")
         if changed and compiled is not None:
             # It calls what it was made with.
-            done[id(part)] = type(part)(part._modules["_orig_mod"], compiled)  # type: ignore[call-arg]  # noqa: SLF001
+            done[id(part)] = type(part)(part._modules["_orig_mod"], compiled)  # noqa: SLF001
         return done[id(part)]
 
     own = without(model, "")

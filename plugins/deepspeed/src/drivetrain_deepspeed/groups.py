@@ -183,7 +183,7 @@ class _States(defaultdict[Any, Any]):
             "accelerator.save_state(folder) keeps all of it. zero_stage: 0 has it by parameter.",
         )
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def copy(self) -> Any:
         return defaultdict(dict, self)
 
     __copy__ = copy

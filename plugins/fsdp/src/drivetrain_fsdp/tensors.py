@@ -116,7 +116,9 @@ class ShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole as a plain tensor, as torch's own. Collective over all ranks."""
         if self.dtype in _NOT_SENT:
-            return super().to(torch.int32).full_tensor(grad_placements=grad_placements).to(self.dtype)
+            sent: Any = super().to(torch.int32)
+            whole: Tensor = sent.full_tensor(grad_placements=grad_placements)
+            return whole.to(self.dtype)
         return super().full_tensor(grad_placements=grad_placements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -445,7 +445,8 @@ class _Pipeline(_Layout):
 
     def _cut(self) -> _Stages:
         request, section = self.request, self.section
-        samples, names = request.micro_batch, [None] * len(leaves(request.arguments[0]))
+        samples = request.micro_batch
+        names: list[str | None] = [None] * len(leaves(request.arguments[0]))
         names += [name for name, value in request.arguments[1].items() for _ in leaves(value)]
         rows = Rows.of(samples, self._parts)
         dims: Dims = tuple(

@@ -7,12 +7,14 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _len_torch_dispatch_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain_planner.choosing import gib
@@ -190,7 +192,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Begin to learn."""
-        if _len_torch_dispatch_stack() == 0:
+        if _python_dispatch._len_torch_dispatch_stack() == 0:  # type: ignore[attr-defined]  # noqa: SLF001
             self._entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -207,7 +209,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stop looking, now or, inside of another mode, for good."""
         self._counting = False
         self._alive.clear()
-        if self._entered and _get_current_dispatch_mode() is self:
+        if self._entered and _python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
             self._entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -225,8 +227,11 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
                 number = storage._cdata  # noqa: SLF001 (the identity of a storage)
                 if number not in self._alive:
-                    self._alive[number] = weakref.ref(storage, lambda _, number=number: self._alive.pop(number, None))
+                    self._alive[number] = weakref.ref(storage, partial(self._freed, number))
         if self._counting:
             found = [one() for one in list(self._alive.values())]
             self._most = max(self._most, sum(one.nbytes() for one in found if one is not None))
         return result
+
+    def _freed(self, number: int, _: Any) -> None:
+        self._alive.pop(number, None)
