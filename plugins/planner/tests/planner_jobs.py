@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import json
+import os
 import tempfile
 import time
 import warnings
@@ -135,3 +140,21 @@ def counted(settings, model, optimizer="adamw", micro_batch=4):
             trail.append(live)
     accelerator.end_training()
     return {"most": max(trail)}
+
+
+def checked(settings, script, predicted, steps=5):
+    """What this rank writes to stderr while a script trains with ``plan: {check: true}`` and a launch's prediction."""
+    from drivetrain import Accelerator
+
+    specification = importlib.util.spec_from_file_location("train", script)
+    train = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(train)
+    os.environ["DRIVETRAIN_INTERNAL_PREDICTION"] = json.dumps(predicted)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.yaml")
+        path.write_text(yaml.safe_dump(settings))
+        accelerator = Accelerator(config=str(path))
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        train.train(accelerator, steps)
+        accelerator.end_training()
+    return written.getvalue()
