@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import entry_points
 
 import pytest
-import torch
 from planner_grid import Combination, megatron_section, request_for
 
 from drivetrain.api import load_config
-from drivetrain_megatron.estimates import estimates
-from drivetrain_megatron.tensor.collectives import Ring
-from drivetrain_megatron.tensor.layout import Layout
-from drivetrain_planner.choosing import choose, settings_of, weigh
+from drivetrain_planner.choosing import GROUP, choose, settings_of, weigh
 from drivetrain_planner.machines import find
 from drivetrain_planner.optimizers import optimizer_costs
+
+(_point,) = entry_points(group=GROUP, name="megatron")
+estimates = _point.load()
 
 
 def layouts(model, ranks, **section):
@@ -24,23 +24,6 @@ def layouts(model, ranks, **section):
 def layout(model, ranks, **section):
     (found,) = layouts(model, ranks, **section)
     return found
-
-
-def test_a_simulated_ring_has_the_shapes_of_the_first_rank_and_notes_what_it_would_send():
-    ring = Ring(None, simulated=3)
-    whole = torch.arange(7.0)
-    layout = Layout((7,), 0)
-    part = ring.part(whole, layout)
-    assert part.tolist() == [0, 1, 2]
-    assert ring.collect(part, layout).shape == (7,)
-    assert ring.add_up(part).shape == (3,)
-    assert ring.sent == [("all_gather", 9 * 4), ("all_reduce", 3 * 4)]
-
-
-def test_one_rank_sends_nothing():
-    ring = Ring(None)
-    assert ring.add_up(torch.ones(2)).tolist() == [1, 1]
-    assert not ring.sent
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

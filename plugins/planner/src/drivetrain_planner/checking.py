@@ -13,8 +13,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _len_torch_dispatch_stack,  # type: ignore[attr-defined]
+)
 from torch.utils._pytree import tree_leaves
 
 from drivetrain_planner.choosing import gib
@@ -192,7 +195,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Begin to learn."""
-        if _python_dispatch._len_torch_dispatch_stack() == 0:  # type: ignore[attr-defined]  # noqa: SLF001
+        if _len_torch_dispatch_stack() == 0:
             self._entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -209,7 +212,7 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stop looking, now or, inside of another mode, for good."""
         self._counting = False
         self._alive.clear()
-        if self._entered and _python_dispatch._get_current_dispatch_mode() is self:  # noqa: SLF001
+        if self._entered and _get_current_dispatch_mode() is self:
             self._entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

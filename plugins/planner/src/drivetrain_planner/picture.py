@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.api import UsageError
 from drivetrain_planner.choosing import SHARE, Candidate, Choice, gib
@@ -21,7 +22,8 @@ COLOURS = {
     "activations": "#e69f00",
     "gathered": "#56b4e9",
 }
-REST = ("#cc79a7", "#f0e442", "#8c8c8c", "#5e4fa2", "#3b3b3b", "#a6761d")
+REST = ("#cc79a7", "#f0e442", "#5e4fa2", "#a6761d", "#3b3b3b")
+CONTEXT = "#bdbdbd"
 ALLOCATOR = "#f0f0f0"
 
 
@@ -71,12 +73,10 @@ def _unit(size: int) -> tuple[str, int]:
 
 def _draw(axes: Axes, shown: Sequence[Candidate], choice: Choice, scale: int) -> dict[str, str]:
     """The bars; returns the colour of each part, in the order in which they are stacked."""
-    parts = dict.fromkeys(COLOURS)
-    for each in shown:
-        parts |= dict.fromkeys(each.estimate.memory)
-    parts["context"] = None
-    rest = iter(REST * 2)
-    colours = {part: COLOURS.get(part) or next(rest) for part in parts}
+    parts = dict.fromkeys((*COLOURS, *(part for each in shown for part in each.estimate.memory)))
+    rest = cycle(REST)
+    colours = {part: COLOURS[part] if part in COLOURS else next(rest) for part in parts}
+    colours["context"] = CONTEXT
     used: dict[str, str] = {}
     for row, each in enumerate(shown):
         memory = {**each.estimate.memory, "context": choice.machine.context}
@@ -88,7 +88,7 @@ def _draw(axes: Axes, shown: Sequence[Candidate], choice: Choice, scale: int) ->
                 used[part] = colour
                 begin += size
         if each.unused:
-            outline: dict[str, Any] = {"color": ALLOCATOR, "edgecolor": "#8c8c8c", "linewidth": 0.6, "hatch": "////"}
+            outline = {"color": ALLOCATOR, "edgecolor": "#8c8c8c", "linewidth": 0.6, "hatch": "////"}
             axes.barh(row, each.unused / scale, left=begin, height=0.7, **outline)
     return {part: colour for part, colour in colours.items() if part in used}
 
@@ -99,11 +99,14 @@ def _decorate(axes: Axes, shown: Sequence[Candidate], choice: Choice, unit: str,
     # A bar far beyond the device, or a device far larger than any bar, must not squeeze the others out of sight.
     right = 1.08 * max(most, allowed if allowed < 6 * most else 0)
     axes.set_xlim(0, right)
-    top: dict[str, Any] = {"fontsize": 8, "va": "bottom", "transform": axes.get_xaxis_transform()}
-    for at, name in ((allowed, f"{SHARE:.0%}"), (memory / scale, "all")):
-        if at <= right:
-            axes.axvline(at, color="black", linewidth=1.0, linestyle="--" if at == allowed else "-")
-            axes.text(at, 1.0, f" {name} of {gib(memory)}", ha="center", **top)
+    top = {"fontsize": 8, "va": "bottom", "transform": axes.get_xaxis_transform()}
+    ends_here = memory / scale <= right
+    if allowed <= right:
+        axes.axvline(allowed, color="black", linewidth=1.0, linestyle="--")
+        axes.text(allowed, 1.0, f"{SHARE:.0%} of {gib(memory)} ", ha="right" if ends_here else "center", **top)
+    if ends_here:
+        axes.axvline(memory / scale, color="black", linewidth=1.0)
+        axes.text(memory / scale, 1.0, " all", ha="left", **top)
     if allowed > right:
         axes.text(right, 1.0, f"{SHARE:.0%} of {gib(memory)} lies beyond", ha="right", **top)
     axes.set_title(f"{title(choice)}\n", fontsize=10, loc="left")
