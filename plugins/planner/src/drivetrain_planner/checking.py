@@ -13,10 +13,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import (
+from torch.utils._python_dispatch import (  # type: ignore[attr-defined]
     TorchDispatchMode,
     _get_current_dispatch_mode,
-    _len_torch_dispatch_stack,  # type: ignore[attr-defined]
+    _len_torch_dispatch_stack,
 )
 from torch.utils._pytree import tree_leaves
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.api import UsageError
 from drivetrain_planner.choosing import SHARE, Candidate, Choice, gib
@@ -88,7 +88,7 @@ def _draw(axes: Axes, shown: Sequence[Candidate], choice: Choice, scale: int) ->
                 used[part] = colour
                 begin += size
         if each.unused:
-            outline = {"color": ALLOCATOR, "edgecolor": "#8c8c8c", "linewidth": 0.6, "hatch": "////"}
+            outline: dict[str, Any] = {"color": ALLOCATOR, "edgecolor": "#8c8c8c", "linewidth": 0.6, "hatch": "////"}
             axes.barh(row, each.unused / scale, left=begin, height=0.7, **outline)
     return {part: colour for part, colour in colours.items() if part in used}
 
@@ -99,7 +99,7 @@ def _decorate(axes: Axes, shown: Sequence[Candidate], choice: Choice, unit: str,
     # A bar far beyond the device, or a device far larger than any bar, must not squeeze the others out of sight.
     right = 1.08 * max(most, allowed if allowed < 6 * most else 0)
     axes.set_xlim(0, right)
-    top = {"fontsize": 8, "va": "bottom", "transform": axes.get_xaxis_transform()}
+    top: dict[str, Any] = {"fontsize": 8, "va": "bottom", "transform": axes.get_xaxis_transform()}
     ends_here = memory / scale <= right
     if allowed <= right:
         axes.axvline(allowed, color="black", linewidth=1.0, linestyle="--")
