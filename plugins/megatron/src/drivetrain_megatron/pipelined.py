@@ -102,7 +102,8 @@ class PipelinedTrainable(Trainable):
         self._share = share
         if self._dp_size > 1:
             self._stepping.lay_out(self._how, self._mesh)
-        self._former.close(self.module, "the pipeline put one without values, whose stage is another")
+        what = "the pipeline put one without values, whose stage is another"
+        self._former.close(self.module, what, "the first forward of the prepared model")
         parameters = dict(self.module.named_parameters())
         self._held = [parameters[name] for name in parameters if share.holds(name)]
         self._absent = [one for one in parameters.values() if isinstance(one, Elsewhere)]

@@ -27,12 +27,13 @@ class FormerParameters:
         name, alive = self._names.get(id(parameter), ("", None))
         return name if alive is not None and alive() is parameter else None
 
-    def close(self, module: nn.Module, instead: str) -> None:
+    def close(self, module: nn.Module, instead: str, when: str = "accelerator.prepare") -> None:
         """Make the replaced parameters raise where they are used, since that would not affect the model.
 
         Args:
             module: with its present parameters.
             instead: who put what in their place: ``"fsdp put a sharded one"``.
+            when: what it happened in.
         """
         present = set(map(id, module.parameters()))
         for name, alive in self._names.values():
@@ -40,6 +41,7 @@ class FormerParameters:
             if type(one) is nn.Parameter and id(one) not in present:
                 one.__class__ = _Replaced
                 vars(one)["drivetrain_instead"] = instead
+                vars(one)["drivetrain_when"] = when
                 vars(one)["drivetrain_place"] = weakref.ref(module), name
 
     def replaced(self, parameters: Iterable[Tensor], module: nn.Module) -> bool:
@@ -68,6 +70,7 @@ class _Replaced(nn.Parameter):
     """A parameter that is no longer part of the model."""
 
     drivetrain_instead: str
+    drivetrain_when: str
     drivetrain_place: tuple[weakref.ref[nn.Module], str]
 
     @classmethod
@@ -118,8 +121,8 @@ def _replaced(value: Any) -> Iterable[_Replaced]:
 
 def _refuse(name: str, one: _Replaced, *_: Any) -> NoReturn:
     raise UsageError(
-        f"`{name}` was called on a parameter that was taken from the model before accelerator.prepare; "
+        f"`{name}` was called on a parameter that was taken from the model before {one.drivetrain_when}; "
         f"{one.drivetrain_instead} in its place, and this one trains no more and gets no gradient",
-        cure="Call model.parameters() after prepare, and again where a list of them is kept; pass an optimizer to "
-        "prepare together with its model.",
+        cure=f"Call model.parameters() after {one.drivetrain_when.removeprefix('accelerator.')}, and again where a "
+        "list of them is kept; pass an optimizer to prepare together with its model.",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,6 +134,14 @@ class Elsewhere(FakeTensor):
             return None
         if self._shown is not None:
             return self._shown
+        caller = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 (Python has no public name for it)
+        if isinstance(caller, torch.amp.GradScaler):
+            raise UsageError(
+                f"torch.amp.GradScaler looks for the gradient of {self.fqn}, which lies on another pipeline stage: the "
+                "stages would skip steps apart",
+                cure="Set mixed_precision: fp16 in the configuration, or Accelerator(mixed_precision='fp16'), which "
+                "scales the loss by itself; write accelerator.backward(loss) and optimizer.step() without a scaler.",
+            )
         raise self.refused("its gradient was read")
 
     @grad.setter
@@ -345,6 +354,9 @@ class Skeleton:
         self.blanks = Blanks(device)
         self.mode = self.blanks.mode
         memo: dict[int, Any] = {id(one): self.blanks.absent_parameter(one) for one in module.parameters()}
+        # torch copies leaves alone. A layer that is pruned keeps a weight that was computed, and computes it anew.
+        kept = (value for part in module.modules() for value in vars(part).values())
+        memo |= {id(one): one.detach().clone() for one in kept if isinstance(one, Tensor) and not one.is_leaf}
         try:
             self.module: nn.Module = copy.deepcopy(module, memo)
         except Exception as problem:
