@@ -62,14 +62,18 @@ SCRIPTS: dict[str, Script] = {}
 
 
 def script(
-    *, reference: Callable[[], Result] | None = None, whole_batch: str = "", **settings: Any
+    *,
+    reference: Callable[[], Result] | None = None,
+    whole_batch: str = "",
+    tolerance: float | None = None,
+    **settings: Any,
 ) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
     """Register a function under its name; see :class:`Script`."""
 
     def register(train: Callable[[Any], Result]) -> Callable[[Any], Result]:
         name = train.__name__
         assert name not in SCRIPTS, name
-        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch)
+        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch, tolerance)
         return train
 
     return register

@@ -300,6 +300,12 @@ def test_refusals(tmp_path: Path) -> None:
 # ---- the loss scale -------------------------------------------------------------------------------------------------
 
 
+def update(scale: LossScale, *, overflow: bool) -> None:
+    """A step, and the beginning of the next backward."""
+    scale.note(overflow=overflow)
+    scale.move()
+
+
 def test_loss_scale_is_that_of_torch() -> None:
     settings = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 2}
     ours, theirs = LossScale(settings), torch.amp.GradScaler("cpu", **settings)
@@ -311,7 +317,7 @@ def test_loss_scale_is_that_of_torch() -> None:
         theirs.scale(torch.ones(()))
         theirs.step(optimizer)
         theirs.update()
-        ours.update(overflow=overflow)
+        update(ours, overflow=overflow)
     again = LossScale({})
     again.load_state(theirs.state_dict())
     assert again.state().items() >= theirs.state_dict().items()
@@ -321,7 +327,7 @@ def test_hysteresis_and_least_scale() -> None:
     scale = LossScale({"init_scale": 4.0, "hysteresis": 2, "min_scale": 1.0})
     seen = []
     for _ in range(4):
-        scale.update(overflow=True)
+        update(scale, overflow=True)
         seen.append(scale.scale)
     assert seen == [4.0, 2.0, 1.0, 1.0]
 
@@ -330,7 +336,7 @@ def test_hysteresis_and_least_scale() -> None:
 def test_hysteresis_counts_overflows_in_a_row_where_asked(consecutive: bool, expected: float) -> None:
     scale = LossScale({"init_scale": 4.0, "hysteresis": 2, "consecutive_hysteresis": consecutive})
     for overflow in (True, False, True):
-        scale.update(overflow=overflow)
+        update(scale, overflow=overflow)
     assert scale.scale == expected
 
 

@@ -7,10 +7,11 @@ communicate: the backend reduces gradients before the engine reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,17 @@ class LossScaler(torch.amp.GradScaler):
     """A ``GradScaler`` that unscales the local shard of each gradient.
 
     torch's own does not accept a mix of plain tensors and DTensors. The caller has to find out whether another rank's
-    part overflowed.
+    part overflowed, and to :meth:`note` it.
     """
+
+    def note(self, optimizer: Optimizer, *, overflow: bool) -> None:
+        """Record for :meth:`update` whether this optimizer's gradients overflowed on any rank. Not collective."""
+        flags = self._found_inf_per_device(optimizer)
+        if not flags:  # this rank has none of them
+            device = torch.device(self._device)
+            flags[device] = torch.zeros((), device=device)
+        for flag in flags.values():
+            flag.fill_(overflow)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -131,14 +141,34 @@ def _local_parts(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dt
     return alike
 
 
+def _held(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 _APPLIED = StepResult()
+
+
+class OwnerOfOptimizers(Protocol):
+    """What steps its optimizers by a :class:`TorchEngine`."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are not replaced; the same on every rank."""
+
+    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
+        """The gradients of an optimizer's parameters; of DTensors this rank's parts will do.
+
+        With ``stepped`` those that it is given, else those that backwards add to.
+        """
 
 
 @final
 class TorchEngine:
     """Precision, loss scaling and the optimizer step for all trainables of one backend.
 
-    The loss scaler is shared by all of them, since one loss may reach several models.
+    The loss scaler is shared by all of them, since one loss may reach several models. Its scale moves once for all
+    optimizers that step after one backward, as in a plain loop: with the last of them, or before the next backward.
+    Gradients that wait for a later step are brought to the new scale.
 
     Args:
         policy: the run's precision policy.
@@ -165,11 +195,20 @@ class TorchEngine:
             if self._compute is None
             else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
-        self._unscaled: set[int] = set()
+        self._owners: WeakSet[OwnerOfOptimizers] = WeakSet()
+        self._unscaled: dict[int, Optimizer] = {}
+        """Whose gradients are without the loss scale, since the last backward."""
+        self._stepped: dict[int, bool] = {}
+        """By optimizer that has stepped since the last backward, whether gradients were not finite on any rank."""
+        self._scale_is_due = False
         self._norms: dict[int, tuple[Tensor, bool]] = {}
         self._num_backwards = 0
         self._backwards_at_step: dict[int, int] = {}
         """By optimizer, the number of backwards before its last step."""
+
+    def serve(self, owner: OwnerOfOptimizers) -> None:
+        """Step the optimizers of this owner from now on, under one loss scale with those of others."""
+        self._owners.add(owner)
 
     def forward(self, module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module under the policy."""
@@ -184,7 +223,7 @@ class TorchEngine:
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
-        self._num_backwards += 1
+        self.count_backward()
         if isinstance(factor, Tensor) or factor != 1.0:
             loss = loss * factor
         if self.scaler is not None:
@@ -192,20 +231,54 @@ class TorchEngine:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def count_backward(self) -> None:
-        """Count a backward, as :meth:`backward` does; for an engine that back-propagates by other means.
+        """Count a backward, as :meth:`backward` does; before one that an engine runs by other means.
 
-        A step with no gradients at all is refused where there was none since the step before.
+        A step with no gradients at all is refused where there was none since the step before. Under a loss scaler
+        gradients that wait for a step get the scale of this backward, which adds to them.
         """
         self._num_backwards += 1
+        if self.scaler is None:
+            return
+        for number, optimizer in self._unscaled.items():
+            if number not in self._stepped:
+                # Clipped or measured, and not stepped: dropped, or kept to be added to.
+                owner = next((owner for owner, each in self._owned() if each is optimizer), None)
+                kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer, stepped=True)
+                multiply_gradients(kept, self.scaler.get_scale())
+                self.scaler.note(optimizer, overflow=not self._norms.pop(number, (None, True))[1])
+                self._scale_is_due = True
+        self._unscaled.clear()
+        self._move_scale()
+        self._stepped.clear()
+
+    def _owned(self) -> Iterator[tuple[OwnerOfOptimizers, Optimizer]]:
+        return ((owner, each) for owner in self._owners for each in owner.optimizers)
+
+    def _move_scale(self) -> None:
+        """Move the loss scale where it is due, and bring gradients that wait for a step to it. Not collective."""
+        if self.scaler is None or not self._scale_is_due:
+            return
+        self._scale_is_due = False
+        waiting = [
+            gradient
+            for owner, each in self._owned()
+            if id(each) not in self._stepped and id(each) not in self._unscaled
+            for gradient in owner.kept_gradients(each, stepped=False)
+        ]
+        before = self.scaler.get_scale() if waiting else 1.0
+        self.scaler.update()
+        ratio = self.scaler.get_scale() / before if waiting else 1.0
+        if ratio != 1.0:
+            multiply_gradients(waiting, ratio)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take the loss scale out of this optimizer's gradients, once per step."""
+        """Take the loss scale out of this optimizer's gradients, once for a backward."""
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
+        self._unscaled[id(optimizer)] = optimizer
         # The scaler refuses an optimizer without a single gradient.
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if any(parameter.grad is not None for parameter in _held(optimizer)):
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
 
     def clip_grad_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Sequence[Optimizer]
@@ -260,22 +333,24 @@ class TorchEngine:
                 cure="Use mixed_precision='bf16' or 'no' with this optimizer.",
             )
         self.unscale(optimizer)
-        if id(optimizer) not in self._unscaled:
-            with stepping():
-                optimizer.step()
-            return StepResult(grad_norm=norm)
-        self._unscaled.discard(id(optimizer))
         # torch has no public way to ask, and guessing from the scale misses a user's backoff_factor.
         flags = list(self.scaler._found_inf_per_device(optimizer).values())  # noqa: SLF001
         overflow = not finite or any(flag.item() > 0 for flag in flags)
         if self._agree is not None:
             overflow = self._agree(overflow)
-        if overflow:
-            for flag in flags:
-                flag.fill_(1.0)
+        first = id(optimizer) not in self._stepped
+        overflow = overflow or self._stepped.get(id(optimizer), False)
+        if overflow or not flags:
+            self.scaler.note(optimizer, overflow=overflow)
         with stepping():
-            self.scaler.step(optimizer)
-        self.scaler.update()
+            if flags and first:
+                self.scaler.step(optimizer)
+            elif not overflow:
+                optimizer.step()
+        self._stepped[id(optimizer)] = overflow
+        self._scale_is_due = True
+        if all(id(each) in self._stepped for _, each in self._owned()):
+            self._move_scale()
         return StepResult(skipped=overflow, grad_norm=norm)
 
     def check_reached(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -297,10 +372,12 @@ class TorchEngine:
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for the portable checkpoint."""
+        self._move_scale()
         return {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over :meth:`state`; a checkpoint without loss scaling leaves the scaler as it is."""
+        self._move_scale()
         if self.scaler is not None and state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
 
@@ -337,6 +414,11 @@ class TorchTrainable(Trainable):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> None:
         self.model, self.module = model, original_module(model)
         self.optimizers, self.engine = list(optimizers), engine
+        engine.serve(self)
+
+    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
+        """See :class:`OwnerOfOptimizers`."""
+        return gradients(_held(optimizer))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine.forward(self.model, args, kwargs)

@@ -426,7 +426,7 @@ class Driver:
                 self._norm = raw
         if refused is not None:
             if self._loss_scale is not None:
-                self._loss_scale.update(overflow=True)
+                self._loss_scale.note(overflow=True)
             self._drop_gathered(number)
             self._end_step(number)
             return StepResult(skipped=True, grad_norm=refused)
@@ -437,7 +437,7 @@ class Driver:
             self._step_one_of_several(optimizer)
         skipped = self.zero is not None and bool(self.zero.overflow)
         if self._loss_scale is not None:
-            self._loss_scale.update(overflow=skipped)
+            self._loss_scale.note(overflow=skipped)
         if self._unused is not None:
             self._unused.end(applied=not skipped)
         self._settle()
@@ -600,6 +600,9 @@ class Driver:
         self._used.discard(parameter)
 
     def _end_window(self) -> None:
+        if self._refused and self._loss_scale is not None:
+            # The script has clipped gradients that are not finite, and dropped them instead of a step.
+            self._loss_scale.note(overflow=True)
         self._scale, self._norm, self._clipped = 1.0, None, False
         self._refused.clear()
 
@@ -610,6 +613,7 @@ def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | No
     What ``engine.backward`` does, for several engines at once.
     """
     if loss_scale is not None:
+        loss_scale.move()
         loss = loss * loss_scale.scale
     with ExitStack() as stack:
         for driver in drivers:

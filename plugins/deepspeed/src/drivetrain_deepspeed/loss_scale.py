@@ -32,9 +32,17 @@ class LossScale:
         self._consecutive = bool(settings.get("consecutive_hysteresis", False))
         self._least = float(settings.get("min_scale", 0.0))
         self._good = 0
+        self._noted: bool | None = None
 
-    def update(self, *, overflow: bool) -> None:
+    def note(self, *, overflow: bool) -> None:
         """Note a step of an optimizer."""
+        self._noted = overflow or bool(self._noted)
+
+    def move(self) -> None:
+        """Move the scale once for all steps since the last backward; before the next one."""
+        overflow, self._noted = self._noted, None
+        if overflow is None:
+            return
         if overflow:
             self._good = 0
             self._left -= 1
@@ -49,7 +57,11 @@ class LossScale:
             self.scale, self._good, self._left = self.scale * self._growth, 0, self._patience
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, in the words of ``GradScaler.state_dict``, so that it travels to and from other backends."""
+        """State after the steps so far: JSON-able, in the words of ``GradScaler.state_dict``.
+
+        So it travels to and from other backends.
+        """
+        self.move()
         return {
             "scale": self.scale,
             "growth_factor": self._growth,
@@ -61,6 +73,7 @@ class LossScale:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over :meth:`state`, or what a ``GradScaler`` saved."""
+        self._noted = None
         self.scale = float(state["scale"])
         self._growth = float(state.get("growth_factor", self._growth))
         self._backoff = float(state.get("backoff_factor", self._backoff))

@@ -9,9 +9,10 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError
+from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError, gradients
 from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import remap
@@ -40,6 +41,7 @@ class Stepping:
         trial: OptimizerTrial | None = None,
     ) -> None:
         self._trial = trial
+        engine.serve(self)
         self._module, self._engine, self._max_norm = module, engine, max_norm
         self._clipped = False
         """The script has clipped since the last time gradients were dropped."""
@@ -111,6 +113,13 @@ class Stepping:
         """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
         with engine_side():
             self._engine.clip_grad_value(self.held(successors(parameters)), clip_value, self.optimizers)
+
+    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
+        """The gradients of what this optimizer holds, or of the module's parameters of which these are parts."""
+        with engine_side():
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            found = gradients(held if stepped or self._parts is None else self._parts.wholes(held))
+            return [one.to_local() if isinstance(one, DTensor) else one for one in found]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of what this optimizer will step with."""

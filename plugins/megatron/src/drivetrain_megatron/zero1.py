@@ -116,6 +116,11 @@ class Parts:
             found.append(part)
         return found
 
+    def wholes(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters that these are parts of; what is not cut is returned as it is."""
+        whole_of = {id(part): whole for whole, part, _ in self._parts.values()}
+        return [whole_of.get(id(one), one) for one in parts]
+
     def expose(self) -> None:
         """Let every part have its gradient."""
         self.of([whole for whole, _, _ in self._parts.values()])

@@ -103,6 +103,7 @@ class CoreTrainable(Trainable):
 
     @passing_over
     def _train(self, call: Any, node: Any, scale: float | Tensor) -> None:
+        self._engine.count_backward()
         factor, scaler = scale * self._dp_size, self._engine.scaler
         if scaler is not None:
             # The scaler makes its scale when it is first used, which the stages before the last do not.
@@ -113,7 +114,6 @@ class CoreTrainable(Trainable):
         self.pipeline.train(
             call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
         )
-        self._engine.count_backward()
         if self._syncs:
             with self._groups.shared():
                 finalize_model_grads([self._wrapped])
