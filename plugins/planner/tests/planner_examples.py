@@ -78,18 +78,6 @@ EXAMPLES = {
         ),
         asked={"length": 8192, "mixed_precision": "bf16"},
     ),
-    "Qwen3-30B-A3B": Example(
-        config=(
-            "Qwen3MoeConfig",
-            {
-                "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48,
-                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-                "num_experts_per_tok": 8, "tie_word_embeddings": False,
-            },
-        ),
-        processes=16,
-        asked={"length": 4096, "mixed_precision": "bf16"},
-    ),
     "TinyLlama-1.1B": Example(
         config=(
             "LlamaConfig",
@@ -100,7 +88,7 @@ EXAMPLES = {
         ),
         machine="rtx4090",
         processes=1,
-        asked={"length": 2048, "mixed_precision": "bf16", "optimizer_args": {"fused": True}},
+        asked={"length": 2048, "mixed_precision": "bf16"},
     ),
     "ResNet-50": Example(machine="rtx4090x2", processes=2, script=RESNET, asked={"mixed_precision": "bf16"}),
 }  # fmt: skip
