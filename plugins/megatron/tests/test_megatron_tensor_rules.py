@@ -5,8 +5,10 @@ Tolerance 1e-12 in float64: parts are added up in another order than the whole i
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -307,6 +309,21 @@ def _another_shape(draw: random.Random, count: int) -> tuple[int, ...]:
         sizes.append(size)
         count //= size
     return (*sizes, count)
+
+
+def test_what_several_layers_read_is_entered_once_and_let_go() -> None:
+    """What they read is a view of it: a reference back would keep both, since no collector sees a view's base."""
+    ring, weights = Ring(None), torch.ones(3, requires_grad=True)
+    read = weights * 2
+    kept = weakref.ref(read.untyped_storage())
+    first = ring.enter(read)
+    used = first * weights
+    assert ring.enter(read) is first
+    del first
+    assert ring.enter(read).data_ptr() == read.data_ptr()
+    del used, read
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_sharded_tensor_tells_the_size_of_the_whole() -> None:

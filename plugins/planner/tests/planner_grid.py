@@ -111,8 +111,16 @@ def combinations() -> list[Combination]:
     found += [Combination(model, "ddp", 2, optimizer="sgd") for model in ("gpt2", "resnet")]
     found += [Combination("gpt2", title, 4) for title in ("fsdp", "zero 2", "zero 3")]
     found += [Combination(model, "single", 1) for model in ("gpt2", "qwen3_moe", "vit")]
-    # Queries, keys and values in one matrix, grouped heads, and a model without words.
-    found += [Combination(model, "tp 2", 2) for model in ("gpt2", "llama", "vit")]
+    # Queries, keys and values in one matrix; grouped heads; three heads, which two ranks do not divide.
+    found += [Combination("gpt2", "tp 2", 2), Combination("llama", "tp 2", 2), Combination("vit", "tp 3", 3)]
+    found += [
+        Combination(model, f"pp 2, {schedule}, 4 micro-batches", 2)
+        for model in ("gpt2", "llama", "qwen3_moe")
+        for schedule in ("gpipe", "1f1b")
+    ]
+    found += [Combination(model, "tp 2 x pp 2, 1f1b, 4 micro-batches", 4) for model in ("gpt2", "llama")]
+    found += [Combination("gpt2", "tp 2, 2 replicas", 4)]
+    found += [Combination("llama", "pp 2, 2 replicas, 1f1b, 4 micro-batches", 4)]
     return found
 
 

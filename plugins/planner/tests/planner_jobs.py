@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,14 +45,17 @@ class Storages(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
-                number = storage._cdata
-                if number not in self.alive:
-                    self.alive[number] = weakref.ref(storage, lambda _, number=number: self.alive.pop(number, None))
-        self.look()
+        # Autograd keeps parts of tensors, which a script sees as what they are parts of.
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                # A pipeline knows the layers of other ranks by tensors without memory.
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor):
+                    storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
+                    number = storage._cdata
+                    if number not in self.alive:
+                        self.alive[number] = weakref.ref(storage, lambda _, number=number: self.alive.pop(number, None))
+            self.look()
         return result
 
     def look(self):

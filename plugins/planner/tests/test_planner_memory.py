@@ -11,7 +11,8 @@ import pytest
 from planner_grid import Combination, combinations
 from planner_jobs import censused, counted
 
-PART = combinations()[3::4]
+_MEGATRON = [each for each in combinations() if each.title.startswith(("tp", "pp"))]
+PART = [*[each for each in combinations() if each not in _MEGATRON][3::4], *_MEGATRON]
 """``planner_grid.py --all`` runs every combination; the record that the documents show is of those."""
 
 
@@ -37,8 +38,14 @@ def test_one_process_by_torchs_own_allocator(model):
     check(model, "single", 1, measure=counted, tolerance=0.01)
 
 
-@pytest.mark.parametrize(("title", "ranks"), [("ddp", 3), ("fsdp", 3), ("fsdp, recompute", 2), ("zero 2", 2)])
-@pytest.mark.gate("fsdp-3", "zero 2-2")
+@pytest.mark.parametrize(
+    ("title", "ranks"),
+    [
+        *[("ddp", 3), ("fsdp", 3), ("fsdp, recompute", 2), ("zero 2", 2), ("tp 2", 2)],
+        ("pp 2, 1f1b, 4 micro-batches", 2),
+    ],
+)
+@pytest.mark.gate("fsdp-3", "zero 2-2", "tp 2-2")
 def test_gpt2_under_each_backend(title, ranks):
     check("gpt2", title, ranks, tolerance=0.005)
 

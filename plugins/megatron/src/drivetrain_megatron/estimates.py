@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.module_state import ModuleState
 from drivetrain_megatron.pipeline.batches import Dims, Rows, cut
 from drivetrain_megatron.pipeline.cutting import Cut
 from drivetrain_megatron.pipeline.passage import Passage, Stub
@@ -328,12 +329,14 @@ class _Traced:
         backward: those that follow.
         trace: of which they are.
         sent: messages over the axis ``tp``.
+        changed: attributes that the forward changes, of modules whose forward several stages run.
     """
 
     forward: Sequence[TraceEvent]
     backward: Sequence[TraceEvent]
     trace: Trace
     sent: Sequence[tuple[str, int]]
+    changed: Set[str]
 
     @property
     def kept(self) -> int:
@@ -388,6 +391,7 @@ class _Pipeline(_Layout):
         lists = action_lists(self._schedule, degrees.pipeline, self._stages_per_rank, self._parts)
         stages = self._cut()
         each = [self._trace(stages, stage) for stage in range(stages.cut.num_stages)]
+        self._check_changes(lists, each)
         sizes = self.made.sizes(degrees.tensor)
         owners = {
             name: {rank_of_stage(self.section, stage, degrees.pipeline) for stage in holders}
@@ -482,6 +486,7 @@ class _Pipeline(_Layout):
         incoming = stages.way.crossings[stage - 1].metas if stage else ()
         elsewhere = [name for name, holders in stages.cut.parameters.items() if stage not in holders]
         begin, end = stages.rows.bounds[stages.largest], stages.rows.bounds[stages.largest + 1]
+        changed: set[str] = set()
 
         def run(bench: Bench) -> None:
             if plan is not None:
@@ -493,6 +498,7 @@ class _Pipeline(_Layout):
             bench.begin(batch=False, elsewhere=elsewhere)
             received = [_received(meta) for meta in incoming]
             staged = StageRun(stage, way, received)
+            state = ModuleState(bench.model)
 
             def forward() -> Any:
                 return interception.run(staged, lambda: bench.model(*args, **kwargs))
@@ -506,6 +512,10 @@ class _Pipeline(_Layout):
                     with autocast(bench.engine.policy, "cpu"):
                         outputs = [one for one in forward() if one.requires_grad]
                 bench.record("loss")
+                for place, change in state.changes().items():
+                    inside = f"{place.path}." if place.path else ""
+                    if not change.tensors and any(point.startswith(inside) for point in stages.cut.points):
+                        changed.add(str(place))
                 gradients = [None if last else torch.empty_like(one) for one in outputs]
                 torch.autograd.backward(outputs, gradients)
                 back = [one.grad for one in received]
@@ -516,7 +526,20 @@ class _Pipeline(_Layout):
 
         trace = self.request.run(run)
         middle = next(index for index, event in enumerate(trace.events) if event.kind == "loss") + 1
-        return _Traced(trace.events[:middle], trace.events[middle:], trace, list(ring.sent))
+        return _Traced(trace.events[:middle], trace.events[middle:], trace, list(ring.sent), changed)
+
+    def _check_changes(self, lists: ActionLists, each: Sequence[_Traced]) -> None:
+        """Raise where ranks would keep other attributes, as the trial of a batch in parts does."""
+        ranks: list[set[str]] = [set() for _ in lists.ranks]
+        for stage, rank in enumerate(lists.owner):
+            ranks[rank] |= each[stage].changed
+        uneven = sorted(set.union(*ranks) - set.intersection(*ranks))
+        if uneven and self._parts > 1:
+            raise UnsupportedError(
+                f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: its "
+                f"forward changes {', '.join(uneven)} where only some of the stages come by",
+                cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece.",
+            )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ whose sum over the ranks counts, and the whole gradient. Every function here kee
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -57,13 +58,15 @@ class Ring:
             return plain
         if plain.is_leaf:
             return _Enter.apply(plain, self)  # type: ignore[no-any-return, no-untyped-call]
-        # Layers that read the same tensor share one reduction of its gradient.
+        # Layers that read the same tensor share one reduction of its gradient. What they read is a view of the tensor and
+        # holds it; a reference back would keep both for ever, since Python's collector does not see a view's base.
         known = plain.__dict__.get("_entered")
         if known is not None and known[0] is self and known[1] == plain._version:  # noqa: SLF001 (documented)
-            entered: Tensor = known[2]
-            return entered
-        entered = _Enter.apply(plain, self)  # type: ignore[no-untyped-call]
-        plain.__dict__["_entered"] = (self, plain._version, entered)  # noqa: SLF001
+            again: Tensor | None = known[2]()
+            if again is not None:
+                return again
+        entered: Tensor = _Enter.apply(plain, self)  # type: ignore[no-untyped-call]
+        plain.__dict__["_entered"] = (self, plain._version, weakref.ref(entered))  # noqa: SLF001
         return entered
 
     def cut(self, plain: Tensor, layout: Layout) -> Tensor:
