@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "site"))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "site"))
 
 project = "Drivetrain"
 project_copyright = "the Drivetrain authors"
+release = tomllib.loads((HERE.parent / "core/pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generated"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "generated"]
 exclude_patterns = ["site"]
 
 # Headings are link targets on GitHub, so they are here.
@@ -25,9 +28,11 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
-html_title = "Drivetrain"
+html_title = f"Drivetrain {release}"
 html_static_path = ["site/static"]
 html_css_files = ["drivetrain.css"]
+html_js_files = ["copy.js"]
+html_search_scorer = "site/scorer.js"
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

@@ -356,6 +356,39 @@ def surface() -> str:
     return "\n".join([*total, *rows, "", "The words, without the names of methods:", "", *told])
 
 
+STEPS = {
+    "`single`": "Training step: 1 process, width 64",
+    "`ddp`": "Training step: 2 processes DDP, width 512",
+    "`fsdp`": "fsdp, training step: 2 processes, 3 blocks of width 768",
+    "`deepspeed`, ZeRO 2": "deepspeed, training step: ZeRO-2, 1 process, 6 blocks of width 768",
+    "`deepspeed`, ZeRO 3": "deepspeed, training step: ZeRO-3, 1 process, 6 blocks of width 768",
+    "`megatron`, tensor parallel": "megatron, training step: tp over 2 processes, 6 blocks of width 512",
+    "`megatron`, pipeline": "megatron, training step: pp over 2 processes, 6 blocks of width 512, 4 micro-batches, "
+    "1f1b",
+}
+"""Sections of benchmarks/RESULTS.md that say what a step costs under each backend."""
+
+
+def speed() -> str:
+    """The step of each backend against the engine driven by hand, from the file that `make bench` writes."""
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    rows = ["| | the engine by hand, CPU ms a step | drivetrain |", "|---|--:|--:|"]
+    for name, heading in STEPS.items():
+        title = re.search(rf"^### {re.escape(heading)}(; bare is .*)?$", results, re.MULTILINE)
+        if title is None:
+            raise ValueError(f"benchmarks/RESULTS.md has no section {heading!r}")
+        table = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in results[title.end() :].partition("\n### ")[0].splitlines()
+            if line.startswith("|")
+        ]
+        unit = 1e-3 if "us" in table[0][1] else 1.0
+        bare = next(float(row[1]) * unit for row in table if row[0].startswith("bare"))
+        ratio = next(row[4] for row in table if row[0] == "drivetrain")
+        rows.append(f"| {name} | {bare:.3g} | x {ratio} |")
+    return "\n".join(rows)
+
+
 def releases() -> str:
     """Releases of other libraries that the tests ran with, from the file that `make test-oldest` can write."""
     worlds = json.loads((ROOT / "tests/releases/outcomes.json").read_text(encoding="utf-8"))
@@ -429,6 +462,7 @@ def documents() -> dict[Path, str]:
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
     planner = ROOT / "docs/how-to/planner.md"
+    which = ROOT / "docs/how-to/which-backend.md"
     plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
     methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
@@ -445,6 +479,7 @@ def documents() -> dict[Path, str]:
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
         planner: renewed(plans, "published memory", published()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
+        which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),
         with_trainer: renewed(with_trainer.read_text(encoding="utf-8"), "runs of Trainer", trainer()),
     }

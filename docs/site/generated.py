@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,12 +210,27 @@ def command(each: click.Command, path: str, parent: click.Context | None) -> Ite
                 yield from command(child, f"{path} {name}", context)
 
 
+def changes() -> Iterator[str]:
+    """What is new: the fragments that the next release will collect, then the releases so far."""
+    root = Path(__file__).parents[2]
+    release = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["towncrier"]
+    yield f"## Not released yet: {release['version']}\n"
+    for kind in release["type"]:
+        files = sorted((root / release["directory"]).glob(f"*.{kind['directory']}.md"))
+        texts = (" ".join(file.read_text(encoding="utf-8").split()) for file in files)
+        if files:
+            yield f"### {kind['name']}\n"
+            yield "\n".join(f"- {text}" for text in texts) + "\n"
+    yield (root / release["filename"]).read_text(encoding="utf-8").partition(release["start_string"])[2]
+
+
 MAKERS: dict[str, Callable[..., Iterator[str]]] = {
     "api": api,
     "hooks": hooks,
     "errors": errors,
     "config": config,
     "commands": commands,
+    "changes": changes,
 }
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
 EXAMPLES = HERE.parents[1] / "examples"
+HOW_TO = HERE.parent / "how-to"
 
 COMMON = "num_processes: 2\nuse_cpu: true\ndataloader: {split_batches: true}\n"
 PIPELINE = "megatron:\n  pipeline_parallel_size: 2\n  num_micro_batches: 4\n"
@@ -107,6 +109,40 @@ def draw_memory(runs: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+UNITS = {"GiB": 1.0, "MiB": 2.0**-10}
+PARTS = {
+    "parameters": "tab:blue",
+    "gradients": "tab:orange",
+    "optimizer": "tab:green",
+    "activations": "0.6",
+    "other": "0.85",
+}
+
+
+def draw_layouts(page: Path, path: Path) -> None:
+    """One bar for each layout of the table that `drivetrain plan memory` prints on a page, by what it consists of."""
+    _, found, rest = page.read_text(encoding="utf-8").partition("```text\nlayout ")
+    if not found:
+        raise ValueError(f"{page} has no table of layouts")
+    head, *rows = (re.split(r"  +", f"layout {line}".strip()) for line in rest.partition("```")[0].splitlines())
+    figure, (axes,) = _figure(1)
+    for position, row in enumerate(each for each in rows if len(each) == len(head)):
+        cells = dict(zip(head, row, strict=True))
+        begin = 0.0
+        for part, colour in PARTS.items():
+            number, unit = cells[part].split()
+            size = float(number) * UNITS[unit]
+            axes.barh(position, size, left=begin, color=colour, label=part if position == 0 else None)
+            begin += size
+        axes.text(begin, position, f" {begin:.1f}", va="center")
+    names = [row[0].removeprefix("layout ") for row in rows if len(row) == len(head)]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(title="What a rank holds: a Llama of 1.1 billion parameters on eight cards", xlabel="GiB on each rank")
+    axes.legend()
+    _save(figure, path)
+
+
 def _figure(columns: int) -> Any:
     import matplotlib as mpl
 
@@ -143,6 +179,7 @@ def main() -> None:
     numbers.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     draw_losses(runs, PICTURES / "losses.png")
     draw_memory(runs, PICTURES / "memory.png")
+    draw_layouts(HOW_TO / "which-backend.md", HOW_TO / "pictures/layouts.png")
 
 
 if __name__ == "__main__":

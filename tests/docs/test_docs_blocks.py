@@ -4,6 +4,7 @@ A comment in the line before a block, which no reader sees, says what is special
 
 - `<!-- saved as: train.py -->`: the block is that file, for the commands of the page.
 - `<!-- not run: reason -->`: it needs what is not here.
+- `<!-- prints -->`: what the Python or the commands above it print, line by line; `...` stands for any lines.
 
 All other Python of a page is one program, run on two ranks; `<!-- after: fsdp.py -->` puts a file of
 `tests/docs/before/` there. Commands run afterwards, in their order. Configurations are loaded by tests/readme.
@@ -67,6 +68,11 @@ class Block:
     def runs(self) -> bool:
         return not self.note.startswith("not run: ")
 
+    @property
+    def printed(self) -> bool:
+        """Whether it shows what the block above it prints."""
+        return self.note == "prints"
+
     def commands(self) -> list[str]:
         """Its command lines; a line of a console without a prompt is output."""
         joined = self.body.replace("\\\n", " ")
@@ -107,22 +113,37 @@ def run_on_rank(folder, source, page):
         namespace["accelerator"].end_training()
 
 
+def shows(expected, output):
+    """Whether an output has the lines that a page shows, in which a line `...` stands for any lines."""
+    parts = [re.escape(line.rstrip()) if line.strip() != "..." else None for line in expected.strip("\n").splitlines()]
+    pattern = "".join(r"(?:.*\n)*?" if part is None else rf"{part}[ ]*\n" for part in parts)
+    return re.fullmatch(pattern, output.strip("\n") + "\n") is not None
+
+
 def run_command(command, folder):
-    """As typed, but for commands that start no processes: those run in here, which spares them an import of torch."""
+    """As typed, but for commands that start no processes: those run in here, which spares them an import of torch.
+
+    Returns:
+        What it printed.
+    """
     words = shlex.split(command)
     if words[0] == "drivetrain" and words[1] not in {"launch", "test"}:
         with contextlib.chdir(folder):
             outcome = CliRunner().invoke(drivetrain, words[1:], catch_exceptions=False)
         assert outcome.exit_code == 0, f"{command}\n{outcome.output}"
-        return
+        return outcome.output
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
-COSTLY = ("explanation/conformance.md", "how-to/planner-examples.md", "how-to/planner.md", "how-to/trainer.md")
+COSTLY = (
+    "explanation/conformance.md", "how-to/planner-examples.md", "how-to/planner.md", "how-to/trainer.md",
+    "how-to/which-backend.md",
+)  # fmt: skip
 """Pages whose programs take ten seconds of processor time and more."""
 
 
@@ -134,17 +155,42 @@ COSTLY = ("explanation/conformance.md", "how-to/planner-examples.md", "how-to/pl
         if name not in ELSEWHERE
     ],
 )
-def test_the_blocks_of_a_page_run(name, tmp_path):
+def test_the_blocks_of_a_page_run(name, tmp_path, capsys):
     found = blocks(TEXTS[name])
     for block in found:
         if block.file:
-            (tmp_path / block.file).write_text(block.body, encoding="utf-8")
+            path = tmp_path / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.body, encoding="utf-8")
+    promised = {block: before for before, block in zip([None, *found], found, strict=False) if block.printed}
     if source := program(TEXTS[name]):
         spawn(run_on_rank, 2, tmp_path, source, str(PAGES[name]))
+        output = capsys.readouterr().out
+        if lines := [block.body for block, before in promised.items() if before.language == "python"]:
+            assert shows("".join(lines), output), f"the program of {name} prints:\n{output}"
+    output = ""
     for block in found:
         if block.language in COMMANDS and block.runs:
-            for command in block.commands():
-                run_command(command, tmp_path)
+            output = "".join(run_command(command, tmp_path) for command in block.commands())
+        elif block.printed and promised[block].language in COMMANDS:
+            assert shows(block.body, output), f"the commands of {name} print:\n{output}"
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if any(block.printed for block in blocks(TEXTS[name]))])
+def test_what_a_page_prints_stands_below_what_prints_it(name):
+    found = blocks(TEXTS[name])
+    for before, block in zip([None, *found], found, strict=False):
+        if block.printed:
+            assert before is not None, name
+            assert before.runs, name
+            assert before.language in COMMANDS or (before.language == "python" and not before.file), name
+
+
+def test_another_output_is_noticed():
+    assert shows("a\n...\nd\n", "a\nb\nc\nd\n")
+    assert shows("a\n...\n", "a\n")
+    assert not shows("a\n", "a\nb\n")
+    assert not shows("loss 0.1\n", "loss 0.2\n")
 
 
 @pytest.mark.parametrize("name", PAGES)
