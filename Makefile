@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 	&& { command -v "$$python"; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-repeat test-xla test-newest test-oldest test-accelerate lint format lock docs site reports parity optimizers trainer-table pictures bench bench-xla clean force
+.PHONY: help setup train test test-all test-repeat test-xla test-newest test-oldest test-accelerate lint format lock docs site dist reports parity optimizers trainer-table pictures bench bench-xla clean force
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -34,10 +34,13 @@ $(BIN)/python:
 $(STAMP): $(DECLARED) | $(BIN)/python
 	@echo "Installing into $(VENV): about a minute the first time."
 	$(BIN)/python -m pip install --quiet -r requirements-build.txt
+	@echo "1 of 2: torch, by far the largest"
 	$(BIN)/python -m pip install --quiet -c locks/dev.txt uv 'torch==2.13.*'
+	@echo "2 of 2: the distributions, what they need, and the tools of the tests"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation -r requirements-dev.txt \
 		|| $(BIN)/python -m pip install --quiet --no-build-isolation -r requirements-dev.txt
 	@touch $(STAMP)
+	@echo "Installed: $(CURDIR)/$(VENV)"
 
 train: $(STAMP)  ## the main job: handwritten digits on 2 processes; ends with its accuracy, checkpoint and picture
 	$(BIN)/drivetrain launch --config examples/ddp.yaml examples/digits.py
@@ -104,7 +107,12 @@ docs: $(STAMP)  ## renew what the documents say about the code
 	$(BIN)/python docs/generate.py
 
 site: $(STAMP)  ## the documents as a site, in runs/site/index.html
+	@echo "Writing the site: a minute or two the first time, seconds when a page has changed."
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d runs/site/.doctrees docs runs/site
+	@echo "The site: $(CURDIR)/runs/site/index.html"
+
+dist: $(STAMP)  ## wheels and sdists of all distributions, checked, in runs/dist
+	$(BIN)/python tests/packaging/dist.py
 
 # A report belongs to the cases and capabilities that it was made with; tests/house says when it is too old.
 BACKENDS := single dp ddp fsdp deepspeed megatron xla

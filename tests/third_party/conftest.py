@@ -20,7 +20,9 @@ class Environment:
     so that a file missing from a wheel is missing here.
     """
 
-    def __init__(self, folder):
+    PIP = ("python", "-m", "pip", "install", "--quiet", "--no-index")
+
+    def __init__(self, folder, *folders):
         self.folder = folder
         venv.create(folder, with_pip=False)
         (packages,) = (folder / "lib").glob("python*/site-packages")
@@ -28,11 +30,11 @@ class Environment:
             for entry in Path(kind).iterdir():
                 if "drivetrain" not in entry.name and entry.suffix != ".pth" and not (packages / entry.name).exists():
                     (packages / entry.name).symlink_to(entry)
-        self.install(ROOT / "core")
+        if folders:
+            self.install(*folders)
 
     def install(self, *folders):
-        command = ["python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-        self.run([*command, *folders], self.folder)
+        self.run([*self.PIP, "--no-deps", "--no-build-isolation", *folders], self.folder)
 
     def run(self, command, folder, *, limit=110, check=True):
         """Run one of the environment's programs in a folder."""
@@ -51,4 +53,10 @@ class Environment:
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory):
     """An environment with the core alone, for the tests of one file."""
+    return Environment(tmp_path_factory.mktemp("stranger") / "env", ROOT / "core")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An environment without anything of ours, for the tests of one file."""
     return Environment(tmp_path_factory.mktemp("stranger") / "env")

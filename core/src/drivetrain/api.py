@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from drivetrain.loop.model import call_plainly, plain_state_dict
     from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
     from drivetrain.loop.precision import autocast, cast_parameters, dtype_of, policy_for
-    from drivetrain.registry import get_registry
+    from drivetrain.registry import get_registry, pip_line
     from drivetrain.tracking.jsonl import json_value
 
 _HEAVY = {
@@ -89,7 +89,7 @@ _HEAVY = {
     "drivetrain.loop.model": ("call_plainly", "plain_state_dict"),
     "drivetrain.loop.placeholders": ("DummyOptim", "DummyScheduler"),
     "drivetrain.loop.precision": ("autocast", "cast_parameters", "dtype_of", "policy_for"),
-    "drivetrain.registry": ("get_registry",),
+    "drivetrain.registry": ("get_registry", "pip_line"),
     "drivetrain.tracking.jsonl": ("json_value",),
 }
 """Names that need torch, by the module that has them; some are modules themselves."""
@@ -162,6 +162,7 @@ __all__ = [
     "numbers_coordinate",
     "original_module",
     "pick_device",
+    "pip_line",
     "place_model",
     "plain_state_dict",
     "policy_for",

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -264,9 +265,72 @@ def _required(requirement: str) -> str:
     return re.split(r"[\s<>=!~;(]", requirement.strip(), maxsplit=1)[0].lower()
 
 
-def pip_line(extra: str) -> str:
-    """Return the command that installs one of the core's extras."""
-    return f'pip install "{CORE}[{extra}]"'
+def pip_line(extra: str, part: str = "") -> str:
+    """Return the command that installs one of the core's extras.
+
+    Where the core is an editable install from a clone, that is its folders in the clone: what belongs to a clone is
+    not on an index, or is not of the same day. Otherwise the published extra.
+
+    Args:
+        extra: of the core, or ``"NAME"``, which stands for any of them in a sentence.
+        part: an extra of the distribution ``drivetrain-<extra>``, for what it needs for this alone.
+    """
+    import shlex
+
+    clone = source_tree()
+    folders = [] if clone is None else _folders(clone, extra)
+    if not folders:
+        return f'pip install "{CORE}-{extra}[{part}]"' if part else f'pip install "{CORE}[{extra}]"'
+    if part:
+        folders[-1] += f"[{part}]"
+    return "pip install " + " ".join(f"--editable {shlex.quote(folder)}" for folder in folders)
+
+
+@cache
+def source_tree() -> Path | None:
+    """Return the root of the clone that the core is an editable install of; ``None`` if it was installed otherwise."""
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        text = metadata.distribution(CORE).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(text or "{}")
+    url = urlsplit(origin.get("url", ""))
+    if url.scheme != "file" or not origin.get("dir_info", {}).get("editable"):
+        return None
+    root = Path(unquote(url.path)).parent
+    return root if (root / "core/pyproject.toml").is_file() else None
+
+
+def _folders(clone: Path, extra: str) -> list[str]:
+    """The folders that an extra of the core is installed from, those that it needs first; empty if there is none."""
+    if extra == "NAME":
+        return [str(clone / "plugins/NAME")]
+    found: dict[str, None] = {}
+
+    def add(requirement: str) -> None:
+        name, _, extras = _required(requirement).partition("[")
+        folder = clone / "kit" if name == f"{CORE}-testing" else clone / "plugins" / name.removeprefix(f"{CORE}-")
+        if name == CORE or not name.startswith(f"{CORE}-") or not (folder / "pyproject.toml").is_file():
+            return
+        for needed in _project(folder)["dependencies"]:
+            if unmet_requirements([needed]):
+                add(needed)
+        found[f"{folder}[{extras}" if extras else str(folder)] = None
+
+    for requirement in _project(clone / "core").get("optional-dependencies", {}).get(extra, ()):
+        add(requirement)
+    return list(found)
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    """The table ``[project]`` of the distribution in a folder."""
+    import tomllib
+
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
 
 
 def unmet_requirements(requirements: Iterable[str]) -> list[tuple[str, str]]:

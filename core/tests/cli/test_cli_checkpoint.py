@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drivetrain.registry import get_registry
+from drivetrain.registry import get_registry, pip_line
 from drivetrain_testing import spawn
 
 
@@ -108,7 +108,7 @@ def test_convert_without_its_distribution_says_what_to_type(saved, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
     what = "reading and writing checkpoints of other libraries needs drivetrain-convert, which is not installed"
-    assert done.stderr == f"error: {what}. Run: pip install drivetrain-convert\n"
+    assert done.stderr == f"error: {what}. Run: {pip_line('convert')}\n"
 
 
 def test_looking_imports_no_torch(saved):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from drivetrain.registry import pip_line
+
 
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -25,4 +27,4 @@ def test_it_says_what_to_type(name, options):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
     what = f"{options[0]} needs drivetrain-{name}, which is not installed"
-    assert done.stderr == f"error: {what}. Run: pip install drivetrain-{name}\n"
+    assert done.stderr == f"error: {what}. Run: {pip_line(name)}\n"

@@ -56,15 +56,18 @@ def test_a_command_of_another_distribution_is_told_with_its_cure_where_that_is_n
     from drivetrain.registry import Registry
 
     monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
+    monkeypatch.setattr("drivetrain.registry.source_tree", lambda: None)
     run = CliRunner().invoke
     words = " ".join(run(Commands("drivetrain"), ["--help"]).output.split())
     assert "new-plugin Write a package that brings a backend of your own." in words
-    assert "Needs: pip install drivetrain-testing" in words
+    assert 'Needs: pip install "drivetrain[testing]"' in words
     done = run(Commands("drivetrain"), ["new-plugin", "mine"])
     assert done.exit_code == 2
-    assert "The subcommand 'new-plugin' is not installed. Run: pip install drivetrain-testing" in done.output
+    assert "The subcommand 'new-plugin' is not installed. Run: pip install \"drivetrain[testing]\"" in done.output
     done = run(Commands("drivetrain"), ["check", "train.py"])
-    assert "The subcommand 'check' is not installed. Run: pip install drivetrain-convert" in done.output
+    assert "The subcommand 'check' is not installed. Run: pip install \"drivetrain[convert]\"" in done.output
+    done = run(Commands("drivetrain"), ["plan", "choose"])
+    assert "The subcommand 'plan' is not installed. Run: pip install \"drivetrain[planner]\"" in done.output
 
 
 def test_the_version(drivetrain):
@@ -101,11 +104,28 @@ def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):
     assert "taken over" not in drivetrain("launch", "--help", PYTHONPATH=path).stdout
 
 
+def test_the_help_of_launch_has_an_example_and_every_option_once_in_its_group(drivetrain):
+    from drivetrain.cli.launch import GROUPS, launch
+
+    words = drivetrain("launch", "--help").stdout
+    places = [words.index(f"\n{title}:\n") for title in ("Example", *GROUPS, "Other")]
+    assert places == sorted(places)
+    assert "drivetrain launch --config train.yaml train.py" in words
+    grouped = [name for names in GROUPS.values() for name in names]
+    options = [each.name for each in launch.params if each.param_type_name == "option"]
+    assert sorted(grouped) == sorted(options), "an option of its own group, and no other"
+    assert words.partition("\nOther:\n")[2].split()[:2] == ["-h,", "--help"]
+
+
 def test_backends_as_text_and_as_json(drivetrain):
     import json
 
     words = drivetrain("backends").stdout
     assert "single  ready  [drivetrain " in words
+    can = words.partition("single  ready")[2].splitlines()[1]
+    assert can.startswith("    one process; mixed_precision no, bf16, fp16; ")
+    assert "; saves while training goes on: " in can
+    assert "async_save" not in words
     rows = {row["name"]: row for row in json.loads(drivetrain("backends", "--json").stdout)}
     single = rows["single"]
     assert (single["ready"], single["distribution"], single["api"]) == (True, "drivetrain", CONTRACT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drivetrain.registry import pip_line
+
 
 def test_an_unmet_requirement_is_named_with_what_is_there(toys):
     toys.add("needy", more=", requires=('no-such-thing>=2', 'click>=1', 'pluggy>=99')")
@@ -84,4 +86,4 @@ def test_no_default_says_why_and_what_to_install(toys):
     assert kind == "BackendNotFoundError"
     assert "no installed backend can train over 4 processes without being named; installed: best, single" in sentence
     assert "no toy drive" in sentence
-    assert 'pip install "drivetrain[NAME]"' in sentence
+    assert pip_line("NAME") in sentence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.api import CONTRACT
+from drivetrain.api import CONTRACT, pip_line
 
 
 def test_a_sound_plugin_is_found_by_name_and_alias_in_any_case(toys):
@@ -140,7 +140,7 @@ registry = Registry([point for point in points if "deepspeed" not in point.value
 
 def test_a_name_that_is_not_installed_and_that_core_knows_gives_the_pip_command(toys):
     _, sentence = toys.ask(f"{WITHOUT_DEEPSPEED}answer = registry.info('DEEPSPEED').name")
-    assert sentence.endswith('Run: pip install "drivetrain[deepspeed]"')
+    assert sentence.endswith(f"Run: {pip_line('deepspeed')}")
 
 
 def test_a_typo_is_guessed_among_names_and_aliases(toys):
@@ -153,9 +153,7 @@ def test_a_typo_is_guessed_among_names_and_aliases(toys):
 
 def test_a_typo_of_what_is_not_installed_is_guessed_with_the_pip_command(toys):
     _, sentence = toys.ask(f"{WITHOUT_DEEPSPEED}answer = registry.resolve('deepsped')")
-    assert sentence.endswith(
-        "Did you mean 'deepspeed'? It is not installed; run: pip install \"drivetrain[deepspeed]\""
-    )
+    assert sentence.endswith(f"Did you mean 'deepspeed'? It is not installed; run: {pip_line('deepspeed')}")
 
 
 def test_a_name_like_no_other_points_to_the_list_and_to_broken_plugins(toys):

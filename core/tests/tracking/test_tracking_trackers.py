@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 
 import pytest
 
 from drivetrain.errors import UsageError
 from drivetrain.logging import set_rank
-from drivetrain.registry import Registry
+from drivetrain.registry import Registry, pip_line
 from drivetrain.tracking import GeneralTracker, Trackers, on_main_process, register_tracker_class
 
 
@@ -200,7 +201,7 @@ def test_mistakes(ask, message):
 
 def test_what_is_not_installed_gives_the_line_to_type(monkeypatch):
     monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
-    with pytest.raises(UsageError, match=r"'wandb' is not installed\. Run: pip install .drivetrain.wandb"):
+    with pytest.raises(UsageError, match=rf"'wandb' is not installed\. Run: {re.escape(pip_line('wandb'))}"):
         Trackers("wandb")
     register_tracker_class(Memory)
     assert Trackers("all", "somewhere").names == ["jsonl", "memory"]

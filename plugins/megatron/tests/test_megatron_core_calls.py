@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import BackendBlockedError, UnsupportedError, UsageError
+from drivetrain.api import BackendBlockedError, UnsupportedError, UsageError, pip_line
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine.parallel_state import check
 from drivetrain_megatron.core_engine.rearranging import EXPERTS_OUT, GATED, TRANSPOSED, heads, packed_heads, padded_rows
@@ -277,9 +278,8 @@ def test_keys_of_the_other_engine_are_refused() -> None:
 def test_an_engine_that_is_absent_or_another_release_is_told_with_the_pip_command(monkeypatch) -> None:
     section = MegatronConfig(engine="megatron_core")
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
-    with pytest.raises(
-        BackendBlockedError, match=r'0\.99\.1 is installed(?s:.*)pip install "drivetrain-megatron\[core\]"'
-    ):
+    cure = re.escape(pip_line("megatron", "core"))
+    with pytest.raises(BackendBlockedError, match=rf"0\.99\.1 is installed(?s:.*){cure}"):
         check(section)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendBlockedError, match="not installed"):

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, pip_line
 from drivetrain_megatron.commands import plan
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.planner.actions import Action, ActionLists, parse
@@ -459,7 +459,7 @@ class TestDrawings:
         from drivetrain_megatron.planner.picture import write
 
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UsageError, match=r'pip install "drivetrain-megatron\[plot\]"'):
+        with pytest.raises(UsageError, match=re.escape(pip_line("megatron", "plot"))):
             write(simulate(gpipe(1, 1), costs([1.0])), tmp_path / "drawn.png", title="")
 
 

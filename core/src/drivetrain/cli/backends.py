@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
-@click.option("-v", "--verbose", is_flag=True, help="With all capabilities, and the traceback of what is broken.")
+@click.option("-v", "--verbose", is_flag=True, help="With what authors declared, and the traceback of what is broken.")
 def backends(as_json: bool, verbose: bool) -> None:
     """List the backends: whose they are, what they can do, ready or why not and the cure."""
     from drivetrain.registry import get_registry
@@ -44,21 +44,39 @@ def plain(report: BackendReport, *, verbose: bool) -> str:
     shown = click.style(state, fg={"ready": "green", "blocked": "yellow", "broken": "red"}[state])
     lines = [f"{report.name}  {shown}  [{owner}]  {report.summary}".rstrip()]
     lines += [f"    {remark}" for remark in (report.why, report.cure) if remark]
-    lines += [f"    can: {', '.join(abilities(report, verbose=verbose))}"] if report.capabilities else []
+    if report.capabilities:
+        lines += [f"    {line}" for line in (words(report), *(declared(report) if verbose else ())) if line]
     lines += [f"    {line}" for line in report.traceback.rstrip().splitlines()] if verbose else []
     return "\n".join(lines)
 
 
-def abilities(report: BackendReport, *, verbose: bool) -> list[str]:
-    """Return the capabilities that a backend declares: flags that are set, then sets."""
+QUESTIONS = {
+    "saves while training goes on": "async_save",
+    "LocalSGD": "replicated",
+    "ranks with fewer batches (join_uneven_inputs)": "join_uneven_inputs",
+    "one optimizer for several models": "optimizer_spans_models",
+}
+"""What users ask of a backend, with the capability that answers."""
+
+
+def words(report: BackendReport) -> str:
+    """Return what a backend can do, in a user's words."""
+    can = report.capabilities
+    assert can is not None
+    parts = ["several processes" if can.multi_process else "one process"]
+    precisions = sorted(can.precisions, key=lambda each: (each != "no", each))
+    parts += [f"mixed_precision {', '.join(precisions)}"] if precisions else []
+    parts += [f"mesh {', '.join(sorted(can.mesh_axes))}"] if can.mesh_axes else []
+    parts += [f"devices {', '.join(sorted(can.devices))}"] if can.devices else []
+    parts += [f"{question}: {'yes' if getattr(can, flag) else 'no'}" for question, flag in QUESTIONS.items()]
+    return "; ".join(parts)
+
+
+def declared(report: BackendReport) -> list[str]:
+    """Return what the author of a backend declared: the flags of its capabilities, contract and aliases."""
     assert report.capabilities is not None
     values = dataclasses.asdict(report.capabilities)
-    words = [name for name, value in values.items() if value is True]
-    sets = {name: value for name, value in values.items() if isinstance(value, frozenset) and value}
-    if not verbose:
-        sets = {name: sets[name] for name in ("precisions", "mesh_axes") if name in sets}
-    words += [f"{name}: {'/'.join(sorted(value))}" for name, value in sets.items()]
-    if verbose:
-        words += [f"not {name}" for name, value in values.items() if value is False]
-        words += [f"contract {report.api}", *(f"alias {alias}" for alias in report.aliases)]
-    return words
+    flags = [name if value else f"not {name}" for name, value in values.items() if isinstance(value, bool)]
+    sets = [f"{name} {'/'.join(sorted(each))}" for name, each in values.items() if isinstance(each, frozenset) and each]
+    lines = [f"declares: {', '.join([*flags, *sets])}; contract {report.api}"]
+    return [*lines, *([f"also written: {', '.join(report.aliases)}"] if report.aliases else [])]

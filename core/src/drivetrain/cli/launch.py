@@ -33,8 +33,37 @@ _HELP_ON_A_SECTION = 2
 """Words after ``launch``: the option and the section."""
 
 
+GROUPS = {
+    "Common": ("config_file", "distributed_type", "num_processes", "mixed_precision", "cpu", "settings", "printed"),
+    "Training": ("gradient_accumulation_steps", "max_restarts", "debug"),
+    "Accelerators": ("accelerator_ids", "device_order"),
+    "Several machines": ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
+    "Output of the ranks": ("local_ranks_filter", "log_dir", "tee", "redirects", "role", "quiet"),
+    "What SCRIPT is": ("module", "no_python", "trainer"),
+    "Clusters": ("slurm", "kubernetes", "kubernetes_kind", "image"),
+}
+"""Options by what they are about, those first that most people need. Others stand behind, with ``--help``."""
+
+EXAMPLE = """Example:
+  drivetrain launch --config train.yaml train.py --epochs 3
+  drivetrain launch --distributed_type fsdp --num_processes 2 --cpu train.py --epochs 3
+"""
+
+
 class Launch(click.Command):
-    """A command that explains sections, and whose errors suggest what to write instead of another launcher's option."""
+    """A command that explains sections, and whose errors suggest what to write instead of another launcher's option.
+
+    Its help shows an example, then the options in groups.
+    """
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\n{EXAMPLE}")
+        records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([records.pop(name) for name in names])
+        with formatter.section("Other"):
+            formatter.write_dl(list(records.values()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if len(args) == _HELP_ON_A_SECTION and args[0] in ("-h", "--help") and not args[1].startswith("-"):

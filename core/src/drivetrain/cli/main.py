@@ -30,10 +30,11 @@ COMMANDS = {
 """The core's subcommands: where each is, and its line in the help."""
 
 ELSEWHERE = {
-    "check": ("drivetrain-convert", "Read a script without running it; say what to change."),
-    "new-plugin": ("drivetrain-testing", "Write a package that brings a backend of your own."),
+    "check": ("convert", "Read a script without running it; say what to change."),
+    "new-plugin": ("testing", "Write a package that brings a backend of your own."),
+    "plan": ("planner", "Choose a backend and its settings for a model; show memory, layouts, schedules."),
 }
-"""Subcommands that come with another distribution of ours: which one, and their line in the help without it."""
+"""Subcommands that come with another distribution of ours: its extra, and their line in the help without it."""
 
 
 class Commands(click.Group):
@@ -60,7 +61,9 @@ class Commands(click.Group):
         if not name.startswith("-") and self.get_command(ctx, name) is None and not ctx.resilient_parsing:
             known = self.list_commands(ctx)
             if name in ELSEWHERE:
-                ctx.fail(f"The subcommand {name!r} is not installed. Run: pip install {ELSEWHERE[name][0]}")
+                from drivetrain.registry import pip_line
+
+                ctx.fail(f"The subcommand {name!r} is not installed. Run: {pip_line(ELSEWHERE[name][0])}")
             guess = did_you_mean(name, known) or f"There are: {', '.join(known)}."
             ctx.fail(sentences(f"There is no subcommand {name!r}.", guess))
         return super().resolve_command(ctx, args)
@@ -70,11 +73,11 @@ class Commands(click.Group):
         for name in self.list_commands(ctx):
             line = COMMANDS[name][1] if name in COMMANDS else self.commands[name].get_short_help_str(limit=100)
             rows.append((name, line))
-        rows += [
-            (name, f"{line} Needs: pip install {distribution}")
-            for name, (distribution, line) in ELSEWHERE.items()
-            if name not in self.commands
-        ]
+        missing = [name for name in ELSEWHERE if name not in self.commands]
+        if missing:
+            from drivetrain.registry import pip_line
+
+            rows += [(name, f"{ELSEWHERE[name][1]} Needs: {pip_line(ELSEWHERE[name][0])}") for name in missing]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
 

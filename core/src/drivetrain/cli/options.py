@@ -76,9 +76,9 @@ def check_installed(name: str, what: str) -> None:
         UsageError: with the command that installs it.
     """
     if find_spec(f"drivetrain_{name}") is None:
-        raise UsageError(
-            f"{what} needs drivetrain-{name}, which is not installed", cure=f"Run: pip install drivetrain-{name}"
-        )
+        from drivetrain.registry import pip_line
+
+        raise UsageError(f"{what} needs drivetrain-{name}, which is not installed", cure=f"Run: {pip_line(name)}")
 
 
 def chosen_file(config_file: str | None) -> tuple[str | None, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.api import CheckpointError
+from drivetrain.api import CheckpointError, pip_line
 from drivetrain_convert import SavedModel
 from drivetrain_deepspeed.nativeflat import Flat, Rooms, flats_of
 
@@ -282,7 +282,7 @@ def _theirs() -> dict[str, Any]:
     except ImportError as problem:
         raise CheckpointError(
             f"writing DeepSpeed's checkpoints needs DeepSpeed: {problem}",
-            cure='Type: pip install "drivetrain[deepspeed]". Reading them works without.',
+            cure=f"Type: {pip_line('deepspeed')}. Reading them works without.",
         ) from problem
     return {
         "version": version,

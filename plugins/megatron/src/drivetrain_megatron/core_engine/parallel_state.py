@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from drivetrain.api import BackendBlockedError, Topology, UsageError, numbers_coordinate
+from drivetrain.api import BackendBlockedError, Topology, UsageError, numbers_coordinate, pip_line
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine import alone, private_names
 from drivetrain_megatron.tensor.collectives import Ring
@@ -34,7 +34,7 @@ def check_installed(who: str) -> None:
     Raises:
         BackendBlockedError: it is not.
     """
-    cure = 'pip install "drivetrain-megatron[core]"'
+    cure = pip_line("megatron", "core")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise BackendBlockedError(f"{who} needs Megatron-Core, which is not installed", cure=cure)
     version = metadata.version("megatron-core")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, pip_line
 from drivetrain_megatron.planner.simulate import Bar, Timeline
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def write(timeline: Timeline, path: Path, *, title: str, unit: str = "") -> None
     except ImportError as error:
         raise UsageError(
             "a picture needs matplotlib, which is not installed",
-            cure='Type: pip install "drivetrain-megatron[plot]". The drawing on the terminal needs nothing.',
+            cure=f"Type: {pip_line('megatron', 'plot')}. The drawing on the terminal needs nothing.",
         ) from error
     # No pyplot: nothing global is touched, no window system is asked for.
     shortest = min(bar.end - bar.start for bars in timeline.bars for bar in bars if bar.end > bar.start)
