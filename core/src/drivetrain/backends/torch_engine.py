@@ -68,7 +68,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def note(self, optimizer: Optimizer, *, overflow: bool) -> None:
         """Record for :meth:`update` whether this optimizer's gradients overflowed on any rank. Not collective."""
-        flags = self._found_inf_per_device(optimizer)
+        flags: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
         if not flags:  # this rank has none of them
             device = torch.device(self._device)
             flags[device] = torch.zeros((), device=device)

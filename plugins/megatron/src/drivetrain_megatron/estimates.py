@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -336,7 +337,7 @@ class _Traced:
     backward: Sequence[TraceEvent]
     trace: Trace
     sent: Sequence[tuple[str, int]]
-    changed: Set[str]
+    changed: AbstractSet[str]
 
     @property
     def kept(self) -> int:
@@ -533,7 +534,8 @@ class _Pipeline(_Layout):
         ranks: list[set[str]] = [set() for _ in lists.ranks]
         for stage, rank in enumerate(lists.owner):
             ranks[rank] |= each[stage].changed
-        uneven = sorted(set.union(*ranks) - set.intersection(*ranks))
+        everywhere, somewhere = set(ranks[0]).intersection(*ranks[1:]), set[str]().union(*ranks)
+        uneven = sorted(somewhere - everywhere)
         if uneven and self._parts > 1:
             raise UnsupportedError(
                 f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: its "

@@ -58,8 +58,8 @@ class Ring:
             return plain
         if plain.is_leaf:
             return _Enter.apply(plain, self)  # type: ignore[no-any-return, no-untyped-call]
-        # Layers that read the same tensor share one reduction of its gradient. What they read is a view of the tensor and
-        # holds it; a reference back would keep both for ever, since Python's collector does not see a view's base.
+        # Layers that read the same tensor share one reduction of its gradient. What they read is a view of the tensor
+        # and holds it; a reference back would keep both for ever, since Python's collector does not see a view's base.
         known = plain.__dict__.get("_entered")
         if known is not None and known[0] is self and known[1] == plain._version:  # noqa: SLF001 (documented)
             again: Tensor | None = known[2]()
