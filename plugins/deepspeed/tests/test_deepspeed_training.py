@@ -446,3 +446,65 @@ def test_two_optimizers_of_one_parameter_are_refused_and_the_advice_works(stage:
         if weight is not None:
             torch.testing.assert_close(weight, model[2].weight.detach(), atol=1e-6, rtol=1e-5)
         assert "takes no group afterwards" in added
+
+
+def momentum_read_and_written(stage: int | None, folder: str, several: bool) -> tuple[list[Tensor], list[str], Any]:
+    """Two steps; between them the momentum of a weight is read and halved. ``None`` does it in plain torch."""
+    model, x, loss = overlapping()
+
+    def sgd(part: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+
+    optimizers: list[Any] = [sgd(model[0]), sgd(model[2])] if several else [sgd(model)]
+    accelerator: Any = None
+    if stage is not None:
+        accelerator = accelerator_with({"zero_stage": stage}, folder)
+        model, *optimizers = accelerator.prepare(model, *optimizers)
+        x = x.chunk(accelerator.num_processes)[accelerator.process_index]
+    last, weight = optimizers[-1], model[2].weight
+    seen: list[Tensor] = []
+    said: list[str] = []
+    for number in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if accelerator is None:
+            loss(model(x)).backward()
+        else:
+            accelerator.backward(loss(model(x)))
+        for optimizer in optimizers:
+            optimizer.step()
+        if number:
+            break
+        if accelerator is None:
+            seen.append(last.state[weight]["momentum_buffer"].clone())
+            last.state[weight]["momentum_buffer"] *= 0.5
+            continue
+        for ask in (
+            lambda: last.state[weight]["momentum_buffer"],
+            lambda: weight in last.state,
+            lambda: last.state.get(weight),
+            lambda: last.state.pop(weight),
+            lambda: last.state.__setitem__(weight, {}),
+        ):
+            try:
+                ask()
+            except UnsupportedError as refused:
+                said.append(str(refused))
+        from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+        seen.append(safe_get_full_optimizer_state(weight, "momentum_buffer"))
+        safe_set_full_optimizer_state(weight, 0.5 * seen[0], "momentum_buffer")
+    state = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return seen, said, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_of_a_parameter_is_refused_and_the_advice_works(stage: int, several: bool, tmp_path: Path) -> None:
+    (expected,), _, weights = momentum_read_and_written(None, "", several)
+    for (found,), said, state in spawn(momentum_read_and_written, 2, stage, str(tmp_path), several):
+        assert len(said) == 5
+        assert all("the parameter 2.weight of Sequential" in words for words in said)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5)
