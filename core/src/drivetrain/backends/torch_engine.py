@@ -66,12 +66,11 @@ class LossScaler(torch.amp.GradScaler):
     part overflowed, and to :meth:`note` it.
     """
 
-    def note(self, optimizer: Optimizer, *, overflow: bool) -> None:
+    def note(self, optimizer: Optimizer, device: str, *, overflow: bool) -> None:
         """Record for :meth:`update` whether this optimizer's gradients overflowed on any rank. Not collective."""
         flags: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
         if not flags:  # this rank has none of them
-            device = torch.device(self._device)
-            flags[device] = torch.zeros((), device=device)
+            flags[torch.device(device)] = torch.zeros((), device=device)
         for flag in flags.values():
             flag.fill_(overflow)
 
@@ -245,7 +244,7 @@ class TorchEngine:
                 owner = next((owner for owner, each in self._owned() if each is optimizer), None)
                 kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer, stepped=True)
                 multiply_gradients(kept, self.scaler.get_scale())
-                self.scaler.note(optimizer, overflow=not self._norms.pop(number, (None, True))[1])
+                self.scaler.note(optimizer, self.device, overflow=not self._norms.pop(number, (None, True))[1])
                 self._scale_is_due = True
         self._unscaled.clear()
         self._move_scale()
@@ -341,7 +340,7 @@ class TorchEngine:
         first = id(optimizer) not in self._stepped
         overflow = overflow or self._stepped.get(id(optimizer), False)
         if overflow or not flags:
-            self.scaler.note(optimizer, overflow=overflow)
+            self.scaler.note(optimizer, self.device, overflow=overflow)
         with stepping():
             if flags and first:
                 self.scaler.step(optimizer)
