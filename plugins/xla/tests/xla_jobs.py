@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config, set_seed
-from drivetrain.errors import DrivetrainError
+from drivetrain.api import DrivetrainError
 
 GLOBAL_BATCH, STEPS, WIDTH, WORDS = 8, 6, 32, 12
 

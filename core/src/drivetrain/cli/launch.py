@@ -35,7 +35,7 @@ _HELP_ON_A_SECTION = 2
 
 GROUPS = {
     "Common": ("config_file", "distributed_type", "num_processes", "mixed_precision", "cpu", "settings", "printed"),
-    "Training": ("gradient_accumulation_steps", "max_restarts", "debug"),
+    "Training": ("gradient_accumulation_steps", "check_plan", "max_restarts", "debug"),
     "Accelerators": ("accelerator_ids", "device_order"),
     "Several machines": ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
     "Output of the ranks": ("local_ranks_filter", "log_dir", "tee", "redirects", "role", "quiet"),
