@@ -61,7 +61,11 @@ class FlatParameters:
         """One flat gradient; zero where a parameter has none."""
         self.lay_out()
         home = self.values.untyped_storage().data_ptr()
-        assert all(each.untyped_storage().data_ptr() == home for each in self.held), "a parameter left the buffer"
+        if any(each.untyped_storage().data_ptr() != home for each in self.held):
+            raise UnsupportedError(
+                "a parameter was given other memory after prepare, and no step would reach it in the flat buffer",
+                cure="Write into the parameter: `with torch.no_grad(): p.copy_(values)`.",
+            )
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.held]
         return torch.cat([each.flatten() for each in gradients] or [torch.zeros(0)])
 

@@ -85,6 +85,34 @@ class TrainsACopy(Mistake):
             return result
 
 
+class ReadsMemory(Mistake):
+    """Averages gradients as they lie in memory, and takes the means for values in the order that ``prepare`` found."""
+
+    caught_by = ("scripts.weights_of_other_strides",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.strides = [each.stride() for each in self.flat.held]
+
+        def average(self) -> None:
+            for parameter, strides in zip(self.flat.held, self.strides, strict=True):
+                if parameter.grad is not None:
+                    mean = self.backend.reduce(parameter.grad.as_strided((parameter.numel(),), (1,)).clone(), "mean")
+                    parameter.grad.copy_(mean.as_strided(parameter.shape, strides))
+            self.local.reduced()
+
+
+class KeepsEveryOptimizer(Mistake):
+    """Does not forget an optimizer that a later one replaces."""
+
+    caught_by = ("scripts.later_optimizers",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def remove_optimizer(self, optimizer: Optimizer) -> None:
+            pass
+
+
 class RunsHooksOnParts(Mistake):
     """Lets autograd call the script's hooks on parameters with the gradient of one rank's samples."""
 

@@ -40,7 +40,8 @@ QUICK_CASES = {
     "deferred": "value_before_backward unrecordable_is_refused",
     "scripts": (
         "the_model_is_the_users methods_that_call_the_model methods_that_do_not parameters_that_are_written "
-        "gradients_that_are_edited hooks_of_parameters forwards_that_write state_dicts"
+        "weights_of_other_strides later_optimizers gradients_that_are_edited hooks_of_parameters forwards_that_write "
+        "state_dicts"
     ),
     "honesty": (
         "one_process_only unlisted_mesh_axes unlisted_precisions one_optimizer_per_model joins_uneven_inputs "

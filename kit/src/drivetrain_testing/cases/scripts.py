@@ -95,6 +95,20 @@ class InOneMemory(Encoder):
         return logits
 
 
+class Convolved(nn.Module):
+    """A convolution, whose weight has a second order in memory, and a square weight, which has a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, (1, 3), padding=(0, 1))
+        self.square, self.last = nn.Linear(12, 12), nn.Linear(12, models.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x.view(-1, 2, 1, 3))).flatten(1)
+        logits: Tensor = self.last(torch.tanh(self.square(hidden)))
+        return logits
+
+
 class Writing(Encoder):
     """Forward writes what it computes from its batch to a parameter."""
 
@@ -306,6 +320,31 @@ def parameters_that_are_written(kit: Kit) -> None:
 
 
 @case()
+def weights_of_other_strides(kit: Kit) -> None:
+    """Weights whose order in memory changes after ``prepare``: transposed, laid out anew, ``channels_last``."""
+
+    def transposes(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 1:
+            model.square.weight.data = model.square.weight.data.t()
+
+    def lays_out_anew(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 2:
+            model.square.weight.data = model.square.weight.data.t().contiguous().t()
+
+    def takes_channels_last(model: Any, _optimizer: Any, step: int) -> None:
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
+
+    said = {
+        transposes: "a script that transposes a weight",
+        lays_out_anew: "a script that lays out a weight anew",
+        takes_channels_last: "channels_last after prepare",
+    }
+    for between, what in said.items():
+        compare(kit, what, kind=Convolved, between=between)
+
+
+@case()
 def gradients_that_are_edited(kit: Kit) -> None:
     """``p.grad.mul_``, and torch's own ``clip_grad_norm_``, between a backward and its step."""
 
@@ -457,6 +496,48 @@ def parameters_in_one_memory(kit: Kit) -> None:
 
 
 @case()
+def later_optimizers(kit: Kit) -> None:
+    """The head is trained first, then all by a new optimizer, which replaces the first: also in what is saved."""
+
+    def first(model: Any) -> Any:
+        return SGD(model.head.parameters(), lr=0.5, momentum=0.9)
+
+    def second(model: Any) -> Any:
+        return SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+    accelerator = kit.accelerator()
+    batches, plain = list(_batches()), _built(Encoder)
+    steps = first(plain)
+    for step, (x, y) in enumerate(batches):
+        if step == 1:
+            steps = second(plain)
+        backward(_plainly(plain, x, y))
+        steps.step()
+        plain.zero_grad()
+    model = _built(Encoder)
+    optimizer: Any = first(model)
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step, (x, y) in enumerate(batches):
+            if step == 1:
+                optimizer = accelerator.prepare(second(model))
+            if step == len(batches) - 1:
+                accelerator.save_state(str(kit.shared / "later"))
+            accelerator.backward(_plainly(model, *share(accelerator, x, y)))
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        found = full_state(accelerator, model)
+    except (UnsupportedError, UsageError):
+        return
+    _assert_trained(found, plain, kit, "an optimizer that replaces an earlier one")
+    accelerator.load_state(str(kit.shared / "later"))
+    accelerator.backward(_plainly(model, *share(accelerator, *batches[-1])))
+    optimizer.step()
+    _assert_trained(full_state(accelerator, model), plain, kit, "a resume of an optimizer that replaces an earlier one")
+
+
+@case()
 def copies(kit: Kit) -> None:
     """A deep copy, and what is pickled and read again, has the whole weights and the user's class, or is refused."""
     accelerator = kit.accelerator()
@@ -534,6 +615,7 @@ def three_ranks(kit: Kit) -> None:
     for one in (
         methods_that_do_not,
         parameters_that_are_written,
+        weights_of_other_strides,
         gradients_that_are_edited,
         hooks_of_parameters,
         tensors_of_no_model,
