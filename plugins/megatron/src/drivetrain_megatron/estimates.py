@@ -612,8 +612,8 @@ class _Pipeline(_Layout):
         ]
 
 
-_REPLAYED = ("gpipe", "1f1b", "interleaved_1f1b")
-"""Schedules that run a backward in one piece."""
+_REPLAYED = ("gpipe", "1f1b")
+"""Schedules that were compared with what real ranks hold."""
 
 _MIX_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
