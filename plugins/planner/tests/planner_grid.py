@@ -118,7 +118,6 @@ def combinations() -> list[Combination]:
         for model in ("gpt2", "llama", "qwen3_moe")
         for schedule in ("gpipe", "1f1b")
     ]
-    found += [Combination(model, "tp 2 x pp 2, 1f1b, 4 micro-batches", 4) for model in ("gpt2", "llama")]
     found += [Combination("gpt2", "tp 2, 2 replicas", 4)]
     found += [Combination("llama", "pp 2, 2 replicas, 1f1b, 4 micro-batches", 4)]
     return found

@@ -86,7 +86,13 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
         ("gpt2", 2, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}, "schedule: zero_bubble is not modelled"),
         ("gpt2", 2, {"pipeline_parallel_size": 2, "split_points": ["nowhere"]}, "is not a module of the model"),
         ("gpt2", 4, {"pipeline_parallel_size": 4, "num_micro_batches": 2}, "does not take 2 micro-batches"),
-        ("gpt2", 4, {"tensor_parallel_size": 2, "data_parallel": "fsdp"}, "data_parallel: fsdp"),
+        (
+            "gpt2",
+            4,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel": "fsdp"},
+            "data_parallel: fsdp",
+        ),
+        ("gpt2", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp and pp together are not modelled"),
         ("resnet", 2, {"pipeline_parallel_size": 2}, "BatchNorm2d computes with all samples of a batch"),
     ],
 )
