@@ -58,7 +58,8 @@ class Launch(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\n{EXAMPLE}")
-        records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        records = {each.name: record for each in options if (record := each.get_help_record(ctx))}
         for title, names in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([records.pop(name) for name in names])
