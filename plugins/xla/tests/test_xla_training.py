@@ -113,17 +113,3 @@ def test_devices_as_threads_are_refused_with_what_to_do():
 def test_a_batch_that_comes_beside_a_running_graph_is_whole():
     """Between one and eleven of these 600 batches were read half made while the loader's thread used ``tensor.to``."""
     assert spawn(jobs.brought, 1, 100)[0] == 0
-
-
-# torch deprecates TorchScript, whose modules are refused.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("devices", [1, 4])
-def test_nothing_outlives_a_trial(devices):
-    """After ``free_memory``, ``clear`` and the accelerator's end nothing refers to what a trial prepared."""
-    mesh = {"dp_shard": 4} if devices == 4 else {}
-    assert spawn(jobs.alive_after_trials, 1, mesh, env={"CPU_NUM_DEVICES": str(devices)}) == [[]]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_nothing_outlives_a_trial_of_two_processes():
-    assert spawn(jobs.alive_after_trials, 2, {}) == [[], []]

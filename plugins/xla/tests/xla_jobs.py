@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import tempfile
 import warnings
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config, set_seed
-from drivetrain.api import DrivetrainError
 
 GLOBAL_BATCH, STEPS, WIDTH, WORDS = 8, 6, 32, 12
 
@@ -366,65 +363,3 @@ def brought(passes: int) -> int:
             for (batch,), scores in zip(loader, expected, strict=True):
                 wrong += not torch.allclose(accelerator.gather_for_metrics(model(batch)).cpu(), scores, atol=1e-4)
     return wrong
-
-
-ENDS = ("the data", "a break", "an exception", "a refused prepare", "cleared")
-
-
-def _trial(accelerator: Accelerator, end: str) -> dict[str, weakref.ref[Any]]:
-    """Train until the data or something else ends it; all strong references end with the call."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    data = TensorDataset(torch.randn(16, 8), torch.randint(4, (16,)))
-    loader: Any = DataLoader(data, batch_size=8 // accelerator.backend.topology.dp_size, shuffle=True)
-    known = {"model": model, "layer": model[0], "optimizer": optimizer, "data": data, "loader": loader}
-    known |= {"scheduler": scheduler, "weight": model[0].weight}
-    refs = {name: weakref.ref(one) for name, one in known.items()}
-    if end == "a refused prepare":
-        try:
-            accelerator.prepare(model, optimizer, loader, torch.jit.trace(nn.Linear(3, 3), torch.ones(1, 3)))
-        except DrivetrainError:
-            return refs
-    prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
-    model, optimizer, loader, scheduler = prepared
-    refs |= {f"prepared {index}": weakref.ref(one) for index, one in enumerate(prepared)}
-    refs["weight on the device"] = weakref.ref(model[0].weight)
-    try:
-        for number, (x, y) in enumerate(loader):
-            if end == "an exception" and number:
-                raise ZeroDivisionError
-            accelerator.backward(F.cross_entropy(model(x), y))
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            if number == 0:
-                refs["moment"] = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
-            if end == "a break":
-                break
-    except ZeroDivisionError:
-        return refs
-    model.eval()
-    with torch.no_grad():
-        for x, y in loader:
-            accelerator.gather_for_metrics((model(x), y))
-    accelerator.get_state_dict(model)
-    return refs
-
-
-def alive_after_trials(mesh: Mapping[str, int]) -> list[str]:
-    """What outlives each of some trials of a search, by how it ended; and the accelerator's end."""
-    accelerator = make("xla", mesh)
-    alive: list[str] = []
-    for end in ENDS:
-        refs = _trial(accelerator, end)
-        accelerator.clear() if end == "cleared" else accelerator.free_memory()
-        gc.collect()
-        alive += [f"after {end}: {name}" for name, one in refs.items() if one() is not None]
-    refs = _trial(accelerator, "the data")
-    accelerator.end_training()
-    del accelerator
-    gc.collect()
-    return alive + [f"after the end: {name}" for name, one in refs.items() if one() is not None]
