@@ -490,6 +490,8 @@ def momentum_read_and_written(stage: int | None, folder: str, several: bool) -> 
                 ask()
             except UnsupportedError as refused:
                 said.append(str(refused))
+        if several and stage < 3:
+            break
         from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
         seen.append(safe_get_full_optimizer_state(weight, "momentum_buffer"))
@@ -502,9 +504,14 @@ def momentum_read_and_written(stage: int | None, folder: str, several: bool) -> 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_of_a_parameter_is_refused_and_the_advice_works(stage: int, several: bool, tmp_path: Path) -> None:
     (expected,), _, weights = momentum_read_and_written(None, "", several)
-    for (found,), said, state in spawn(momentum_read_and_written, 2, stage, str(tmp_path), several):
+    for seen, said, state in spawn(momentum_read_and_written, 2, stage, str(tmp_path), several):
         assert len(said) == 5
         assert all("the parameter 2.weight of Sequential" in words for words in said)
+        if several and stage < 3:
+            # DeepSpeed finds no state of one of several optimizers here; the stage that is advised does, the next case.
+            assert all("under zero_stage: 3" in words for words in said)
+            continue
+        (found,) = seen
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5)

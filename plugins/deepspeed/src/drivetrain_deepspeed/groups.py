@@ -151,6 +151,18 @@ for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
     setattr(_Held, _name, _checked(_name, edits=True))
 
 
+_BY_PART = (
+    "On every rank read it whole by deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg'), or another of "
+    "its names, and write it by safe_set_full_optimizer_state(parameter, values, 'exp_avg'); "
+    "accelerator.save_state(folder) keeps all of it. zero_stage: 0 has it by parameter."
+)
+_BY_STAGE = (
+    "accelerator.save_state(folder) keeps all of it. zero_stage: 0 has it by parameter; under zero_stage: 3 "
+    "deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg') reads it, which in stages 1 and 2 finds that "
+    "of a model's only optimizer."
+)
+
+
 class _States(defaultdict[Any, Any]):
     """State by flat partition, of which a script asks for no parameter's.
 
@@ -160,15 +172,23 @@ class _States(defaultdict[Any, Any]):
         kind: the optimizer's class.
         guard: says whether the engine is at work.
         stage: of ZeRO.
+        alone: the model has one optimizer.
     """
 
     def __init__(
-        self, values: Mapping[Any, Any], parameters: Sequence[nn.Parameter], kind: str, guard: Guard, stage: int
+        self,
+        values: Mapping[Any, Any],
+        parameters: Sequence[nn.Parameter],
+        kind: str,
+        guard: Guard,
+        stage: int,
+        *,
+        alone: bool,
     ) -> None:
         super().__init__(dict, values)
         # An identity may be given again once a parameter is gone.
         self._parameters = {id(each): weakref.ref(each) for each in parameters}
-        self._kind, self._guard, self._stage = kind, guard, stage
+        self._kind, self._guard, self._stage, self._alone = kind, guard, stage, alone
 
     def check(self, key: Any) -> None:
         """Raise where this is a parameter of the script's, and it is not the engine that asks."""
@@ -178,9 +198,7 @@ class _States(defaultdict[Any, Any]):
         raise UnsupportedError(
             f"`state` of {self._kind} was asked for that of {self._guard.named(id(key))}, and ZeRO stage {self._stage} "
             "keeps it in flat parts over the ranks",
-            cure="On every rank read it whole by deepspeed.utils.safe_get_full_optimizer_state(parameter, 'exp_avg'), "
-            "or another of its names, and write it by safe_set_full_optimizer_state(parameter, values, 'exp_avg'); "
-            "accelerator.save_state(folder) keeps all of it. zero_stage: 0 has it by parameter.",
+            cure=_BY_PART if self._stage == 3 or self._alone else _BY_STAGE,
         )
 
     def copy(self) -> Any:
@@ -223,5 +241,6 @@ def refuse_states(
     for optimizer in optimizers:
         before = optimizer.state
         if id(before) not in made:
-            made[id(before)] = before, _States(before, every, type(optimizer).__name__, guard, stage)
+            kind = type(optimizer).__name__
+            made[id(before)] = before, _States(before, every, kind, guard, stage, alone=len(parameters) == 1)
         optimizer.state = made[id(before)][1]
