@@ -134,12 +134,13 @@ def draw_layouts(page: Path, path: Path) -> None:
             size = float(number) * UNITS[unit]
             axes.barh(position, size, left=begin, color=colour, label=part if position == 0 else None)
             begin += size
-        axes.text(begin, position, f" {begin:.1f}", va="center")
+        axes.text(begin, position, f" {cells['all'].split()[0]}", va="center")
     names = [row[0].removeprefix("layout ") for row in rows if len(row) == len(head)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set(title="What a rank holds: a Llama of 1.1 billion parameters on eight cards", xlabel="GiB on each rank")
-    axes.legend()
+    axes.margins(x=0.08)
+    axes.legend(loc="lower right")
     _save(figure, path)
 
 
