@@ -12,7 +12,7 @@ from drivetrain.errors import BackendNotFoundError, UsageError
 from drivetrain.launch import script, worker
 from drivetrain.launch.failures import read_failures
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.registry import Registry
+from drivetrain.registry import Registry, pip_line
 
 PLAN = LaunchPlan(2, 2, backend="ddp")
 
@@ -48,7 +48,7 @@ def test_a_check_needs_a_planner(monkeypatch):
     monkeypatch.setattr(script, "get_registry", lambda: Registry([]))
     with pytest.raises(BackendNotFoundError, match=r"plan\.check .* none is installed") as caught:
         script.predict(load_config(), PLAN)
-    assert "drivetrain[planner]" in str(caught.value)
+    assert pip_line("planner") in str(caught.value)
 
 
 def test_what_is_predicted_is_handed_on(planner):
@@ -60,7 +60,7 @@ def test_what_is_predicted_is_handed_on(planner):
     ("answer", "said"),
     [
         ("fsdp holds less", "fsdp holds less\n"),
-        (None, "drivetrain[planner]"),
+        (None, pip_line("planner")),
         (UsageError("no machine"), "What other layouts hold could not be predicted: no machine"),
     ],
 )

@@ -78,6 +78,18 @@ EXAMPLES = {
         ),
         asked={"length": 8192, "mixed_precision": "bf16"},
     ),
+    "Qwen3-30B-A3B": Example(
+        config=(
+            "Qwen3MoeConfig",
+            {
+                "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+                "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            },
+        ),
+        processes=16,
+        asked={"length": 4096, "mixed_precision": "bf16"},
+    ),
     "TinyLlama-1.1B": Example(
         config=(
             "LlamaConfig",
