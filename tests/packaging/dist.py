@@ -119,7 +119,8 @@ def of_sdist(names: set[str], project: dict[str, Any]) -> Iterator[str]:
     yield from (f"has no {name}" for name in needed if name not in names)
     if not any(name.startswith("tests/") for name in names):
         yield "has no tests"
-    folders = {"src", "tests"}
+    # Its tests need an environment of their own, and so does who runs them from the sdist.
+    folders = {"src", "tests", *(["environment"] if package == "drivetrain_xla" else [])}
     strangers = sorted(name for name in names if "/" in name and name.partition("/")[0] not in folders)
     yield from (f"holds {name}" for name in strangers[:3])
 
