@@ -322,7 +322,7 @@ def published() -> str:
 
 
 def surface() -> str:
-    """How each method of what is prepared ends, from the file that `run_scripts.py --surface --record` writes."""
+    """Return how each method of what is prepared ends, from what `run_scripts.py --surface --record` writes."""
     record = json.loads((ROOT / "tests/parity/surface.json").read_text(encoding="utf-8"))
     places = list(next(iter(record.values())))
     shown = {"same": "=", "refused": "refused", "raw error": "torch's error", "different": "differs"}

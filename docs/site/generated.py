@@ -211,7 +211,7 @@ def command(each: click.Command, path: str, parent: click.Context | None) -> Ite
 
 
 def changes() -> Iterator[str]:
-    """What is new: the fragments that the next release will collect, then the releases so far."""
+    """Return what is new: the fragments that the next release will collect, then the releases so far."""
     root = Path(__file__).parents[2]
     release = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["towncrier"]
     yield f"## Not released yet: {release['version']}\n"

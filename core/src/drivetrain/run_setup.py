@@ -49,7 +49,7 @@ _SCRIPT = "the script"
 
 
 def plan_check(accelerator: Any) -> Any:
-    """What compares this run with the launcher's prediction; see :func:`drivetrain.hookspecs.drivetrain_check_plan`.
+    """Return what compares this run with the prediction; see :func:`drivetrain.hookspecs.drivetrain_check_plan`.
 
     Raises:
         ConfigError: the launcher has predicted nothing.

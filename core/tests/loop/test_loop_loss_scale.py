@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -175,3 +177,15 @@ def test_a_second_step_of_one_backward_uses_the_gradients_as_they_are() -> None:
         plain.zero_grad()
         trained.drop(0, 1)
     assert_same(trained.model, plain)
+
+
+def test_an_optimizer_that_has_stepped_is_not_kept():
+    trained = Trained()
+    trained.backward(inputs((), slice(0, 4))[0])
+    trained.clip(1.0)
+    trained.step(0, 1)
+    engine, kept = trained.engine, [weakref.ref(each) for each in trained.optimizers]
+    del trained
+    gc.collect()
+    assert engine.scaler is not None
+    assert [each() for each in kept] == [None, None]

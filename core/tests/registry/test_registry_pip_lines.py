@@ -98,7 +98,7 @@ def test_a_clone_that_was_moved_is_none(clone, origin, tmp_path):
 
 
 def test_every_extra_of_ours_has_its_folder():
-    """What a clone's messages name is there."""
+    """Check that what a clone's messages name is there."""
     root = Path(__file__).resolve().parents[3]
     core = registry._project(root / "core")
     for extra in core["optional-dependencies"]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, final
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -148,14 +148,14 @@ _APPLIED = StepResult()
 
 
 class OwnerOfOptimizers(Protocol):
-    """What steps its optimizers by a :class:`TorchEngine`."""
+    """Steps its optimizers by a :class:`TorchEngine`."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that are not replaced; the same on every rank."""
+        """Return those that step; the same on every rank."""
 
     def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
-        """The gradients of an optimizer's parameters; of DTensors this rank's parts will do.
+        """Return the gradients of an optimizer's parameters; of DTensors this rank's parts will do.
 
         With ``stepped`` those that it is given, else those that backwards add to.
         """
@@ -195,10 +195,10 @@ class TorchEngine:
             else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
         self._owners: WeakSet[OwnerOfOptimizers] = WeakSet()
-        self._unscaled: dict[int, Optimizer] = {}
-        """Whose gradients are without the loss scale, since the last backward."""
+        self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
+        """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
         self._stepped: dict[int, bool] = {}
-        """By optimizer that has stepped since the last backward, whether gradients were not finite on any rank."""
+        """Tells, by optimizer that has stepped since the last backward, whether gradients were not finite anywhere."""
         self._scale_is_due = False
         self._norms: dict[int, tuple[Tensor, bool]] = {}
         self._num_backwards = 0

@@ -56,7 +56,7 @@ QUESTIONS = {
     "ranks with fewer batches (join_uneven_inputs)": "join_uneven_inputs",
     "one optimizer for several models": "optimizer_spans_models",
 }
-"""What users ask of a backend, with the capability that answers."""
+"""Maps what users ask of a backend to the capability that answers."""
 
 
 def words(report: BackendReport) -> str:

@@ -88,7 +88,7 @@ LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
 """Set by our launcher, so that :attr:`drivetrain.topology.ProcessInfo.launcher` can name it."""
 
 PREDICTION = "DRIVETRAIN_INTERNAL_PREDICTION"
-"""What a planner predicts for the run, as JSON, where the configuration says ``plan: {check: true}``."""
+"""Names the variable that holds a planner's prediction as JSON, where ``plan: {check: true}`` asks for it."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def launch(
 
 
 def predict(resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any]:
-    """What the layout that a configuration describes holds, by the planner that is installed.
+    """Predict what the layout of a configuration holds, by the planner that is installed.
 
     Raises:
         BackendNotFoundError: none is.

@@ -366,7 +366,7 @@ class TrainingLoop:
         """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for
         a backward."""
         self._era = 0
-        """Of the monitor, at the last reduction."""
+        """Keeps the monitor's era of the last reduction."""
         self.loose = LooseParameters(backend)
         """What prepared optimizers step and no prepared model holds."""
         self.optimizers: list[PreparedOptimizer] = []

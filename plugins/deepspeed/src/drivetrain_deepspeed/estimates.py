@@ -85,7 +85,7 @@ class _Layout(ABC):
         return []
 
     def around(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """What replaces operators of the model while it is traced."""
+        """Return what replaces operators of the model while it is traced."""
         return None
 
     def size(self, key: str) -> int:

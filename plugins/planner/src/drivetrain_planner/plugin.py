@@ -31,7 +31,7 @@ def drivetrain_choose(resolved: ResolvedConfig) -> Mapping[str, Any] | None:
 
 @hookimpl
 def drivetrain_predict(resolved: ResolvedConfig, plan: LaunchPlan) -> Mapping[str, Any] | None:
-    """What the layout that a configuration describes holds."""
+    """Predict what the layout of a configuration holds."""
     from drivetrain_planner.described import prediction
 
     return prediction(resolved, plan)
