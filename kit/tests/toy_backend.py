@@ -31,7 +31,9 @@ from drivetrain.api import (
 )
 from drivetrain.registry import get_registry
 
-CAPABILITIES = Capabilities(mesh_axes=frozenset({"dp_replicate"}), join_uneven_inputs=True)
+CAPABILITIES = Capabilities(
+    averages_gradients=True, mesh_axes=frozenset({"dp_replicate"}), join_uneven_inputs=True
+)
 
 
 class FlatParameters:
@@ -82,7 +84,7 @@ class ToyTrainable(TorchTrainable):
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self.refuse_hooks()
-        self.engine.backward(loss, scale * self.backend.topology.dp_size)
+        self.engine.backward(loss, scale)
         self.backend.average()
 
     def refuse_hooks(self) -> None:

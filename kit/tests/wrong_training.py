@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from toy_backend import ToyTrainable
+from toy_backend import CAPABILITIES, ToyTrainable
 from wrong_base import Mistake
 
 from drivetrain.api import StepResult, gradients, multiply_gradients
@@ -225,6 +225,13 @@ class AveragesTwice(Mistake):
             super().backward(loss, scale / self.backend.topology.dp_size)
 
 
+class ClaimsToSum(Mistake):
+    """Averages gradients, and does not declare it."""
+
+    capabilities = replace(CAPABILITIES, averages_gradients=False)
+    caught_by = ("gradients.dense",)
+
+
 class NeverReduces(Mistake):
     """Every rank trains on its own samples, and the main process's parameters are saved."""
 
@@ -242,7 +249,7 @@ class IgnoresScale(Mistake):
 
     class trainable(ToyTrainable):  # noqa: N801
         def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-            super().backward(loss, 1.0 / self.backend.topology.dp_size)
+            super().backward(loss, 1.0)
 
 
 class IgnoresCorrection(Mistake):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from drivetrain.loop.gradient_hooks import GradientHook
 
-CONTRACT = 2
+CONTRACT = 3
 """Version of this contract. It grows when an old plugin would be wrong under the new core, or the other way round."""
 
 
@@ -35,13 +35,15 @@ class Capabilities:
 
     Args:
         multi_process: trains over several processes. When ``False`` a world larger than 1 is refused.
+        averages_gradients: over the data-parallel ranks, as DDP does, where an engine without it sums them. The core
+            multiplies the ``scale`` of a loss by ``dp_size`` for it.
         mesh_axes: mesh axes that may be larger than 1.
         devices: device types it runs on; empty means every type that torch knows.
         precisions: values of ``mixed_precision`` that it interprets.
         pipelined: a forward in training mode is deferred until the loss is known.
         replicated: every rank of the data-parallel group holds all parameters, and ``synchronise_gradients(False)``
-            leaves a rank's own gradients on it, those of ``loss * scale * dp_size``: ranks may step alone and be
-            averaged (LocalSGD).
+            leaves a rank's own gradients on it: ranks may step alone and be averaged (LocalSGD), for which the
+            backend averages gradients too.
         optimizer_spans_models: one optimizer may hold parameters of several models.
         sharded_save: a save writes from every rank at once, each its own part.
         async_save: tensors can be staged so that a save runs beside the training.
@@ -50,6 +52,7 @@ class Capabilities:
     """
 
     multi_process: bool = True
+    averages_gradients: bool = False
     mesh_axes: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
     precisions: frozenset[str] = frozenset({"no", "bf16", "fp16"})
@@ -263,8 +266,8 @@ class Trainable(ABC):
     denominator: it passes a ``scale`` to :meth:`backward`, and calls :meth:`scale_gradients` at the end of a
     window whose denominator was not known before. A backend keeps no counter of its own.
 
-    An engine that *averages* over ``dp_size`` ranks multiplies the loss by ``scale * dp_size``, one that *sums* by
-    ``scale``.
+    The loss is multiplied by ``scale`` and by nothing else. An engine that *averages* gradients over the ranks where
+    the contract says *sum* declares ``averages_gradients``; its ``scale`` holds the factor ``dp_size``.
 
     Attributes:
         module: the user's own module with its original parameter names (parameters may be sharded by now).
@@ -286,7 +289,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Add the gradients of ``sum over data-parallel ranks of loss * scale``.
+        """Add the gradients of ``loss * scale``, summed (or averaged) over the data-parallel ranks.
 
         Collective over the data-parallel axes when gradients are synchronised. ``loss`` is 0-d. When one loss depends
         on several trainables this is called on one of them; it must reach the parameters of all.

@@ -378,6 +378,8 @@ class TrainingLoop:
         self._searched: set[tuple[type, ...]] = set()
         self._num_backwards = 0
         self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
+        self.averaged = self._dp_size if backend.capabilities.averages_gradients else 1
+        """By how many ranks the engine divides the sum of gradients; a loss is multiplied by it."""
         self._linear_hooks: set[int] = set()
         self._finds_loose = self._dp_size > 1 and not backend.capabilities.pipelined
         self._windows: dict[tuple[PreparedModel, ...], Window] = {}
@@ -474,7 +476,7 @@ class TrainingLoop:
         window.backwards_here += 1
         try:
             if self.loose.parameters:
-                with self.loose.backward(loss, scale):
+                with self.loose.backward():
                     primary.trainable.backward(loss, scale)
             else:
                 primary.trainable.backward(loss, scale)
@@ -543,7 +545,7 @@ class TrainingLoop:
         *,
         closes: bool,
     ) -> float | Tensor:
-        """The factor of a loss in the current window.
+        """The factor of a loss in the current window, as an engine takes it that averages gradients or sums them.
 
         Collective over data-parallel ranks in a run's first window of items, and where one backward is a whole window.
         """
@@ -562,7 +564,7 @@ class TrainingLoop:
                     "backward() was given both num_items and denominator",
                     cure="Pass num_items, which are summed over the ranks, or the denominator where it is known.",
                 )
-            return window.scale_given(denominator)
+            return window.scale_given(denominator) * self.averaged
         weight = None
         rows = window.rows
         if self._dp_size > 1 and (window.conflict or (rows is not None and not rows.even)):
@@ -576,7 +578,7 @@ class TrainingLoop:
             scale = window.scale(items, self._total, closes=closes, weight=weight)
         if model.index not in self._looked_at:
             self._look_at(loss, model, window.rows, by_items=items is not None)
-        return scale
+        return scale if self.averaged == 1 else scale * self.averaged
 
     def _weight_of(self, loss: Tensor, *, closes: bool, by_items: bool) -> float | None:
         """The weight of a loss where batches are distributed unevenly, in a unit of the batch; ``None``: the window's.

@@ -1,10 +1,11 @@
 """Averages the gradients of loose parameters: what prepared optimizers step and no prepared model holds.
 
 The temperature of CLIP, learned weights of losses, a soft prompt, a head that stands beside the model. An engine
-reduces what it was given with a model; a loose parameter gets the gradient of this rank's samples, times what the
-engine multiplies the loss by. Engines that average over ranks multiply it by ``dp_size``, so the mean over the
-data-parallel ranks is the gradient that the model's parameters have: the same weights, the same denominator. A mean
-also leaves what was averaged before as it is, so that any number of backwards may add to it.
+reduces what it was given with a model; a loose parameter gets the gradient of this rank's samples. The loss of an
+engine that averages over ranks was multiplied by ``dp_size``, so the mean over the data-parallel ranks is the gradient
+that the model's parameters have: the same weights, the same denominator. A mean also leaves what was averaged before
+as it is, so that any number of backwards may add to it. Where an engine sums, gradients of loose parameters are
+multiplied by ``dp_size`` first.
 """
 
 from __future__ import annotations
@@ -50,10 +51,8 @@ class LooseParameters:
         self._alone: list[PreparedOptimizer] = []
         self._not_finite: set[int] = set()
         """Identities of optimizers of loose parameters alone whose last clipping norm was not finite."""
-        self._measured: float | None = None
-        self._sums = False
-        """The engine sums over ranks, so that a gradient here lacks the factor ``dp_size``."""
         self._driven = False
+        """A backward that the accelerator runs is under way."""
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._known
@@ -100,60 +99,28 @@ class LooseParameters:
                 with torch.no_grad():
                     parameter.copy_(self._backend.broadcast(parameter.detach()))
             if self._averages and parameter.requires_grad:
-                self._hooks[number] = [
-                    parameter.register_hook(self._scaled),  # type: ignore[no-untyped-call]
-                    parameter.register_post_accumulate_grad_hook(self._reached),  # type: ignore[no-untyped-call]
-                ]
+                reached = parameter.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
+                self._hooks[number] = [reached]
+                if not self._backend.capabilities.averages_gradients:
+                    self._hooks[number].append(parameter.register_hook(self._scaled))  # type: ignore[no-untyped-call]
         self.parameters = list(found.values())
 
     def _reached(self, parameter: Tensor) -> None:
         self._local.add(id(parameter))
 
     def _scaled(self, grad: Tensor) -> Tensor | None:
-        return grad * self._backend.topology.dp_size if self._sums and self._driven else None
+        return grad * self._backend.topology.dp_size if self._driven else None
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self, loss: Tensor, scale: float | Tensor) -> Iterator[None]:
-        """Context of a backward that the accelerator runs. See :meth:`before_backward` and :meth:`after_backward`."""
-        self.before_backward(loss, scale)
-        yield
-        self.after_backward()
-
-    def before_backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Prepare for a backward that the accelerator runs: how an engine multiplies the loss is measured once."""
+    def backward(self) -> Iterator[None]:
+        """Context of a backward that the accelerator runs."""
         self._driven = True
-        if not self._averages or self._measured is not None or self._backend.capabilities.pipelined:
-            return
-        if not loss.requires_grad:
-            return
-        if self._backend.settings.precision.loss_scaling:
-            # What is left in the gradients of all parameters of an optimizer, and taken out of them together.
-            self._measured = float(self._backend.topology.dp_size)
-            return
-
-        def measure(grad: Tensor) -> None:
-            if self._measured is None and float(scale):
-                self._measured = float(grad) / float(scale)
-                self._sums = abs(self._measured - 1.0) < _ROUNDING
-
-        loss.register_hook(measure)  # type: ignore[no-untyped-call]
-
-    def after_backward(self) -> None:
-        """Finish it.
-
-        Raises:
-            UnsupportedError: the engine multiplies the loss in a way of its own.
-        """
-        self._driven = False
-        measured, ranks = self._measured, self._backend.topology.dp_size
-        if measured is not None and not self._sums and abs(measured / ranks - 1.0) > _ROUNDING:
-            raise UnsupportedError(
-                f"{type(self._backend).__name__} multiplied a loss by {measured:g} where it averages over {ranks} "
-                "ranks, so that gradients of parameters that no prepared model holds are not known",
-                cure=f"{INTO_A_MODULE[0].upper()}{INTO_A_MODULE[1:]}.",
-            )
+        try:
+            yield
+        finally:
+            self._driven = False
 
     def reduce(self, factor: float | Tensor = 1.0) -> None:
         """Average gradients, multiplied by ``factor``. Collective over the data-parallel ranks.
@@ -302,10 +269,6 @@ class LooseParameters:
                 parameter.copy_(value)
         for optimizer, slots in zip(self._optimizers, state["optimizers"], strict=True):
             _load_state(optimizer.optimizer, self._known, slots)
-
-
-_ROUNDING = 1e-2
-"""Of a measured factor: the loss may be bfloat16."""
 
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})

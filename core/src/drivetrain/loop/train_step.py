@@ -89,16 +89,13 @@ def train_step(
     if num_items is None and rows is not None:
         loss_fn = _Judged(loss_fn, lambda loss, batch: loop.refuse_sum(loss, rows, model, weight, num_rows(batch)))
     loose = loop.loose if loop.loose.parameters else None
-    if loose is not None:
-        loss_fn = _Judged(loss_fn, lambda loss, _batch: loose.before_backward(loss, weight / denominator))
     if model.stay_frozen:
         check_still_frozen(model.source, model.stay_frozen)
-    with model.numbers or nullcontext(), model.running():
+    with model.numbers or nullcontext(), model.running(), nullcontext() if loose is None else loose.backward():
         local = model.trainable.forward_backward(
-            [(*inputs(batch), batch) for batch in window], loss_fn, weight / denominator
+            [(*inputs(batch), batch) for batch in window], loss_fn, loop.averaged * weight / denominator
         )
     if loose is not None:
-        loose.after_backward()
         loose.reduce()
     loop.gradients_reduced()
     loss = backend.reduce(local * weight, "sum") / denominator

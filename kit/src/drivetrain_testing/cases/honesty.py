@@ -30,6 +30,7 @@ PER_RUN = frozenset({"pipelined", "sharded_save"})
 
 PROOFS: dict[str, tuple[str, str]] = {
     "multi_process": ("gradients.dense", "honesty.one_process_only"),
+    "averages_gradients": ("gradients.dense", "gradients.dense"),
     "mesh_axes": ("mesh.", "honesty.unlisted_mesh_axes"),
     "devices": ("honesty.devices_are_listed", ""),
     "precisions": ("precision.bf16_policy", "honesty.unlisted_precisions"),

@@ -35,8 +35,7 @@ from drivetrain_ddp.reducer import GradientReducer
 class DDPTrainable(TorchTrainable):
     """A module whose gradients are averaged over ranks at the end of each accumulation window.
 
-    DDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Forward runs the module itself: it needs no
-    communication, and ranks may evaluate different numbers of batches.
+    Forward runs the module itself: it needs no communication, and ranks may evaluate different numbers of batches.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class DDPTrainable(TorchTrainable):
         try:
             for reducer in reducers:
                 loss = reducer.before_backward(loss)
-            self.engine.backward(loss, scale * self._backend.topology.dp_size)
+            self.engine.backward(loss, scale)
             for reducer in reducers:
                 reducer.after_backward()
         except BaseException:

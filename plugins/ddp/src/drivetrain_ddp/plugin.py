@@ -15,6 +15,7 @@ DDP = BackendInfo(
     backend="drivetrain_ddp.backend:DDPBackend",
     config="drivetrain_ddp.config:DDPConfig",
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"dp_replicate"}),
         join_uneven_inputs=True,
         async_save=True,

@@ -24,6 +24,7 @@ DEEPSPEED = BackendInfo(
     imports={"deepspeed_config": "drivetrain_deepspeed.accelerate:RULES"},
     requires=("deepspeed>=0.19.8,<0.20",),
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"dp_shard"}),
         # Stage 3 shares parameters out, stages 2 and 3 reduce each micro-batch: what holds for every stage is said.
         replicated=False,

@@ -44,8 +44,6 @@ LOSS_SCALE = "loss_scaler"
 class DeepSpeedTrainable(Trainable):
     """A module in a DeepSpeed engine. The engine is made once the module's optimizers are known, else at first use.
 
-    DeepSpeed averages over ranks, so a loss is multiplied by ``scale * dp_size``.
-
     Where a script finds gradients between backward and step: stage 0, in ``parameter.grad``; stages 1 to 3, nowhere in
     the parameters, where DeepSpeed has taken them away: reading ``parameter.grad`` raises then.
     """
@@ -54,7 +52,6 @@ class DeepSpeedTrainable(Trainable):
         self._backend, self._model = backend, model
         self.communicates_in_forward = backend.config.stage == 3
         self.module, self.optimizers = original_module(model), list(optimizers)
-        self._dp_size = backend.topology.dp_size
         self.schedules = OwnSchedules(backend.config.written)
         self._driver: Driver | None = None
         self._state: EngineState | None = None
@@ -95,7 +92,7 @@ class DeepSpeedTrainable(Trainable):
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         if self._state is None:
             self._start()
-        self._backend.backward(loss, scale * self._dp_size)
+        self._backend.backward(loss, scale)
 
     def synchronise_gradients(self, enabled: bool) -> None:
         if self._driver is not None:
@@ -312,7 +309,7 @@ class DeepSpeedTrainable(Trainable):
         self.optimizers, self._driver, self._state = engine.optimizers, engine.driver, engine.state
         self._guard = engine.guard
         self._known = frozenset(map(id, self.module.parameters()))
-        if self._driver is None and self._dp_size > 1:
+        if self._driver is None and self._backend.topology.dp_size > 1:
             for each in self.module.parameters():
                 if each.requires_grad:
                     handle = each.register_post_accumulate_grad_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]

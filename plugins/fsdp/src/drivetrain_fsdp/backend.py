@@ -70,8 +70,7 @@ from drivetrain_sharding import (
 class FSDPTrainable(TorchTrainable):
     """A module with sharded parameters.
 
-    FSDP averages over ranks, so a loss is multiplied by ``scale * dp_size``. Every forward gathers parameters, so all
-    ranks must run the same number of them, in evaluation too.
+    Every forward gathers parameters, so all ranks must run the same number of them, in evaluation too.
     """
 
     settles_buffers = True
@@ -98,7 +97,6 @@ class FSDPTrainable(TorchTrainable):
         """Some trained parameters could not be cut."""
         uncut = set(whole.parameters)
         self._uncut = [(name, one) for name, one in self.module.named_parameters() if one in uncut]
-        self._dp_size = backend.topology.dp_size
         self._without_sync = backend.section.accumulate_without_sync
         self._spares_all_reduce = not self._without_sync and backend.topology.mesh.sizes["dp_replicate"] > 1
         self._buffers = Buffers(
@@ -131,7 +129,7 @@ class FSDPTrainable(TorchTrainable):
         return output
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        self._backend.backward(loss, scale * self._dp_size)
+        self._backend.backward(loss, scale)
 
     def gradient_hooks(self) -> Iterable[GradientHook]:
         return self._hooks.listed()

@@ -13,6 +13,7 @@ FSDP = BackendInfo(
     backend="drivetrain_fsdp.backend:FSDPBackend",
     config="drivetrain_fsdp.config:FSDPConfig",
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"dp_replicate", "dp_shard"}),
         replicated=False,
         sharded_save=True,

@@ -160,14 +160,14 @@ class PipelinedTrainable(Trainable):
         if self._dp_size > 1:
             self._linear.check()
         self._engine.count_backward()
-        factor, scaler = scale * self._dp_size, self._engine.scaler
+        scaler = self._engine.scaler
         if scaler is not None:
             # The scaler makes its scale when it is first used, which the stages before the last do not.
             scaler.scale(torch.zeros((), device=self._engine.device))
         shared = {name: one for name, one in self._shared.items() if one.requires_grad}
         with gradient_hooks.put_off(self._held, self._dp_size, shared.values(), self._absent):
             self.pipeline.train(
-                call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
+                call, node, lambda value: value * scale if scaler is None else scaler.scale(value * scale)
             )
             if shared and self._share is not None:
                 add_shared_gradients(shared, self._share, self._group)

@@ -18,6 +18,7 @@ MEGATRON = BackendInfo(
     names={"MegatronLMPlugin": "drivetrain_megatron.accelerate:MegatronLMPlugin"},
     imports={"megatron_lm_config": "drivetrain_megatron.accelerate:RULES"},
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
         pipelined=True,
         replicated=False,

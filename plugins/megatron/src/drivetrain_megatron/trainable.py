@@ -41,8 +41,7 @@ from drivetrain_sharding import FormerParameters
 class MegatronTrainable(Trainable):
     """A module of which each rank may hold a part of every layer.
 
-    Gradients are averaged over the data-parallel ranks after the backward that ends a window, so a loss is multiplied
-    by ``scale * dp_size``.
+    Gradients are averaged over the data-parallel ranks after the backward that ends a window.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class MegatronTrainable(Trainable):
         self._inputs.check(loss)
         if self._dp_size > 1:
             self._linear.check()
-        self._engine.backward(loss, scale * self._dp_size)
+        self._engine.backward(loss, scale)
         if self._syncs:
             with engine_side():
                 self._replicas.average_all(self.module)

@@ -243,8 +243,7 @@ class XLABackend(Backend):
         """Back-propagate through every model that the loss depends on. Collective where they synchronise."""
         for trainable in self._trainables:
             trainable.before_backward()
-        # Processes average, so that gradients which stay on one (LocalSGD) are the mean over its own samples.
-        self._engine.backward(loss, scale if self.reduction is None else scale * self.topology.dp_size)
+        self._engine.backward(loss, scale)
         for trainable in self._trainables:
             trainable.after_backward()
 

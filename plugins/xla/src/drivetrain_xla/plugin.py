@@ -15,6 +15,7 @@ XLA = BackendInfo(
     backend="drivetrain_xla.backend:XLABackend",
     config="drivetrain_xla.config:XLAConfig",
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"dp_replicate", "dp_shard", "tp"}),
         devices=frozenset({"xla"}),
         precisions=frozenset({"no", "bf16"}),

@@ -89,7 +89,7 @@ class DiLoCoTrainable(TorchTrainable):
         for trainable in reduced:
             trainable.check_replica()
             loss = trainable.arm(loss)
-        self.engine.backward(loss, scale * self._backend.topology.dp_size)
+        self.engine.backward(loss, scale)
         for trainable in reduced:
             trainable.reduced()
         for trainable in self._backend.trainables:

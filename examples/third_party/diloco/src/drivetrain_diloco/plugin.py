@@ -14,9 +14,10 @@ DILOCO = BackendInfo(
     aliases=("local_sgd_outer",),
     summary="DiLoCo: workers train alone for local_steps steps, then an outer Nesterov step joins them.",
     backend="drivetrain_diloco.backend:DiLoCoBackend",
-    api=2,
+    api=3,
     config="drivetrain_diloco.config:DiLoCoConfig",
     capabilities=Capabilities(
+        averages_gradients=True,
         mesh_axes=frozenset({"dp_replicate"}),
         # A loss scale that overflows on one worker and not on another would need a message in every step.
         precisions=frozenset({"no", "bf16"}),

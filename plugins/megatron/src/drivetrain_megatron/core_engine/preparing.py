@@ -125,9 +125,7 @@ def prepare(
     gradient_hooks.refuse(hooked, module, why)
     parameters = dict(module.named_parameters())
     job.norm.leave_out(parameters[name] for name, _ in stages.shared() if not stages.mine(name))
-    return CoreTrainable(
-        module, former, stepping, job.engine, job.groups, wrapped, gradients, pipeline, stages, job.topology.dp_size
-    )
+    return CoreTrainable(module, former, stepping, job.engine, job.groups, wrapped, gradients, pipeline, stages)
 
 
 def _cut(module: nn.Module, description: Description, job: Job) -> Callable[[str, Tensor], Tensor]:

@@ -43,8 +43,6 @@ from drivetrain_sharding import AssignmentRefusal, FormerParameters
 class CoreTrainable(Trainable):
     """A module whose parameters lie in Megatron-Core's; its own forward never runs.
 
-    Megatron-Core averages gradients over the data-parallel ranks, so a loss is multiplied by ``scale * dp_size``.
-
     Args:
         module: the user's.
         former: its parameters before they were cut.
@@ -55,7 +53,6 @@ class CoreTrainable(Trainable):
         gradients: brings them from the buffer to what the optimizers hold.
         pipeline: runs the model.
         share: which pipeline rank holds what.
-        dp_size: data-parallel ranks.
     """
 
     def __init__(
@@ -69,12 +66,11 @@ class CoreTrainable(Trainable):
         gradients: Weights | ShardedStepping,
         pipeline: CorePipeline,
         share: Share,
-        dp_size: int,
     ) -> None:
         self.module = module
         self._former, self._stepping, self._engine = former, stepping, engine
         self._groups, self._wrapped, self._gradients, self.pipeline = groups, wrapped, gradients, pipeline
-        self._share, self._dp_size = share, dp_size
+        self._share = share
         self.optimizers = stepping.optimizers
         self._whole_only = state.WholeOnly(module)
         self._watch = AttributeWatch(module, self._computed_elsewhere)
@@ -104,7 +100,7 @@ class CoreTrainable(Trainable):
     @passing_over
     def _train(self, call: Any, node: Any, scale: float | Tensor) -> None:
         self._engine.count_backward()
-        factor, scaler = scale * self._dp_size, self._engine.scaler
+        scaler = self._engine.scaler
         if scaler is not None:
             # The scaler makes its scale when it is first used, which the stages before the last do not.
             scaler.scale(torch.zeros((), device=self._engine.device))
@@ -112,7 +108,7 @@ class CoreTrainable(Trainable):
             self._gradients.keep_gradients()
             self._wrapped.zero_grad_buffer()
         self.pipeline.train(
-            call, node, lambda value: value * factor if scaler is None else scaler.scale(value * factor)
+            call, node, lambda value: value * scale if scaler is None else scaler.scale(value * scale)
         )
         if self._syncs:
             with self._groups.shared():
