@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
     BackendInfo,
     Capabilities,
+    DistributedBackend,
     LocalGradients,
     Mesh,
     Topology,
@@ -126,7 +126,7 @@ class ToyTrainable(TorchTrainable):
         self.backend.trainables = []
 
 
-class ToyBackend(Backend):
+class ToyBackend(DistributedBackend):
     """One replica a process."""
 
     capabilities = CAPABILITIES

@@ -42,7 +42,9 @@ from drivetrain.topology import Mesh, ProcessInfo, Topology
 if TYPE_CHECKING:
     from drivetrain import checkpoint
     from drivetrain.backends import portable
+    from drivetrain.backends.base import DistributedBackend
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
+    from drivetrain.backends.replicated import ReplicatedBackend
     from drivetrain.backends.torch_engine import (
         TorchEngine,
         TorchTrainable,
@@ -71,7 +73,9 @@ if TYPE_CHECKING:
 _HEAVY = {
     "drivetrain": ("checkpoint",),
     "drivetrain.backends": ("portable",),
+    "drivetrain.backends.base": ("DistributedBackend",),
     "drivetrain.backends.local_gradients": ("LocalGradients", "is_taken"),
+    "drivetrain.backends.replicated": ("ReplicatedBackend",),
     "drivetrain.backends.torch_engine": (
         *("TorchEngine", "TorchTrainable", "gradients", "multiply_gradients", "original_module", "place_model"),
         "total_norm",
@@ -118,6 +122,7 @@ __all__ = [
     "CommandLine",
     "ConfigError",
     "DeviceGenerator",
+    "DistributedBackend",
     "DrivetrainError",
     "DummyOptim",
     "DummyScheduler",
@@ -131,6 +136,7 @@ __all__ = [
     "ProcessInfo",
     "Readiness",
     "ReduceOp",
+    "ReplicatedBackend",
     "ResolvedConfig",
     "Rule",
     "RunSettings",

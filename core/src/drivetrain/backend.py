@@ -360,15 +360,13 @@ class Trainable(ABC):
     def load_portable_state(self, state: PortableState) -> None:
         """Take over a filled template: parameters, buffers, optimizer state, parameter groups, extra. Collective."""
 
+    @abstractmethod
     def live_tensors(self) -> dict[str, Any]:
         """The tensors trained on this rank, as ``model.<fqn>``: live memory, to be read and written. Not collective.
 
         Parameters and persistent buffers; where the engine trains copies in higher precision, those. Layouts are the
         engine's. After writing, :meth:`load_portable_state` of an empty state derives what follows.
         """
-        from drivetrain.backends import portable
-
-        return dict(portable.live_tensors(self.module))
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of this optimizer's gradients before its step; default nothing: they carry none."""
@@ -383,14 +381,13 @@ class Trainable(ABC):
         """
         return False
 
+    @abstractmethod
     def gradient_hooks(self) -> Iterable[GradientHook]:
-        """The script's hooks on gradients of parameters; default those that torch knows of. Not collective.
+        """The script's hooks on gradients of parameters. Not collective.
 
-        An engine that keeps them elsewhere, or sets hooks of its own on parameters, overrides this.
+        :func:`drivetrain.api.hooks_of` returns those that torch knows of. An engine that keeps hooks elsewhere adds
+        them, one that sets hooks of its own on parameters leaves these out.
         """
-        from drivetrain.loop.gradient_hooks import hooks_of
-
-        return hooks_of(self.module)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """Called before an optimizer that was never prepared, or the script's own object of one that was, steps.
@@ -472,6 +469,7 @@ class Trainable(ABC):
             raise UsageError("a training step needs at least one micro-batch")
         return total
 
+    @abstractmethod
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         """Name and full tensor of each parameter and persistent buffer, one at a time, in ``state_dict`` order.
 
@@ -481,9 +479,6 @@ class Trainable(ABC):
             UsageError: an engine that does not gather for some of the ranks alone may refuse here; at the call, not at
                 the first tensor, since all ranks count as having made the call from then on.
         """
-        from drivetrain.loop.model import plain_state_dict
-
-        yield from plain_state_dict(self.module).items()
 
     def before_state_dict(self, *, replicated: bool) -> None:
         """Called before the script's ``model.state_dict()``, which ``save_pretrained`` calls too. Not collective.
@@ -508,6 +503,9 @@ class Trainable(ABC):
 
 class Backend(ABC):
     """The engine in this process; one per run. Created, started, used and stopped, in that order.
+
+    A backend whose processes communicate by ``torch.distributed`` derives from
+    :class:`drivetrain.api.DistributedBackend`, which has the collectives.
 
     Attributes:
         capabilities: the same data as in :class:`BackendInfo`; where this run's settings make no pipeline or keep
@@ -553,16 +551,13 @@ class Backend(ABC):
         """Entered around model construction (meta device, ``zero.Init``); default nothing."""
         return nullcontext()
 
+    @abstractmethod
     def synchronise_batch_norm(self, model: nn.Module) -> None:
         """Let batch norms take their statistics over all data-parallel ranks. Not collective.
 
         Called before :meth:`prepare` for each model that is trained, where ``settings.sync_batch_norm`` asks for it.
-        The default communicates by ``torch.distributed``; an engine that cannot raises
-        :class:`~drivetrain.api.UnsupportedError`.
+        An engine that cannot raises :class:`~drivetrain.api.UnsupportedError`.
         """
-        from drivetrain.loop import batch_norm
-
-        batch_norm.convert(model, self.topology)
 
     def sync(self) -> None:
         """Run what a lazy device has recorded; default nothing. Not collective.
@@ -591,11 +586,9 @@ class Backend(ABC):
         """
         return None, rows
 
+    @abstractmethod
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The precision policy's compute context, for code outside of a model's forward."""
-        from drivetrain.loop.precision import autocast
-
-        return autocast(self.settings.precision, self.topology.device, enabled)
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
         """Let ranks run out of batches at different times; needs the capability ``join_uneven_inputs``."""
@@ -604,44 +597,32 @@ class Backend(ABC):
             cure="Keep even_batches=True so that every rank gets the same number of batches.",
         )
 
-    # Collectives on tensors and objects. The defaults are torch.distributed on the default group: the data-parallel
-    # axes for gather and reduce, all ranks for broadcast, objects and barrier. With one process they are local.
+    # Collectives on tensors and objects: over the data-parallel axes for gather and reduce, over all ranks for
+    # broadcast, objects and barrier. With one process they are local.
 
+    @abstractmethod
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenate along dim 0 over the data-parallel ranks, by coordinate. Same shape on every rank, dim >= 1."""
-        from drivetrain.distributed import collectives
 
-        return collectives.all_gather(tensor, self.topology)
-
+    @abstractmethod
     def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce over the data-parallel ranks; every rank gets the result, ``tensor`` itself is left as it was."""
-        from drivetrain.distributed import collectives
 
-        return collectives.all_reduce(tensor, op, self.topology)
-
+    @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Send global rank ``src``'s tensor to every rank; shape and dtype agree on every rank."""
-        from drivetrain.distributed import collectives
 
-        return collectives.broadcast(tensor, src, self.topology)
-
+    @abstractmethod
     def gather_object(self, obj: Any) -> list[Any]:
         """One picklable object from every data-parallel rank, by coordinate."""
-        from drivetrain.distributed import collectives
 
-        return collectives.all_gather_object(obj, self.topology)
-
+    @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Send global rank ``src``'s picklable object to every rank."""
-        from drivetrain.distributed import collectives
 
-        return collectives.broadcast_object(obj, src, self.topology)
-
+    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the job has made this call."""
-        from drivetrain.distributed import collectives
-
-        collectives.barrier(self.topology)
 
 
 class FileConfiguredBackend(Backend):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.backend import Backend, RunSettings
+from drivetrain.backend import RunSettings
+from drivetrain.backends.base import DistributedBackend
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.data.metrics import gather_for_metrics
@@ -29,7 +30,7 @@ class Pair(NamedTuple):
     y: Any
 
 
-class Gloo(Backend):
+class Gloo(DistributedBackend):
     """The contract's own collectives on a process group of gloo; nothing to train."""
 
     def start(self) -> Topology:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Accelerator, DummyOptim, DummyScheduler
-from drivetrain.api import BackendInfo, FileConfiguredBackend, hookimpl
+from drivetrain.api import BackendInfo, DistributedBackend, FileConfiguredBackend, hookimpl
 from drivetrain.backends.single import SingleBackend
 from drivetrain.config import ResolvedConfig, load_config
 from drivetrain.errors import BackendBrokenError, BackendNotFoundError, ConfigError, UsageError
@@ -144,7 +144,7 @@ def test_a_script_may_ask_whose_section_holds():
 def test_an_engine_with_a_file_is_told_how_the_script_batches(monkeypatch):
     told = []
 
-    class WithFile(FileConfiguredBackend):
+    class WithFile(FileConfiguredBackend, DistributedBackend):
         capabilities = SingleBackend.capabilities
         start, stop = SingleBackend.start, SingleBackend.stop
 

@@ -9,12 +9,21 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.api import Backend, Mesh, Topology, TorchEngine, TorchTrainable, Trainable, pick_device, place_model
+from drivetrain.api import (
+    DistributedBackend,
+    Mesh,
+    Topology,
+    TorchEngine,
+    TorchTrainable,
+    Trainable,
+    pick_device,
+    place_model,
+)
 from drivetrain.backends.plugin import SINGLE
 
 
 @final
-class SingleBackend(Backend):
+class SingleBackend(DistributedBackend):
     """One process on one device."""
 
     capabilities = SINGLE.capabilities

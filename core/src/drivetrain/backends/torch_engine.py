@@ -24,6 +24,8 @@ from drivetrain.backends import portable
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
+from drivetrain.loop.gradient_hooks import GradientHook, hooks_of
+from drivetrain.loop.model import plain_state_dict
 from drivetrain.topology import Topology
 
 
@@ -458,6 +460,15 @@ class TorchTrainable(Trainable):
     def load_portable_state(self, state: PortableState) -> None:
         portable.load_portable_state(self.module, self.optimizers, state)
         self.engine.load_state(state.extra)
+
+    def live_tensors(self) -> dict[str, Any]:
+        return portable.live_tensors(self.module)
+
+    def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
+        yield from plain_state_dict(self.module).items()
+
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        return hooks_of(self.module)
 
     def release(self) -> None:
         """Nothing is held."""

@@ -1,4 +1,4 @@
-"""Collectives on one tensor or one object over ``torch.distributed``, the defaults of :class:`~drivetrain.api.Backend`.
+"""Collectives on one tensor or one object over ``torch.distributed``, as :class:`~drivetrain.api.Backend` has them.
 
 ``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
 Every function is collective over the group it names and local when that group has one member. A tensor of any dtype
@@ -192,6 +192,30 @@ def _wire_device(tensor: Tensor, topology: Topology) -> torch.device:
     """The device on which a tensor is sent: NCCL cannot send a CPU tensor, so it is copied to the accelerator."""
     device = torch.device(topology.device)
     return tensor.device if tensor.device.type == device.type else device
+
+
+class TorchCollectives:
+    """Implements the collectives of :class:`~drivetrain.api.Backend` by the functions of this module."""
+
+    topology: Topology
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return all_gather(tensor, self.topology)
+
+    def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return all_reduce(tensor, op, self.topology)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        return broadcast(tensor, src, self.topology)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return all_gather_object(obj, self.topology)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(obj, src, self.topology)
+
+    def barrier(self) -> None:
+        barrier(self.topology)
 
 
 class Ranks:

@@ -10,6 +10,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from drivetrain.backend import Backend, Capabilities, RunSettings
+from drivetrain.distributed.collectives import TorchCollectives
 from drivetrain.distributed.process_group import ProcessGroupHandle, ensure_process_group, pick_device
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.launch.environment import read_process_info
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @final
-class World(Backend):
+class World(TorchCollectives, Backend):
     """A backend that only provides the collectives of the job; it trains nothing and is not in the registry."""
 
     capabilities = Capabilities(replicated=False)
@@ -54,9 +55,19 @@ class World(Backend):
         training: bool = True,
     ) -> NoReturn:
         """Raise: this backend cannot train."""
+        self._refuse_training(f"{type(model).__name__} was given")
+
+    def synchronise_batch_norm(self, model: nn.Module) -> NoReturn:
+        """Raise: this backend cannot train."""
+        self._refuse_training(f"{type(model).__name__} was given")
+
+    def autocast(self, enabled: bool = True) -> NoReturn:
+        """Raise: this backend cannot train."""
+        self._refuse_training("autocast was asked for")
+
+    def _refuse_training(self, why: str) -> NoReturn:
         raise UnsupportedError(
-            f"PartialState connects processes and does not train ({type(model).__name__} was given)",
-            cure="Use Accelerator().prepare(...).",
+            f"PartialState connects processes and does not train ({why})", cure="Use Accelerator().prepare(...)."
         )
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
+    DistributedBackend,
     Mesh,
     StepResult,
     Topology,
@@ -104,7 +104,7 @@ class DDPTrainable(TorchTrainable):
 
 
 @final
-class DDPBackend(Backend):
+class DDPBackend(DistributedBackend):
     """One replica per process."""
 
     capabilities = DDP.capabilities

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
+    DistributedBackend,
     DummyScheduler,
     FileConfiguredBackend,
     Mesh,
@@ -45,7 +46,7 @@ _PARTED: WeakSet[nn.Module] = WeakSet()
 
 
 @final
-class DeepSpeedBackend(FileConfiguredBackend):
+class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
     """One engine for each model that is trained."""
 
     capabilities = DEEPSPEED.capabilities

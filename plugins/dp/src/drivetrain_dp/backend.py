@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
     BackendBlockedError,
+    DistributedBackend,
     Mesh,
     Topology,
     TorchEngine,
@@ -46,7 +46,7 @@ class DPTrainable(TorchTrainable):
 
 
 @final
-class DPBackend(Backend):
+class DPBackend(DistributedBackend):
     """One process on all devices of a machine."""
 
     capabilities = DP.capabilities

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
     Buffers,
+    DistributedBackend,
     GradientHook,
     Mesh,
     PortableState,
@@ -377,7 +377,7 @@ class FSDPTrainable(TorchTrainable):
 
 
 @final
-class FSDPBackend(Backend):
+class FSDPBackend(DistributedBackend):
     """Each rank holds its shard of every parameter."""
 
     capabilities = FSDP.capabilities

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
+    DistributedBackend,
     Mesh,
     ProcessInfo,
     ReduceOp,
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @final
-class MegatronBackend(Backend):
+class MegatronBackend(DistributedBackend):
     """Ranks on a grid: ``tp`` varies fastest, so that it stays inside a machine, then data, then ``pp``."""
 
     capabilities = MEGATRON.capabilities

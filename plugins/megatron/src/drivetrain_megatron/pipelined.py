@@ -23,6 +23,7 @@ from drivetrain.api import (
     UsageError,
     gradients,
     multiply_gradients,
+    portable,
 )
 from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.config import MegatronConfig
@@ -228,7 +229,7 @@ class PipelinedTrainable(Trainable):
 
     @passing_over
     def live_tensors(self) -> dict[str, Any]:
-        return state.held(PortableState(super().live_tensors()), self._share).tensors
+        return state.held(PortableState(portable.live_tensors(self.module)), self._share).tensors
 
     @passing_over
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:

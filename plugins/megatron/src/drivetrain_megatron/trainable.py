@@ -25,6 +25,7 @@ from drivetrain.api import (
     gradients,
     multiply_gradients,
     plain_state_dict,
+    portable,
 )
 from drivetrain_megatron import agreement, gradient_hooks, state, tensor_parallel
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
@@ -136,6 +137,9 @@ class MegatronTrainable(Trainable):
 
     def load_portable_state(self, portable: PortableState) -> None:
         self._stepping.load_portable_state(portable)
+
+    def live_tensors(self) -> dict[str, Any]:
+        return portable.live_tensors(self.module)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         return iter(plain_state_dict(self.module).items()) if self.whole is None else self.whole.tensors()

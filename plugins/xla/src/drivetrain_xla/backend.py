@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
+    DistributedBackend,
     Mesh,
     PortableState,
     ReduceOp,
@@ -150,7 +150,7 @@ class XLATrainable(TorchTrainable):
 
 
 @final
-class XLABackend(Backend):
+class XLABackend(DistributedBackend):
     """This process's XLA device, or all of them as one mesh."""
 
     capabilities = XLA.capabilities

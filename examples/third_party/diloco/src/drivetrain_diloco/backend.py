@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Backend,
+    DistributedBackend,
     LocalGradients,
     Mesh,
     PortableState,
@@ -195,7 +195,7 @@ class DiLoCoTrainable(TorchTrainable):
 
 
 @final
-class DiLoCoBackend(Backend):
+class DiLoCoBackend(DistributedBackend):
     """One worker a process.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
+    GradientHook,
     PortableState,
     StepResult,
     TensorSpec,
@@ -21,7 +22,9 @@ from drivetrain.api import (
     UnsupportedError,
     UsageError,
     gradients,
+    hooks_of,
     multiply_gradients,
+    portable,
 )
 from drivetrain_megatron import state
 from drivetrain_megatron.core_engine.attributes import AttributeWatch
@@ -172,7 +175,7 @@ class CoreTrainable(Trainable):
 
     @passing_over
     def live_tensors(self) -> dict[str, Any]:
-        return state.held(PortableState(super().live_tensors()), self._share).tensors
+        return state.held(PortableState(portable.live_tensors(self.module)), self._share).tensors
 
     @passing_over
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
@@ -188,6 +191,9 @@ class CoreTrainable(Trainable):
         entries = {name: one for name, one in self._whole_only.entries().items() if isinstance(one, Tensor)}
         device = torch.device(self._engine.device)
         yield from state.tensors_of_stages(self.module, entries, self._share, self.pipeline.group, device)
+
+    def gradient_hooks(self) -> Iterable[GradientHook]:
+        return hooks_of(self.module)
 
     def before_state_dict(self, *, replicated: bool) -> None:
         entries = self._whole_only.entries().values()

@@ -1,0 +1,184 @@
+"""Base of backends that keep a replica of each model in every process and average gradients after a backward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.backend import Trainable
+from drivetrain.backends.base import DistributedBackend
+from drivetrain.backends.local_gradients import LocalGradients
+from drivetrain.backends.torch_engine import TorchEngine, TorchTrainable, place_model
+from drivetrain.distributed import collectives
+from drivetrain.distributed.process_group import ensure_process_group, pick_device
+from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop.gradient_hooks import hooks_of, try_hook
+from drivetrain.topology import Mesh, Topology
+
+
+class ReplicatedBackend(DistributedBackend):
+    """Forms the process group, starts all replicas from rank 0's values and averages gradients by :meth:`average`.
+
+    A backend implements :meth:`average` and sets ``capabilities``: ``averages_gradients`` and ``mesh_axes`` of
+    ``dp_replicate``; ``async_save`` and ``join_uneven_inputs`` work as well.
+    """
+
+    def start(self) -> Topology:
+        settings = self.settings
+        device = pick_device(settings.device_type, settings.process)
+        self._group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
+        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
+        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
+        self.engine = TorchEngine(settings.precision, device)
+        self.scaler = self.engine.scaler
+        self._trained: list[ReplicatedTrainable] = []
+        self._joining, self._rounds = False, 0
+        return self.topology
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
+        module = place_model(model, optimizers, self.settings, self.topology)
+        collectives.broadcast_in_place([*module.parameters(), *module.buffers()], self.topology)
+        trainable = ReplicatedTrainable(self, model, optimizers)
+        if training and self.topology.dp_size > 1:
+            self._trained.append(trainable)
+        return trainable
+
+    @abstractmethod
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Write the mean over the data-parallel ranks into each of these gradients.
+
+        Collective over all ranks. Called with several processes after each backward that ends an accumulation window,
+        once for all models.
+
+        Args:
+            gradients: dense tensors on the device, of the same shapes and dtypes in the same order on every rank.
+        """
+
+    def average_all(self) -> None:
+        """Average the gradients of all models outside of a window: one loss may reach several. Collective."""
+        waiting = [one for one in self._trained if one.synchronises]
+        if not waiting:
+            return
+        if self._joining:
+            self._announce(trains=True)
+        self._average(waiting)
+
+    def _average(self, waiting: Sequence[ReplicatedTrainable]) -> None:
+        parameters = list(
+            dict.fromkeys(each for one in waiting for each in one.module.parameters() if each.requires_grad)
+        )
+        reached = self._reached(parameters)
+        for each in reached:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        self.average([each.grad for each in reached if each.grad is not None])
+        for one in waiting:
+            one.local.reduced()
+
+    def _reached(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that have a gradient on some rank; the others keep none, as on one process. Collective.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+            UsageError: the replicas differ.
+        """
+        if not parameters:
+            return []
+        flags = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float64)
+        sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in parameters)
+        # A rank that has run out of batches does not follow the others' steps.
+        total = 0.0 if self._joining else sum(float(each.detach().double().sum()) for each in parameters)
+        said = torch.cat([torch.tensor([total, -total, float(sparse)], dtype=torch.float64), flags])
+        largest, negated_least, some_sparse, *somewhere = self.reduce(said, "max").tolist()
+        if some_sparse:
+            raise UnsupportedError(
+                f"{type(self).__name__} averages dense gradients, and a parameter has a sparse one",
+                cure="Leave sparse=True out of nn.Embedding.",
+            )
+        if largest != -negated_least:
+            raise UsageError(
+                "the parameters are no longer the same on every rank",
+                cure="Write the same values on every rank, outside of forward.",
+            )
+        return [each for each, some in zip(parameters, somewhere, strict=True) if some]
+
+    @contextmanager
+    def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
+        """Let ranks that have run out of batches take part in the others' means with nothing."""
+        if self.topology.dp_size == 1:
+            yield
+            return
+        self._joining, self._rounds = True, 0
+        try:
+            yield
+            while self._announce(trains=False):
+                for one in self._trained:
+                    one.module.zero_grad()
+                self._average(self._trained)
+        finally:
+            self._joining = False
+        rounds = self.gather(torch.tensor([self._rounds])).tolist()
+        source = rounds.index(max(rounds))
+        for one in self._trained:
+            for tensor in (*one.module.parameters(), *one.module.buffers()):
+                tensor.data.copy_(self.broadcast(tensor.data, source))
+
+    def _announce(self, *, trains: bool) -> int:
+        """Count the ranks that still train, before each round of means inside of :meth:`join`. Collective."""
+        self._rounds += trains
+        return int(self.reduce(torch.tensor(int(trains))))
+
+    def forget(self, trainable: ReplicatedTrainable) -> None:
+        """Average this model's gradients no more. Not collective."""
+        self._trained = [each for each in self._trained if each is not trainable]
+
+    def stop(self) -> None:
+        self._trained = []
+        self._group.release()
+
+
+@final
+class ReplicatedTrainable(TorchTrainable):
+    """This rank's replica of a model."""
+
+    def __init__(self, backend: ReplicatedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(model, optimizers, backend.engine)
+        self._backend, self.synchronises = backend, True
+        self._several = backend.topology.dp_size > 1
+        self._linear: set[int] = set()
+        """Numbers of the script's hooks that were tried."""
+        self.local = LocalGradients(self.module, lambda: self.synchronises and self._several)
+
+    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
+        if self._several:
+            self._refuse_hooks()
+        self.engine.backward(loss, scale)
+        self._backend.average_all()
+
+    def _refuse_hooks(self) -> None:
+        """Raise where a hook of the script is not linear: autograd gives it the gradient of this rank's samples."""
+        for number, name, parameter, hook, accumulated in hooks_of(self.module):
+            if number in self._linear:
+                continue
+            if accumulated or try_hook(hook, parameter) != "linear":
+                raise UnsupportedError(
+                    f"a hook on {name} would be given the gradient of this rank's samples",
+                    cure="Change p.grad between accelerator.backward(loss) and optimizer.step().",
+                )
+            self._linear.add(number)
+
+    def synchronise_gradients(self, enabled: bool) -> None:
+        self.synchronises = enabled
+
+    def has_unreduced_gradients(self) -> bool:
+        return self._several and self.local.exist()
+
+    def release(self) -> None:
+        self.local.release()
+        self._backend.forget(self)
