@@ -63,6 +63,16 @@ def test_it_writes_a_package_of_one_name(tmp_path):
         assert path.is_dir() or "{{" not in path.read_text(encoding="utf-8"), path
 
 
+def test_it_writes_a_package_of_replicas(tmp_path):
+    assert new("my_engine", "--replicated").exit_code == 0
+    made = tmp_path / "drivetrain-my-engine"
+    backend = (made / "src/drivetrain_my_engine/backend.py").read_text("utf-8")
+    assert "class MyEngineBackend(ReplicatedBackend)" in backend
+    assert "world_sizes = (1, 2)" in (made / "tests/test_my_engine_conformance.py").read_text("utf-8")
+    for path in made.rglob("*"):
+        assert path.is_dir() or "{{" not in path.read_text(encoding="utf-8"), path
+
+
 def test_it_writes_elsewhere_and_into_an_empty_folder(tmp_path):
     (tmp_path / "deep/place").mkdir(parents=True)
     assert new("my_engine", "--folder", "deep/place").exit_code == 0

@@ -25,6 +25,14 @@ FILES = {
 }
 """What is written, by path in the new folder: the file in ``plugin_template``, without its suffix ``.txt``."""
 
+REPLICATED = FILES | {
+    "README.md": "README_replicated.md",
+    "src/{package}/backend.py": "backend_replicated.py",
+    "src/{package}/plugin.py": "plugin_replicated.py",
+    "tests/test_{name}_conformance.py": "test_conformance_replicated.py",
+}
+"""As :data:`FILES`, for a backend that keeps a replica in every process."""
+
 
 @hookimpl
 def drivetrain_commands(group: click.Group) -> None:
@@ -35,15 +43,17 @@ def drivetrain_commands(group: click.Group) -> None:
 @click.command("new-plugin")
 @click.argument("name")
 @click.option("--folder", metavar="FOLDER", help="Where to write; drivetrain-NAME when it is not given.")
-def new_plugin(name: str, folder: str | None) -> None:
+@click.option("--replicated", is_flag=True, help="Keep a replica in every process and average gradients.")
+def new_plugin(name: str, folder: str | None, *, replicated: bool) -> None:
     """Write a package that brings the backend NAME, to be filled with an engine.
 
-    It installs, is found by `drivetrain backends` and passes the conformance kit as a copy of `single`.
+    It installs, is found by `drivetrain backends` and passes the conformance kit: as a copy of `single`, or with
+    --replicated on several processes, which average gradients.
     """
     check_name(name)
     words = words_of(name)
     target = Path(folder or words["distribution"])
-    write(target, words)
+    write(target, words, REPLICATED if replicated else FILES)
     click.echo(f"Wrote {target}, {len(FILES)} files. Its README.md tells the next step; to begin:")
     click.echo(f'    cd {target}\n    pip install --editable ".[test,lint]"\n    pytest')
 
@@ -104,7 +114,7 @@ def words_of(name: str) -> dict[str, str]:
     }
 
 
-def write(target: Path, words: dict[str, str]) -> None:
+def write(target: Path, words: dict[str, str], files: dict[str, str]) -> None:
     """Write the files of the template, each mark replaced by its word.
 
     Raises:
@@ -116,7 +126,7 @@ def write(target: Path, words: dict[str, str]) -> None:
             raise UsageError(
                 f"{target} exists already, nothing was written", cure="Remove it, or write elsewhere: --folder FOLDER."
             )
-        for path, source in FILES.items():
+        for path, source in files.items():
             text = (template / f"{source}.txt").read_text(encoding="utf-8")
             for mark, word in words.items():
                 text = text.replace("{{" + mark + "}}", word)
