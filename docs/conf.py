@@ -32,7 +32,8 @@ html_title = f"Drivetrain {release}"
 html_static_path = ["site/static"]
 html_css_files = ["drivetrain.css"]
 html_js_files = ["copy.js"]
-html_search_scorer = "site/scorer.js"
+# Sphinx opens it from where the command is typed, unlike its other paths.
+html_search_scorer = str(HERE / "site/scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
