@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, load_config
 from drivetrain.api import ProcessInfo
 from drivetrain_megatron.backend import _warn_of_nodes
+from drivetrain_megatron.pipeline.skeleton import Elsewhere
 from drivetrain_testing import spawn
 
 WORDS, WIDTH, LENGTH, ROWS, STEPS = 12, 8, 5, 8, 3
@@ -176,6 +179,32 @@ def saved(tmp_path_factory):
 @pytest.mark.gate("tp-pp", "fsdp-pp", "zero1-tp")
 def test_a_combination_trains_as_one_process(layout, saved) -> None:
     trains_alike(layout, saved / layout)
+
+
+def kept_after_the_cut(layout):
+    """Names of the parameters whose memory is there after the first steps, and of those that this rank has."""
+    run = Run(layout, 0)
+    memory = {
+        name: weakref.ref(getattr(one, "_local_tensor", one).untyped_storage())
+        for name, one in run.model.named_parameters()
+    }
+    gc.disable()
+    try:
+        run.epoch()
+        kept = {name for name, storage in memory.items() if storage() is not None}
+    finally:
+        gc.enable()
+    mine = {name for name, one in run.model.named_parameters() if not isinstance(one, Elsewhere)}
+    run.end()
+    return kept, mine
+
+
+@pytest.mark.parametrize("layout", ["pp", "tp-pp"])
+def test_parameters_of_other_stages_are_freed_at_the_first_step(layout) -> None:
+    """At once, and not where Python happens to look for cycles: a model may fill the memory."""
+    for kept, mine in spawn(kept_after_the_cut, LAYOUTS[layout][0], layout):
+        assert kept == mine
+        assert 0 < len(mine) < len(list(Net().named_parameters()))
 
 
 @pytest.mark.parametrize(("degree", "told"), [(4, 1), (2, 0), (1, 0)])

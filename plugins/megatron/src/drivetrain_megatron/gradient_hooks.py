@@ -6,6 +6,7 @@ set before ``prepare`` or after: a mask or a normalisation then does what it doe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -54,29 +55,39 @@ def carry(former: Mapping[str, Tensor], module: nn.Module, whole: Whole, part: P
             for hook in (old._backward_hooks or {}).values():  # noqa: SLF001 (torch has no public way to list them)
                 new.register_hook(hook)  # type: ignore[no-untyped-call]
             continue
-        register = new.register_hook
-
-        def register_hook(
-            hook: Callable[[Tensor], Any],
-            name: str = name,
-            new: Tensor = new,
-            register: Callable[..., RemovableHandle] = register,
-        ) -> RemovableHandle:
-            def on_whole(gradient: Tensor) -> Tensor | None:
-                with torch.no_grad():
-                    changed = hook(whole(name, gradient))
-                    return None if changed is None else part(changed, new)
-
-            on_whole.of_script = hook  # type: ignore[attr-defined]
-            return register(on_whole)
+        new.register_hook = _registering(name, new, whole, part)  # type: ignore[method-assign]
 
         def refuse(*_: Any, name: str = name) -> Any:
             raise _refused(name)
 
-        new.register_hook = register_hook  # type: ignore[method-assign]
         new.register_post_accumulate_grad_hook = refuse  # type: ignore[method-assign]
         for hook in (old._backward_hooks or {}).values():  # noqa: SLF001 (torch has no public way to list them)
             new.register_hook(hook)
+
+
+def _registering(name: str, parameter: Tensor, whole: Whole, part: Part) -> Callable[..., RemovableHandle]:
+    """A ``register_hook`` for a parameter that is a part; see :func:`carry`.
+
+    It does not refer to the parameter, which has it as an attribute: the memory of a parameter whose stage is another
+    is needed at once, and Python collects cycles rarely.
+    """
+    register, alive = type(parameter).register_hook, weakref.ref(parameter)
+
+    def itself() -> Tensor:
+        found = alive()
+        assert found is not None, "its hooks are set and called while it is there"
+        return found
+
+    def register_hook(hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        def on_whole(gradient: Tensor) -> Tensor | None:
+            with torch.no_grad():
+                changed = hook(whole(name, gradient))
+                return None if changed is None else part(changed, itself())
+
+        on_whole.of_script = hook  # type: ignore[attr-defined]
+        return register(itself(), on_whole)  # type: ignore[no-untyped-call, no-any-return]
+
+    return register_hook
 
 
 def refuse(former: Mapping[str, Tensor], module: nn.Module, why: str) -> None:
