@@ -146,6 +146,24 @@ class _Opened:
     resumed: bool
 
 
+_OF_PREPARED = frozenset(
+    {
+        *("base_dataloader", "number", "ends_loop", "end_of_dataloader"),
+        *("_source", "_context", "_cursor", "_shares_out", "_share_rank", "_put_on_device", "_skip"),
+    }
+)
+"""Attributes of a prepared loader; any other is the user's loader's."""
+
+_TAKEN_OVER = frozenset(
+    {
+        *("dataset", "batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn", "generator", "timeout"),
+        *("num_workers", "worker_init_fn", "multiprocessing_context", "persistent_workers", "prefetch_factor"),
+        *("pin_memory", "pin_memory_device", "in_order"),
+    }
+)
+"""Attributes of a ``DataLoader`` by which it reads."""
+
+
 @final
 class PreparedDataLoader(DataLoader[Any]):
     """A data loader that distributes its samples over the data-parallel ranks and tracks its position.
@@ -196,6 +214,22 @@ class PreparedDataLoader(DataLoader[Any]):
         if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write an attribute of the user's loader there.
+
+        Raises:
+            UsageError: it says how the loader reads, and was taken over by ``prepare``.
+        """
+        if name in _OF_PREPARED or name in PreparedDataLoader.__dict__:
+            object.__setattr__(self, name, value)
+        elif name in _TAKEN_OVER and isinstance(self.base_dataloader, DataLoader):
+            raise UsageError(
+                f"{name} of a prepared loader was set, which reads as its loader said at prepare",
+                cure=f"Set it before prepare; or make another loader with this {name}, and prepare that.",
+            )
+        else:
+            setattr(self.base_dataloader, name, value)
 
     def __copy__(self) -> PreparedDataLoader:
         """Another one that reads the same loader and shares its position."""

@@ -29,6 +29,19 @@ _NOT_COMPARED = frozenset({"lr", "capturable", "differentiable", "foreach", "fus
 """Settings of groups that ranks may have of their own: how a step is computed, and rates, which are compared anyhow."""
 
 
+_OF_PREPARED = frozenset(
+    {
+        *("source", "optimizer", "models", "pending", "given", "skipped", "num_applied", "held", "come_back"),
+        *("_loop", "_recorded", "_era"),
+    }
+)
+"""Attributes of a prepared optimizer; any other is the user's optimizer's."""
+
+_OF_PREPARED_SCHEDULER = frozenset(
+    {"scheduler", "optimizers", "_backend", "_step_with_optimizer", "_moves", "_seen", "_averaged"}
+)
+
+
 @final
 class PendingStep:
     """A step of an asynchronous device, which has not yet reported whether the step was skipped.
@@ -132,6 +145,13 @@ class PreparedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that only the user's optimizer has is written there, where its ``step`` reads it."""
+        if name in _OF_PREPARED or hasattr(PreparedOptimizer, name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.source if hasattr(self.source, name) else self.optimizer, name, value)
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
@@ -432,10 +452,18 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"scheduler", "optimizers"}:
+        if name in _OF_PREPARED_SCHEDULER:
             raise AttributeError(name)
         self._applied()
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the script writes, ``last_epoch`` or ``base_lrs``, is written to its scheduler, which reads it."""
+        if name in _OF_PREPARED_SCHEDULER or name in PreparedScheduler.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            self._applied()
+            setattr(self.scheduler, name, value)
 
 
 def _same(what: Any) -> Any:
