@@ -27,6 +27,7 @@ from drivetrain.distributed.watchdog import note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
+from drivetrain.loop.former_memory import FormerMemory, check_readable
 from drivetrain.loop.shared_memory import check_still_frozen
 from drivetrain.parameter_names import loaded_name, original_name
 
@@ -59,6 +60,7 @@ class PreparedModel:
         first_inputs: compares the inputs of the first forward in training; ``None`` where that has been done.
         called: numbers of the loop's models whose forwards communicate, in the order in which they are called; ``None``
             where this one's do not.
+        former: the script's tensors in memory that its parameters have left; ``None`` where the engine moves none.
     """
 
     trainable: Trainable
@@ -82,6 +84,7 @@ class PreparedModel:
     evaluates_only: bool = False
     first_inputs: FirstInputs | None = None
     called: list[int] | None = None
+    former: FormerMemory | None = None
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -92,6 +95,8 @@ class PreparedModel:
 
     def check_reduced(self) -> None:
         """Raise where a step would use gradients that differ from rank to rank, unless the script keeps them so."""
+        if self.former is not None:
+            self.former.before_step()
         if not (self.held or self.steps_alone) and self.trainable.has_unreduced_gradients():
             raise UsageError(
                 f"an optimizer of {self.plain_class.__name__} would step with gradients of this rank alone: they came "
@@ -153,6 +158,8 @@ class PreparedModule(nn.Module):
             return super().__call__(*args, **kwargs)
         if not prepared.replicated:
             _refuse_transforms(self)
+        if prepared.former is not None and prepared.former.moved_later:
+            prepared.former.look()
         if torch.is_grad_enabled():
             if prepared.called is not None and not prepared.active and not torch.compiler.is_compiling():
                 prepared.called.append(prepared.index)
@@ -204,6 +211,7 @@ class PreparedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As that of the user's class. Names may have what a wrapper of torch adds to those of a part, or not."""
+        check_readable("load_state_dict", state_dict.values())
         taken_off = self.__dict__[_ATTRIBUTE].taken_off
         if taken_off:
             parts = {f"{path}.module.".lstrip("."): f"{path}.".lstrip(".") for path in taken_off}

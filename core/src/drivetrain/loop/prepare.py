@@ -22,6 +22,7 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
 from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.buffers import Buffers
+from drivetrain.loop.former_memory import FormerMemory
 from drivetrain.loop.model import (
     PreparedModel,
     PreparedModule,
@@ -151,8 +152,11 @@ class Preparer:
             optimizer.given = [each for each in optimizer.given if id(each) not in own]
         held = [_names(optimizer.source, module) for optimizer in mine]
         frozen, shared = self._memory.add(module), self._memory.pairs(module)
+        former = self._former_memory(module)
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
         self._memory.check_kept(module, shared)
+        if former is not None:
+            former.refuse_those_left()
         topology = self._backend.topology
         model = PreparedModel(
             trainable,
@@ -171,6 +175,7 @@ class Preparer:
                 else None
             ),
             called=self._loop.called if topology.world_size > 1 and trainable.communicates_in_forward else None,
+            former=former,
         )
         if training:
             self._watch_buffers(model)
@@ -180,6 +185,12 @@ class Preparer:
         for optimizer, engine_optimizer, names in zip(mine, trainable.optimizers, held, strict=True):
             optimizer.bind(model, engine_optimizer, names)
         return module
+
+    def _former_memory(self, module: nn.Module) -> FormerMemory | None:
+        capabilities = self._backend.capabilities
+        if capabilities.replicated:
+            return None
+        return FormerMemory(type(self._backend).__name__, module, moved_later=capabilities.pipelined)
 
     def _watch_buffers(self, model: PreparedModel) -> None:
         if model.trainable.settles_buffers:

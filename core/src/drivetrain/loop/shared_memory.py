@@ -17,7 +17,7 @@ from drivetrain.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Memory of a parameter or buffer.
 
     Args:
@@ -50,7 +50,7 @@ class _Place:
         tensor = self.tensor()
         return self.is_parameter and tensor is not None and not tensor.requires_grad
 
-    def overlaps(self, other: _Place) -> bool:
+    def overlaps(self, other: Place) -> bool:
         """Whether an element belongs to both; once a tensor is gone, whether a byte does."""
         if self.begin >= other.end or other.begin >= self.end:
             return False
@@ -68,7 +68,8 @@ class _Place:
         return bool((marks > 1).any())
 
 
-def _place(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: bool) -> _Place | None:
+def place_of(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: bool) -> Place | None:
+    """Where a tensor lies; ``None`` where it has no memory that another one could share."""
     wraps: Any = is_traceable_wrapper_subclass
     if is_lazy(tensor):  # It has no memory yet.
         return None
@@ -87,18 +88,19 @@ def _place(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: 
     end = begin + (int(last) + 1) * tensor.element_size()
     model = "" if owner is None else type(owner).__name__
     space = identity if tensor.is_meta else 0
-    return _Place(name, model, id(owner), ref(tensor), is_parameter, space, begin, end, identity)
+    return Place(name, model, id(owner), ref(tensor), is_parameter, space, begin, end, identity)
 
 
-def _places(module: nn.Module) -> list[_Place]:
-    parameters = [_place(name, module, each, is_parameter=True) for name, each in module.named_parameters()]
-    buffers = [_place(name, module, each, is_parameter=False) for name, each in module.named_buffers()]
+def places(module: nn.Module) -> list[Place]:
+    """Where the parameters and buffers of a module lie."""
+    parameters = [place_of(name, module, each, is_parameter=True) for name, each in module.named_parameters()]
+    buffers = [place_of(name, module, each, is_parameter=False) for name, each in module.named_buffers()]
     return [place for place in (*parameters, *buffers) if place is not None]
 
 
-def _overlapping(places: Iterable[_Place]) -> Iterator[tuple[_Place, _Place]]:
+def _overlapping(found: Iterable[Place]) -> Iterator[tuple[Place, Place]]:
     """Pairs of different tensors in one memory, a parameter among them at least, which comes first."""
-    ordered = sorted(places, key=lambda place: (place.space, place.begin))
+    ordered = sorted(found, key=lambda place: (place.space, place.begin))
     for index, place in enumerate(ordered):
         for other in ordered[index + 1 :]:
             if other.space != place.space or other.begin >= place.end:
@@ -107,15 +109,6 @@ def _overlapping(places: Iterable[_Place]) -> Iterator[tuple[_Place, _Place]]:
                 continue
             if place.overlaps(other):
                 yield (place, other) if place.is_parameter else (other, place)
-
-
-def _num_tensors(place: _Place) -> int:
-    """Number of tensors, whoever holds them, in the storage of this one."""
-    tensor = place.tensor()
-    if tensor is None:
-        return 0
-    # One of the references is the storage's own Python object.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # noqa: SLF001
 
 
 @final
@@ -129,7 +122,7 @@ class SharedMemory:
 
     def __init__(self, engine: str, *, moves: bool) -> None:
         self._engine, self._moves = engine, moves
-        self._earlier: list[tuple[StorageWeakRef, _Place]] = []
+        self._earlier: list[tuple[StorageWeakRef, Place]] = []
 
     def pairs(self, module: nn.Module) -> dict[frozenset[str], UnsupportedError]:
         """Parameters that share memory with one another or with buffers, if the engine may keep them together.
@@ -139,7 +132,7 @@ class SharedMemory:
         """
         if self._moves:
             return {}
-        found = _overlapping(_places(module))
+        found = _overlapping(places(module))
         return {frozenset((one.name, other.name)): self._two_in_one(one, other) for one, other in found}
 
     def check_kept(self, module: nn.Module, pairs: Mapping[frozenset[str], UnsupportedError]) -> None:
@@ -163,16 +156,14 @@ class SharedMemory:
             loose: parameters of prepared optimizers that neither these nor earlier models hold.
 
         Raises:
-            UnsupportedError: two parameters, or a parameter and a buffer, share memory; or several parameters are
-                slices of a tensor that the script holds.
+            UnsupportedError: two parameters, or a parameter and a buffer, share memory.
         """
-        places = [place for module in modules for place in _places(module)]
-        beside = [_place("a parameter that no model holds", None, each, is_parameter=True) for each in loose]
-        places += [each for each in beside if each is not None]
-        for one, other in _overlapping([*self._before(places), *places]):
+        mine = [place for module in modules for place in places(module)]
+        beside = [place_of("a parameter that no model holds", None, each, is_parameter=True) for each in loose]
+        mine += [each for each in beside if each is not None]
+        for one, other in _overlapping([*self._before(mine), *mine]):
             if not (one.is_frozen and other.is_frozen):
                 raise self._two_in_one(one, other)
-        self._check_slices(places)
 
     def add(self, module: nn.Module) -> list[str]:
         """Remember a checked model that the engine is about to prepare. Not collective.
@@ -182,7 +173,7 @@ class SharedMemory:
         """
         if not self._moves:
             return []
-        mine = [place for place in _places(module) if place.is_parameter]
+        mine = [place for place in places(module) if place.is_parameter]
         shared = {id(place.tensor()) for pair in _overlapping([*self._before(mine), *mine]) for place in pair}
         self._earlier += [
             (StorageWeakRef(tensor.untyped_storage()), place)  # type: ignore[no-untyped-call]
@@ -195,30 +186,13 @@ class SharedMemory:
         """Forget the models so far, which are no longer prepared."""
         self._earlier.clear()
 
-    def _before(self, places: Sequence[_Place]) -> list[_Place]:
+    def _before(self, found: Sequence[Place]) -> list[Place]:
         """Parameters of earlier calls in the storages of these, wherever an engine has moved them since."""
         self._earlier = [(storage, place) for storage, place in self._earlier if not storage.expired()]  # type: ignore[no-untyped-call]
-        known = {place.storage for place in places}
+        known = {place.storage for place in found}
         return [place for storage, place in self._earlier if storage.cdata in known]
 
-    def _check_slices(self, places: Sequence[_Place]) -> None:
-        by_storage: dict[int, list[_Place]] = {}
-        for place in places:
-            by_storage.setdefault(place.storage, []).append(place)
-        for mine in by_storage.values():
-            parameters = [place for place in mine if place.is_parameter]
-            if len(parameters) < 2 or all(place.is_frozen for place in parameters):
-                continue
-            if _num_tensors(parameters[0]) > len({id(place.tensor()) for place in mine}):
-                names = " and ".join(place.full_name for place in parameters[:2])
-                raise UnsupportedError(
-                    f"{names} are slices of one tensor that the script still holds, and {self._engine} moves "
-                    "parameters: what is written to that tensor would not reach them any more",
-                    cure="Before prepare write: for p in model.parameters(): p.data = p.data.clone(). After it, write "
-                    "to the parameters themselves.",
-                )
-
-    def _two_in_one(self, one: _Place, other: _Place) -> UnsupportedError:
+    def _two_in_one(self, one: Place, other: Place) -> UnsupportedError:
         kind = "two parameters" if other.is_parameter else "a parameter and a buffer"
         where = f"{one.full_name} and {other.full_name}"
         if one.owner == other.owner:

@@ -91,6 +91,8 @@ def train_step(
     loose = loop.loose if loop.loose.parameters else None
     if model.stay_frozen:
         check_still_frozen(model.source, model.stay_frozen)
+    if model.former is not None and model.former.moved_later:
+        model.former.look()
     with model.numbers or nullcontext(), model.running(), nullcontext() if loose is None else loose.backward():
         local = model.trainable.forward_backward(
             [(*inputs(batch), batch) for batch in window], loss_fn, loop.averaged * weight / denominator
