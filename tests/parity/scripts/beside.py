@@ -212,12 +212,10 @@ SHORT = 3 * BATCH + 5
 """Samples of a run whose last batch is short, and of which no number of processes holds equal parts."""
 
 
-@script()
-def replay_of_a_kept_batch(accelerator):
-    """Continual learning: the first batch is kept, and trained on again after each other one."""
+def replay(accelerator, samples):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(*points(SHORT)))
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(*points(samples)))
     kept = None
     for x, y in batches:
         optimizer.zero_grad()
@@ -227,23 +225,18 @@ def replay_of_a_kept_batch(accelerator):
         optimizer.step()
         kept = kept or (x, y)
     return result(accelerator, [], model=model)
+
+
+@script()
+def replay_of_a_kept_batch(accelerator):
+    """Continual learning: the first batch is kept, and trained on again after each other one."""
+    return replay(accelerator, SHORT)
 
 
 @script()
 def replay_beside_a_single_row(accelerator):
     """A batch is kept, and trained on again beside a last batch of one sample, which one process alone holds."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(*points(3 * BATCH + 1)))
-    kept = None
-    for x, y in batches:
-        optimizer.zero_grad()
-        accelerator.backward(F.cross_entropy(model(x), y))
-        if kept is not None:
-            accelerator.backward(F.cross_entropy(model(kept[0]), kept[1]))
-        optimizer.step()
-        kept = kept or (x, y)
-    return result(accelerator, [], model=model)
+    return replay(accelerator, 3 * BATCH + 1)
 
 
 @script()

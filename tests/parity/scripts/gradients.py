@@ -17,6 +17,18 @@ def start(accelerator, lr=0.3, kind=Net):
     return accelerator.prepare(model, optimizer, loader())
 
 
+def loop(accelerator, model, optimizer, batches):
+    """The ordinary loop."""
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
 def fit(accelerator, edit, lr=0.3):
     """A loop that does ``edit(model, step)`` between backward and step."""
     model, optimizer, batches = start(accelerator, lr)
@@ -140,14 +152,7 @@ def hook_before_prepare(accelerator):
     model.head.weight.register_hook(lambda grad: grad * mask)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -156,14 +161,7 @@ def hook_after_prepare(accelerator):
     mask = mask_of(build().head.weight)
     model, optimizer, batches = start(accelerator)
     model.head.weight.register_hook(lambda grad: grad * mask)
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -175,14 +173,7 @@ def hook_after_accumulate(accelerator):
         p.grad.mul_(0.5)
 
     model.head.weight.register_post_accumulate_grad_hook(halve)
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -398,25 +389,14 @@ class Reentrant(Checkpointed):
 def checkpointing(accelerator):
     """Activation checkpointing without re-entrance."""
     model, optimizer, batches = start(accelerator, kind=Checkpointed)
-    return _simple(accelerator, model, optimizer, batches)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
 def checkpointing_reentrant(accelerator):
     """Activation checkpointing with ``use_reentrant=True``."""
     model, optimizer, batches = start(accelerator, kind=Reentrant)
-    return _simple(accelerator, model, optimizer, batches)
-
-
-def _simple(accelerator, model, optimizer, batches):
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 class Branches(nn.Module):
@@ -516,7 +496,7 @@ def module_backward_hook(accelerator):
     """``register_full_backward_hook`` halves what flows back from the head into the body."""
     model, optimizer, batches = start(accelerator)
     model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-    return _simple(accelerator, model, optimizer, batches)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -527,14 +507,7 @@ def gradients_clamped_by_hook(accelerator):
         p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -544,14 +517,7 @@ def gradients_normalised_by_hook(accelerator):
     for p in model.parameters():
         if p.dim() > 1:
             p.register_hook(lambda grad: grad / grad.norm())
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -635,7 +601,7 @@ def step_hook_measures_gradients(accelerator):
 
     optimizer.register_step_pre_hook(normalise)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    return _simple(accelerator, model, optimizer, batches)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -775,7 +741,7 @@ def fit_with_hook(accelerator, hook, name="bias"):
     """An ordinary loop; ``hook`` is set on a parameter of the head after ``prepare``."""
     model, optimizer, batches = start(accelerator, 0.1)
     getattr(model.head, name).register_hook(hook)
-    return _simple(accelerator, model, optimizer, batches)
+    return loop(accelerator, model, optimizer, batches)
 
 
 @script()
@@ -813,7 +779,7 @@ def hook_sees_what_the_one_before_returned(accelerator):
     norms = []
     model.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
     model.head.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
-    losses, weights = _simple(accelerator, model, optimizer, batches)
+    losses, weights = loop(accelerator, model, optimizer, batches)
     return losses + norms, weights
 
 

@@ -294,34 +294,6 @@ def gradient_of_a_vector_loss(accelerator):
 
 
 @script()
-def graph_kept_for_a_second_backward(accelerator):
-    """Two losses of one forward go backward in turn with ``retain_graph=True``."""
-
-    def update(accelerator, model, optimizer, x, y, _step):
-        out = model(x)
-        first, second = F.cross_entropy(out, y), out.pow(2).mean()
-        accelerator.backward(first, retain_graph=True)
-        accelerator.backward(second)
-        optimizer.step()
-        return first
-
-    return trained(accelerator, build(), update=update)
-
-
-@script()
-def penalty_in_the_loss(accelerator):
-    """A penalty over all parameters is part of the loss."""
-
-    def update(accelerator, model, optimizer, x, y, _step):
-        loss = F.cross_entropy(model(x), y) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
-        accelerator.backward(loss)
-        optimizer.step()
-        return loss
-
-    return trained(accelerator, build(), update=update)
-
-
-@script()
 def penalty_with_its_own_backward(accelerator):
     """A penalty over parameters alone goes backward by itself every second step."""
 

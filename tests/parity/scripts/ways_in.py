@@ -150,14 +150,7 @@ def compiled(accelerator):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, batches = accelerator.prepare(torch.compile(model, backend="eager"), optimizer, loader())
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return fit(accelerator, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x), y))
 
 
 @dataclasses.dataclass
@@ -359,15 +352,10 @@ def auxiliary_loss(accelerator):
 @script()
 def functional_call_with_other_values(accelerator):
     """``functional_call`` with other values than the model's own."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    losses = []
-    for x, y in batches:
+    model, optimizer, batches = prepared(accelerator, lr=0.1)
+
+    def loss_of(x, y):
         values = {name: one * 0.9 for name, one in model.named_parameters()}
-        loss = F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+        return F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
+
+    return fit(accelerator, model, optimizer, batches, loss_of)
