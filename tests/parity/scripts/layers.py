@@ -488,15 +488,23 @@ class TimeFirstMixture(nn.Module):
         return self.head(self.mix(x))
 
 
-@script()
-def as_many_steps_as_samples(accelerator):
-    """Sequences ``(T, B, F)`` with T = B, and a first hidden state by keyword: no size tells the dims apart."""
+def of_as_many_steps(accelerator, loss_of):
     y = (torch.arange(N * BATCH) * 7 % CLASSES).view(N, BATCH)
     return fit(
         accelerator,
         build(TimeFirstMixture),
         loader(noise(N, BATCH, FEATURES), y, noise(N, 1, FEATURES, seed=4)),
-        lambda model, x, y, hidden: F.cross_entropy(
-            model(x.transpose(0, 1), hidden=hidden.transpose(0, 1)).permute(1, 2, 0), y
-        ),
+        lambda model, x, y, hidden: loss_of(model(x.transpose(0, 1), hidden=hidden.transpose(0, 1)), y),
     )
+
+
+@script()
+def as_many_steps_as_samples(accelerator):
+    """Sequences ``(T, B, F)`` with T = B, and a first hidden state by keyword: no size tells the dims apart."""
+    return of_as_many_steps(accelerator, lambda logits, y: F.cross_entropy(logits.permute(1, 2, 0), y))
+
+
+@script()
+def as_many_steps_as_samples_in_one_dim(accelerator):
+    """The same, whose loss is taken of steps and samples in one dim."""
+    return of_as_many_steps(accelerator, lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.t().flatten()))

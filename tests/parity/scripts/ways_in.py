@@ -167,8 +167,13 @@ class Pair(NamedTuple):
 class Custom:
     """No type that any engine knows."""
 
-    def __init__(self, logits):
-        self.logits = logits
+    def __init__(self, logits, inputs):
+        self.hidden = {"deep": [logits]}
+        self.inputs = [inputs, {"more": (inputs * 2,)}]
+
+    @property
+    def logits(self):
+        return self.hidden["deep"][0]
 
 
 class Answering(Net):
@@ -190,9 +195,9 @@ class AnsweringPair(Answering):
         return Pair(logits, features)
 
 
-class AnsweringCustom(Answering):
-    def answer(self, logits, features):
-        return Custom(logits)
+class AnsweringCustom(Net):
+    def forward(self, x):
+        return Custom(super().forward(x), x)
 
 
 @script()
@@ -223,7 +228,7 @@ def namedtuple_output(accelerator):
 
 @script()
 def custom_output(accelerator):
-    """Forward returns an object of a class of its own."""
+    """Forward returns an object of a class of its own, in which outputs and inputs lie deep."""
     model, optimizer, batches = prepared(accelerator, AnsweringCustom)
     return fit(accelerator, model, optimizer, batches, lambda x, y: F.cross_entropy(model(x).logits, y))
 
@@ -261,15 +266,16 @@ def parameters_counted(accelerator):
 
 
 class Warming(Net):
-    """Counts its forwards in Python and grows warmer with them."""
+    """Counts its forwards in Python, by a number and in a list, and grows warmer with them."""
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls, self.seen = 0, []
 
     def forward(self, x):
         self.calls += 1
-        return super().forward(x) * (1 + 0.1 * self.calls)
+        self.seen.append(self.calls)
+        return super().forward(x) * (1 + 0.1 * self.calls) * (1 - 0.05 * len(self.seen))
 
 
 @script()
