@@ -10,6 +10,7 @@ import gc
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +24,16 @@ from drivetrain import Accelerator, load_config
 from drivetrain.errors import DrivetrainError
 from drivetrain_testing import spawn
 
+FP16 = {"mixed_precision": "fp16"}
+SCALED = ("single", "deepspeed-2")
+
 LAYOUTS = {
     **{name: PLACES[name] for name in ("single", "ddp-2", "fsdp-2", "tp-2", "pp-2")},
     **{name: PLACES[name] for name in ("deepspeed-1", "deepspeed-2", "deepspeed-3")},
     "dp": Place("dp", 1, {"distributed_type": "dp"}),
     "deepspeed-0": Place("deepspeed-0", 2, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 0}}),
+    # The loss scalers, torch's and DeepSpeed's, see which optimizers have stepped.
+    **{f"{name}-fp16": replace(PLACES[name], config={**PLACES[name].config, **FP16}) for name in SCALED},
 }
 
 QUIET = 10
