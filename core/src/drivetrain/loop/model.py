@@ -223,7 +223,9 @@ class PreparedModule(nn.Module):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        # What .to(), .double() and .half() call.
+        # What .to(), .double() and .half() call. Scripts write model.to(device) where the model is already.
+        if recurse and _changes_nothing(fn, self):
+            return self
         prepared = self.__dict__[_ATTRIBUTE]
         prepared.trainable.before_conversion()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -280,6 +282,23 @@ def _without_prefixes(name: str, parts: Mapping[str, str]) -> str:
         if name.startswith(wrapped):
             name = own + name.removeprefix(wrapped)
     return name
+
+
+def _changes_nothing(convert: Callable[..., Any], model: nn.Module) -> bool:
+    """Tell whether a conversion, such as that of ``model.to(device)``, leaves the model's tensors as they are.
+
+    It is tried on a small tensor of each of their devices and dtypes, with four and five dimensions too, which
+    ``memory_format`` lays out anew.
+    """
+    for dtype, device in {(each.dtype, each.device) for each in (*model.parameters(), *model.buffers())}:
+        for num_dims in (1, 4, 5):
+            probe = torch.zeros((2,) * num_dims, dtype=dtype, device=device)
+            version = probe._version  # noqa: SLF001 (torch has no public name for it)
+            # share_memory() returns the tensor too; on other devices all memory is shared.
+            shares = device.type == "cpu" and not probe.is_shared()
+            if convert(probe) is not probe or probe._version != version or (shares and probe.is_shared()):  # noqa: SLF001
+                return False
+    return True
 
 
 def _refuse_transforms(model: nn.Module) -> None:
