@@ -65,6 +65,21 @@ def gradients_of_an_input(count: int, steps: int) -> tuple[Tensor, Tensor]:
     return accelerator.gather(x.grad), accelerator.gather(found)
 
 
+def weights_after_a_clamped_step(limit: float, *, times_processes: bool) -> Tensor:
+    """One step, in which a hook of the output clamps what flows back."""
+    accelerator, net = start()
+    if times_processes:
+        limit *= accelerator.num_processes
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.5))
+    loader = accelerator.prepare(DataLoader(TensorDataset(*rows(12)), batch_size=12))
+    for x, y in loader:
+        output = net(x)
+        output.register_hook(lambda gradient: gradient.clamp(-limit, limit))
+        accelerator.backward(F.cross_entropy(output, y))
+        optimizer.step()
+    return accelerator.get_state_dict(net)["weight"]
+
+
 def weights_after_a_weighted_step(form: str) -> Tensor:
     """One step of ``cross_entropy`` with weights of the classes."""
     accelerator, net = start(count_items=form == "count_items")

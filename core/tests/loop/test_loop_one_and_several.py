@@ -38,6 +38,14 @@ def test_the_gradient_of_an_input_is_that_of_this_processs_mean_times_its_weight
             torch.testing.assert_close(asked * 2, x.grad * 6, **CLOSE)
 
 
+def test_what_flows_back_is_of_this_processs_mean_and_is_clamped_alike_by_a_limit_times_the_processes():
+    (truth,) = spawn(jobs.weights_after_a_clamped_step, 1, 0.03, times_processes=True)
+    for found in spawn(jobs.weights_after_a_clamped_step, 3, 0.03, times_processes=True):
+        torch.testing.assert_close(found, truth, **CLOSE)
+    for found in spawn(jobs.weights_after_a_clamped_step, 3, 0.03, times_processes=False):
+        assert (found - truth).abs().max() > 1e-3
+
+
 def test_class_weights_divide_by_the_labels_of_a_process_unless_items_are_given():
     (truth,) = spawn(jobs.weights_after_a_weighted_step, 1, "mean")
     for form in ("sum", "count_items"):
