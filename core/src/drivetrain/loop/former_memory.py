@@ -174,9 +174,10 @@ def _tensors_in(where: Sequence[Place], own: Collection[int]) -> list[Tensor]:
 def _storage_of(tensor: Tensor) -> int | None:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (as tensor subclasses of torch do)
         try:
-            return tensor.untyped_storage()._cdata  # noqa: SLF001 (identifies it, as in torch.multiprocessing)
+            number: int = tensor.untyped_storage()._cdata  # noqa: SLF001 (identifies it, as in torch.multiprocessing)
         except (RuntimeError, NotImplementedError):  # Sparse and functional tensors have none.
             return None
+    return number
 
 
 def _exported(tensor: Tensor) -> bool:
@@ -210,7 +211,7 @@ def _mark(tensor: Tensor, memory: FormerMemory, name: str) -> None:
     for plain, kind in ((Tensor, FormerTensor), (nn.Parameter, FormerParameter)):
         if type(tensor) is plain:
             vars(tensor)["drivetrain_memory"] = memory, name
-            tensor.__class__ = kind  # type: ignore[assignment]
+            tensor.__class__ = kind
 
 
 def _call(
@@ -271,14 +272,14 @@ class FormerTensor(Tensor):
     """A tensor in memory that a parameter has left."""
 
     drivetrain_memory: tuple[FormerMemory, str]
-    __torch_function__ = classmethod(_call)  # type: ignore[assignment]
+    __torch_function__: Any = classmethod(_call)
 
 
 class FormerParameter(nn.Parameter):
     """A parameter, which is of another model, in memory that a parameter has left."""
 
     drivetrain_memory: tuple[FormerMemory, str]
-    __torch_function__ = classmethod(_call)  # type: ignore[assignment]
+    __torch_function__: Any = classmethod(_call)
 
 
 _KINDS = (FormerTensor, FormerParameter)

@@ -295,8 +295,9 @@ def _changes_nothing(convert: Callable[..., Any], model: nn.Module) -> bool:
             probe = torch.zeros((2,) * num_dims, dtype=dtype, device=device)
             version = probe._version  # noqa: SLF001 (torch has no public name for it)
             # share_memory() returns the tensor too; on other devices all memory is shared.
-            shares = device.type == "cpu" and not probe.is_shared()
-            if convert(probe) is not probe or probe._version != version or (shares and probe.is_shared()):  # noqa: SLF001
+            memory: Any = probe
+            shares = device.type == "cpu" and not memory.is_shared()
+            if convert(probe) is not probe or probe._version != version or (shares and memory.is_shared()):  # noqa: SLF001
                 return False
     return True
 

@@ -74,6 +74,7 @@ class DiLoCoTrainable(TorchTrainable):
         self.rounds: list[Rounds] = []
         self._ran, self._synchronises = False, True
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._strides = [parameter.stride() for parameter in self._trained]
         self._local = None if wrapper is None else LocalGradients(self.module, lambda: self._synchronises)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
@@ -130,6 +131,11 @@ class DiLoCoTrainable(TorchTrainable):
                 "parameters were frozen or unfrozen after prepare, and diloco's rounds do not know them",
                 cure="Call requires_grad_() before accelerator.prepare(model).",
             )
+        if self.wrapper is not None and [parameter.stride() for parameter in trained] != self._strides:
+            raise UnsupportedError(
+                "a weight was transposed or laid out anew after prepare, and DDP's buckets have its former strides",
+                cure="Lay out weights, also as channels_last, before accelerator.prepare(model).",
+            )
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         if self.wrapper is None and self._backend.topology.world_size > 1:
@@ -171,6 +177,12 @@ class DiLoCoTrainable(TorchTrainable):
         # The first optimizer's rounds take the buffers along.
         floating = [one for one in self.module.buffers() if one.is_floating_point()] if not self.rounds else []
         self.rounds.append(Rounds(optimizer, floating, self._backend.section, self._backend.mean))
+
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        left = [each for each in self.rounds if each.optimizer is optimizer]
+        state.check_joined(left, "an optimizer was replaced", UsageError)
+        self.rounds = [each for each in self.rounds if each.optimizer is not optimizer]
+        super().remove_optimizer(optimizer)
 
     def portable_state(self) -> PortableState:
         return state.portable_state(self.module, self.rounds, self._backend.mean)
