@@ -129,7 +129,7 @@ def train(config: Mapping[str, Any], folder: str) -> None:
 # torch's tracer makes an object of the function that DeepSpeed's linear layers are, and asks activations for gradients.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.gate("single", "fsdp-2", "pp-2")
+@pytest.mark.gate("fsdp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_parts_that_wrap_have_no_names(layout: str, tmp_path: Path) -> None:
     place = PLACES[layout]

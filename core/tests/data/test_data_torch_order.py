@@ -180,7 +180,7 @@ def plainly(loader: Any, generator: torch.Generator | None, leave: int | None) -
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("leave", [None, 1], ids=["whole", "left"])
 @pytest.mark.parametrize("generator", [None, seeded, drawn_from], ids=["global", "seeded", "drawn"])
 @pytest.mark.parametrize("name", [*KINDS, *DROPPING])

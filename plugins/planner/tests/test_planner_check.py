@@ -129,6 +129,7 @@ def test_without_a_model_nothing_starts(folder):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(folder):
     done = launch(folder, {"distributed_type": "ddp", "plan": PLAN}, 1, options=["--check-plan"])
     assert done.returncode == 0, done.stderr
@@ -309,7 +310,7 @@ def test_an_error_of_memory_shows_what_holds_less(folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("how", "shown"), [("from", True), ("words", False)])
+@pytest.mark.parametrize(("how", "shown"), [("from", True), pytest.param("words", False, marks=pytest.mark.slow)])
 def test_an_error_is_known_by_its_type(folder, how, shown):
     done = launch(folder, {"distributed_type": "ddp"}, 1, how)
     assert done.returncode == 1
