@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from itertools import product
 from pathlib import Path
 
@@ -573,6 +574,32 @@ class TestCommand:
         ):
             with pytest.raises(UsageError, match=said):
                 self.show(wrong)
+
+    def test_a_file_imports_what_lies_beside_it(self, tmp_path, monkeypatch):
+        (tmp_path / "beside_the_model.py").write_text("WIDTH = 4\n", encoding="utf-8")
+        text = """
+            from __future__ import annotations
+
+            from dataclasses import dataclass
+
+            from beside_the_model import WIDTH
+            from torch import nn
+
+            @dataclass
+            class Sizes:
+                width: int = WIDTH
+
+            def make():
+                return nn.Sequential(nn.Linear(Sizes().width, 8), nn.ReLU(), nn.Linear(8, 4))
+        """
+        file = tmp_path / "with_a_neighbour.py"
+        file.write_text(textwrap.dedent(text), encoding="utf-8")
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        assert "rank" in self.show(f"{file}:make", "--tp", "2")
+        file.write_text("import no_such_module_at_all\n", encoding="utf-8")
+        with pytest.raises(UsageError) as caught:
+            self.show(f"{file}:make", "--tp", "2")
+        assert caught.value.cure == "It imports 'no_such_module_at_all', which is to be installed."
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

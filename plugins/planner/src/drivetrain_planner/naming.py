@@ -21,7 +21,9 @@ def named(where: str, what: str) -> Callable[..., Any]:
     try:
         found = vars(_module(place)).get(name)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise UsageError(f"{place!r} cannot be imported: {error}", cure="Name a module or a file.") from error
+        missing = isinstance(error, FileNotFoundError) or place.startswith(str(error.name))
+        cure = "Name a module or a file." if missing else f"It imports {error.name!r}, which is to be installed."
+        raise UsageError(f"{place!r} cannot be imported: {error}", cure=cure) from error
     if not callable(found):
         told = f"there is no {name!r} in {place!r}" if found is None else f"{name!r} in {place!r} cannot be called"
         raise UsageError(told, cure=f"Name a function that returns the {what}.")
@@ -35,7 +37,14 @@ def _module(place: str) -> ModuleType:
         assert specification is not None
         assert specification.loader is not None
         module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
+        # As `python train.py` has it: what lies beside the file can be imported, later too, by its functions.
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        known = sys.modules.setdefault(module.__name__, module)  # data classes look their module up there
+        try:
+            specification.loader.exec_module(module)
+        finally:
+            if known is module:  # so that another file of this name is not taken for it
+                del sys.modules[module.__name__]
         return module
     before = list(sys.path)
     sys.path.insert(0, "")
