@@ -484,7 +484,10 @@ class PreparedDataLoader(DataLoader[Any]):
         """Batches that this rank yields in a full epoch; for a view from ``skip_first_batches``, in its next pass."""
         length = self._source.length()
         if length is None:
-            raise TypeError(f"{type(self.base_dataloader).__name__} has no length: its data says none")
+            raise TypeError(
+                f"{type(self.base_dataloader).__name__} has no length, since what it reads has no __len__: count "
+                "batches as they come, or give it one"
+            )
         whole_batches = self._source.round_units == 1
         batches = length if whole_batches else self._source.cut.rounds(length, self._share_rank)
         return max(batches - (self._skip or 0), 0)
