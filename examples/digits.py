@@ -93,10 +93,11 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=updates)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
-    progress = Progress()
+    progress = Progress(updates)
     accelerator.register_for_checkpointing(progress)
     if args.resume:
         accelerator.load_state(None if args.resume == "latest" else args.resume)
+        progress.check(updates)
     report = Report(accelerator, args.output, updates, progress.update)
 
     checkpoint = args.output / "checkpoints"

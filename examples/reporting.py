@@ -22,15 +22,24 @@ if TYPE_CHECKING:
 class Progress:
     """Where the run is. Registered with `accelerator.register_for_checkpointing`, so a resumed run knows it as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned: int) -> None:
         self.epoch = 0
         self.update = 0
+        self.planned = planned
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "update": self.update}
+        return {"epoch": self.epoch, "update": self.update, "planned": self.planned}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.update = state["epoch"], state["update"]
+        self.epoch, self.update, self.planned = state["epoch"], state["update"], state["planned"]
+
+    def check(self, updates: int) -> None:
+        """End the program where more updates are asked for than the schedule of the run that was loaded has."""
+        if updates > self.planned:
+            raise SystemExit(
+                f"The run was planned for {self.planned} updates, after which its learning rate is 0, and {updates} "
+                "are asked for now. For a longer run begin a new one: the same command without --resume."
+            )
 
 
 def fresh_directory(accelerator: Accelerator, directory: Path) -> None:

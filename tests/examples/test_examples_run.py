@@ -113,3 +113,17 @@ def test_the_language_model_learns(tmp_path):
     bits = [line["bits_per_byte"] for line in metrics(tmp_path, "runs/language_model") if "bits_per_byte" in line]
     assert bits[1] < bits[0] < 8
     assert f"bits per byte: {bits[1]:.3f}" in printed
+
+
+@pytest.mark.slow
+def test_more_epochs_than_were_planned_are_refused_with_what_to_do(two_processes):
+    folder, _ = two_processes
+    command = [str(BIN / "drivetrain"), "launch", "--config", f"{ROOT}/examples/ddp.yaml", f"{ROOT}/examples/digits.py"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--epochs", "3", "--resume"],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "The run was planned for 46 updates, after which its learning rate is 0, and 69 are asked for" in done.stderr
+    assert "Traceback" not in done.stderr
