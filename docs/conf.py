@@ -31,7 +31,7 @@ html_theme = "furo"
 html_title = f"Drivetrain {release}"
 html_static_path = ["site/static"]
 html_css_files = ["drivetrain.css"]
-html_js_files = ["copy.js"]
+html_js_files = ["copy.js", "wrap.js"]
 # Sphinx opens it from where the command is typed, unlike its other paths.
 html_search_scorer = str(HERE / "site/scorer.js")
 html_copy_source = False

@@ -7,6 +7,7 @@ of the core and of every installed backend; commands from click.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -63,9 +64,59 @@ def api(module_name: str) -> Iterator[str]:
         elif inspect.ismodule(value):
             yield from helpers(value)
         elif not name.startswith("__"):
-            yield f"```{{eval-rst}}\n.. py:data:: {full}\n   :value: {value!r}\n```\n"
+            shown = shown_in(full)
+            yield f"```{{eval-rst}}\n.. py:data:: {full}\n   :value: {value!r}\n\n   {shown}\n```\n"
     if elsewhere:
         yield f"Documented on another page and importable from here too: {', '.join(elsewhere)}.\n"
+
+
+BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+MOST_PAGES = 3
+"""Pages that a name is linked to."""
+
+
+@functools.cache
+def programs() -> dict[str, tuple[str, str]]:
+    """Return title and Python of each page whose programs run, by the page's name."""
+    root, found = Path(__file__).parents[1], {}
+    for path in sorted(root.rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        code = "\n".join(body for note, body in BLOCK.findall(text) if not note.startswith("not run"))
+        if code:
+            found[path.relative_to(root).with_suffix("").as_posix()] = (text.partition("\n")[0].strip("# "), code)
+    return found
+
+
+def shown_in(full: str) -> str:
+    """Return a sentence with links to the pages whose programs use a public name, most uses first; empty without one.
+
+    Args:
+        full: ``drivetrain.Accelerator.gather``, ``drivetrain.EMA``, ``drivetrain.api.Backend``.
+    """
+    owner, _, name = full.rpartition(".")
+    before = r"\baccelerator\." if owner == "drivetrain.Accelerator" else r"(?<![\w.])"
+    pattern = re.compile(rf"{before}{name}\b")
+    uses = {page: len(pattern.findall(code)) for page, (_, code) in programs().items()}
+    pages = sorted(filter(uses.get, uses), key=lambda page: (page.startswith("reference/"), -uses[page]))
+    links = (f":doc:`{programs()[page][0].replace('`', '')} </{page}>`" for page in pages[:MOST_PAGES])
+    return f"Shown in {', '.join(links)}." if pages else ""
+
+
+@functools.cache
+def public_names() -> dict[str, str]:
+    """Return the public name of each object that autodoc documents under another one, by that one."""
+    import drivetrain
+
+    values = ((name, getattr(drivetrain, name)) for name in drivetrain.__all__)
+    aliases = {name: value for name, value in values if is_alias(name, value)}
+    return {f"{value.__module__}.{value.__name__}": f"drivetrain.{name}" for name, value in aliases.items()}
+
+
+def add_programs(_app: Sphinx, _what: str, name: str, _value: Any, _options: Any, lines: list[str]) -> None:
+    """Add to a docstring the pages that show the name."""
+    full = public_names().get(name, name)
+    if full.rpartition(".")[0] in {"drivetrain", "drivetrain.Accelerator", "drivetrain.api"} and shown_in(full):
+        lines += ["", shown_in(full), ""]
 
 
 def is_alias(name: str, value: Any) -> bool:
@@ -290,5 +341,6 @@ def exists(target: str) -> bool:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("source-read", expand)
+    app.connect("autodoc-process-docstring", add_programs)
     app.connect("missing-reference", text_for_others)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

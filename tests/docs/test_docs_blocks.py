@@ -29,6 +29,7 @@ from drivetrain_testing import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = Path(__file__).parent / "before"
+FROZEN = ROOT / "tests/house/frozen"
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PIECE = re.compile(rf"^<!-- after: (\S+) -->$|{BLOCK.pattern}", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(\$ )?(drivetrain|python|pip|pytest|torchrun|make|sbatch|deepspeed|accelerate) ", re.MULTILINE)
@@ -203,6 +204,22 @@ def test_every_block_says_what_it_is(name):
             assert len(block.note) > len("not run: ") + 10, f"{name} gives no reason:\n{block.body}"
     rest = BLOCK.sub("", TEXTS[name])
     assert not re.search(r"^\n    \S", rest, re.MULTILINE), f"{name}: fence code, so that it is seen here"
+
+
+@pytest.mark.parametrize("owner", ["drivetrain", "drivetrain.Accelerator"])
+def test_every_public_name_is_in_a_program_that_runs(owner):
+    if owner == "drivetrain":
+        lines = (FROZEN / "public_names.txt").read_text(encoding="utf-8").splitlines()
+        names = [line.rpartition(".")[2] for line in lines if line.rpartition(".")[0] == owner]
+        before = r"(?<![\w.])"
+    else:
+        lines = (FROZEN / "accelerator.txt").read_text(encoding="utf-8").splitlines()[1:]
+        names = [re.match(r"\w+", line).group() for line in lines]
+        before = r"\baccelerator\."
+    shown = (block for text in TEXTS.values() for block in blocks(text) if block.language == "python" and block.runs)
+    code = "\n".join(block.body for block in shown)
+    missing = [name for name in names if not re.search(rf"{before}{name}\b", code)]
+    assert missing == [], "add them to docs/reference/examples.md, where each name is in a program"
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
