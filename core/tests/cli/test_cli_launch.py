@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from drivetrain.cli import launch as launch_command
 from drivetrain.cli.test import without_the_model
 from drivetrain.config import load_config, worker_config
 
@@ -40,7 +42,31 @@ def test_flags_before_the_script_are_ours_and_after_it_the_scripts(drivetrain, s
     for rank in (0, 1):
         assert (tmp_path / f"seen{rank}").read_text() == repr([rank, 2, arguments, "no", 8, True])
     assert done.stderr.startswith("drivetrain ")
-    assert " on 2 processes\n" in done.stderr
+    assert re.search(r" on 2 processes of the CPU \(\d+ cores?\)\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), ""),
+        (("--epochs", "3", "--mixed_precision", "bf16"), ""),
+        (
+            ("--epochs", "3", "--num_processes", "2", "--main-process-port=1"),
+            "Given to train.py: --num_processes, --main-process-port. Options of the launcher stand before the script.",
+        ),
+    ],
+)
+def test_options_of_ours_behind_the_script_are_mentioned(arguments, said):
+    assert launch_command._behind("some/train.py", arguments) == said
+
+
+def test_sections_that_wait_are_mentioned():
+    pytest.importorskip("drivetrain_fsdp")
+    resolved = load_config(overrides={"fsdp.cpu_offload": True, "distributed_type": "single"}, environ={})
+    assert launch_command._unused(resolved, "single") == (
+        "Not used: fsdp, which is a section of the configuration, since single trains."
+    )
+    assert launch_command._unused(resolved, "fsdp") == ""
 
 
 def test_quiet_drops_the_header_and_a_module_runs(drivetrain, script, tmp_path):

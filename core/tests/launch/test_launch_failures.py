@@ -60,7 +60,7 @@ def test_one_report_says_who_where_and_after_which_call(launch, script, tmp_path
     else:  # it may not have come so far yet, or be ending already because the connection is lost
         assert re.search(rf"\[host {host}; .*last call: \w+ at job.py:(9|12|13), its (8|9|10)th\]$", other)
     assert ("rank 1 made fewer calls" in done.stderr) == (end == "time.sleep(300)")
-    report = Path(re.search(r"With the stacks of all ranks: (.*)", done.stderr)[1])
+    report = Path(re.search(r"^(?:The report|With the stacks? of rank [01, ]+): (.*)", done.stderr, re.MULTILINE)[1])
     assert report.parent == tmp_path / "out"
     assert mine in report.read_text()
     assert done.stderr.count("Traceback") <= 1
@@ -98,6 +98,12 @@ def test_the_place_is_the_scripts_line_and_what_it_called():
     trace = '  File "train.py", line 10, in <module>\n    run()\n  File "/home/me/eval.py", line 88, in evaluate\n'
     assert script_line(trace) == "at eval.py:88"
     assert script_line("") == ""
+    imports = f"""\
+  File "{ours}/__init__.py", line 9 in __getattr__
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/home/me/train.py", line 3 in <module>
+"""
+    assert script_line(imports, newest_first=True) == "in import at train.py:3"
 
 
 def test_a_record_that_is_being_written_counts_as_none(tmp_path):
@@ -127,7 +133,7 @@ def test_a_message_that_nobody_can_read_is_cut_and_kept_in_the_file(launch, scri
     assert re.search(rf"^rank 1 failed: .*{shown}", done.stderr, re.MULTILINE), done.stderr[:5000]
     assert "Traceback" in done.stderr
     assert len(done.stderr) < 20_000
-    report = Path(re.search(r"With the stacks of all ranks: (.*)", done.stderr)[1])
+    report = Path(re.search(r"^(?:The report|With the stacks? of rank [01, ]+): (.*)", done.stderr, re.MULTILINE)[1])
     assert kept in report.read_text(encoding="utf-8")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -205,3 +208,45 @@ def test_a_step_asks_nobody_until_one_rank_is_told(launch, script, tmp_path):
     done = launch("num_processes=2 use_cpu=true", path)
     assert done.returncode == 75, done.stderr
     assert (tmp_path / "out/interrupted/manifest.json").exists()
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was(script, clean_environment, tmp_path):
+    path = script("""
+        import sys, time
+        sys.stdout.write("\\x1b[?25l 7/10 of a bar")
+        sys.stdout.flush()
+        open("there", "w").close()
+        time.sleep(60)
+    """)
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+
+    def at_the_terminal():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-c", "from drivetrain.cli.main import main; main()", "launch"]
+    command += ["--cpu", "--num_processes", "1", path.name]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs,
+        preexec_fn=at_the_terminal,  # noqa: PLW1509 (two system calls, and no lock)
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "there").exists():
+            assert process.poll() is None, os.read(ours, 9999)
+            time.sleep(0.1)
+        os.write(ours, b"\x03")
+        assert process.wait(60) == 130
+        written = os.read(ours, 99999).decode()
+        while "no worker is left" not in written:
+            written += os.read(ours, 99999).decode()
+        assert termios.tcgetattr(theirs)[3] == before[3]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+    bar, _, rest = written.partition("\x1b[?25l 7/10 of a bar")
+    assert bar
+    assert rest.partition("\x1b[?25h")[2].startswith("\r\n"), written
+    assert "\r\nstopped by SIGINT; no worker is left\r\n" in rest

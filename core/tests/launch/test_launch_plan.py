@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from drivetrain.config import load_config
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
-from drivetrain.launch.failures import Failure, explain, read_failures
+from drivetrain.launch import plan as planning
+from drivetrain.launch.failures import Failure, LastSeen, explain, file_report, read_failures
 from drivetrain.launch.plan import LaunchPlan, count_devices, describe, make_plan, trains_over
 
 
@@ -15,8 +18,9 @@ def planned(**overrides):
 
 
 def test_without_a_number_there_is_one_process_per_device():
-    count = max(1, count_devices())
-    assert planned() == LaunchPlan(count, count, backend="ddp" if count > 1 else "single")
+    seen = count_devices()
+    count = max(1, seen)
+    assert planned() == LaunchPlan(count, count, backend="ddp" if count > 1 else "single", accelerators=seen)
     assert planned(use_cpu=True) == LaunchPlan(1, 1, backend="single")
 
 
@@ -59,6 +63,19 @@ def test_a_backend_of_one_process_is_refused_for_two():
     assert not trains_over("single", 2)
 
 
+def test_a_mesh_that_the_backend_or_the_processes_do_not_fit_is_refused(tmp_path):
+    pytest.importorskip("drivetrain_ddp")
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: ddp\nnum_processes: 4\nuse_cpu: true\nmesh: {tp: 2}\n")
+    with pytest.raises(ConfigError, match=r"'ddp' has no mesh axis tp; it has the mesh axes dp_replicate") as caught:
+        make_plan(load_config(file, environ={}), environ={})
+    assert caught.value.whose.endswith("c.yaml:4:12")
+    assert "Remove it from `mesh:`" in caught.value.cure
+    with pytest.raises(ConfigError, match=r"a mesh of dp_replicate 3 = 3 does not divide 4 processes"):
+        planned(distributed_type="ddp", num_processes=4, use_cpu=True, mesh={"dp_replicate": 3})
+    assert planned(distributed_type="ddp", num_processes=4, use_cpu=True, mesh={"dp_replicate": 4, "tp": 1}).backend
+
+
 def test_a_backend_that_is_not_installed_is_refused():
     with pytest.raises(BackendNotFoundError):
         planned(distributed_type="no_such_backend")
@@ -69,6 +86,28 @@ def test_the_header_names_backend_distribution_and_size():
     line = describe(LaunchPlan(1, 1, backend="single"), resolved)
     assert "single (drivetrain " in line
     assert line.endswith("on 1 process, bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "accelerators", "shown"),
+    [
+        ({"use_cpu": True}, None, " of the CPU (2 cores)"),
+        ({}, 0, " of the CPU (no accelerator found; 2 cores)"),
+        ({}, 8, ""),
+        ({}, None, ""),
+    ],
+)
+def test_the_header_says_when_processes_run_on_the_cpu(monkeypatch, settings, accelerators, shown):
+    monkeypatch.setattr(planning, "available_cores", lambda: 2)
+    resolved = load_config(overrides=settings, environ={})
+    line = describe(LaunchPlan(8, 8, backend="single", accelerators=accelerators), resolved)
+    assert line.endswith(f"on 8 processes{shown}")
+
+
+@pytest.mark.parametrize(("settings", "counted"), [({"num_processes": 2}, 0), ({}, 0), ({"num_processes": 1}, None)])
+def test_accelerators_are_counted_where_their_number_matters(monkeypatch, settings, counted):
+    monkeypatch.setattr(planning, "count_devices", lambda: 0)
+    assert planning.make_plan(load_config(overrides=settings, environ={}), environ={}).accelerators == counted
 
 
 def test_a_crash_goes_before_complaints_and_what_was_stopped_goes_last(tmp_path):
@@ -90,8 +129,43 @@ def test_a_crash_goes_before_complaints_and_what_was_stopped_goes_last(tmp_path)
     assert explain(failures) == (
         "rank 2 failed: ended by signal 9 (SIGKILL)\n"
         "rank 0 failed too: Oops: 0 (exit code 1)\n"
-        "rank 1 failed too: Oops: 1 (exit code 1)"
+        "rank 1 failed too: Oops: 1 (exit code 1)\n"
+        "Signal 9 comes from the system, most often, when host memory is short (`dmesg` says so): fewer workers of "
+        "loaders, or smaller batches, need less."
     )
     assert explain(failures[1:]).startswith("Traceback of 1\nrank 1 failed: Oops: 1")
+    lost = Failure(0, 1, 2.0, "RuntimeError: [x/pair.cc:553] Connection closed by peer")
+    said = "rank 1 failed: KeyError: 1 (exit code 1)\nrank 0 lost its connection to rank 1"
+    assert explain([Failure(1, 1, 1.0, "KeyError: 1"), lost]) == said
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", "Leave .to('cuda') and .cuda() out"),
+        ("RuntimeError: Tensor on device cpu is not on the expected device meta!", "device=accelerator.device"),
+        ("AttributeError: Can't pickle local object 'D.__init__.<locals>.<lambda>'", "at the top of a module"),
+        ("ValueError: mine", ""),
+    ],
+)
+def test_common_errors_of_torch_and_python_are_given_a_next_step(message, hint):
+    said = explain([Failure(0, 1, 1.0, message)])
+    assert said.startswith(f"rank 0 failed: {message} (exit code 1)")
+    assert hint in said
+    assert (said.count("\n") == 1) == bool(hint)
+
+
+def test_an_error_of_ours_is_shown_once_and_a_file_only_where_it_says_more(tmp_path):
+    said = "drivetrain.errors.UsageError: a long sentence. And its cure."
+    first = Failure(1, 1, 1.0, said, f"Traceback\n  in ours\n{said}\n", ours=f"Traceback\n{said}\n")
+    assert explain([first]) == f"Traceback\n{said}\nrank 1 failed: UsageError (exit code 1)"
+    assert file_report([first], None) == ""
+    line = file_report([first], str(tmp_path))
+    assert line.startswith(f"The report: {tmp_path}/drivetrain-failure-")
+    assert "\n  in ours\n" in Path(line.split(": ", 1)[1].strip()).read_text()
+    stopped = Failure(0, None, seen=LastSeen(0, 1, stack='  File "train.py", line 3 in <module>'))
+    line = file_report([first, stopped, Failure(2, None, seen=LastSeen(2, 1))], str(tmp_path))
+    assert line.startswith("With the stack of rank 0: ")
+    assert Path(line.split(": ", 1)[1].strip()).read_text().count("most recent call first") == 1
     assert Failure(0, 3).shell_code == 3
     assert Failure(0, None).shell_code == 1

@@ -171,10 +171,36 @@ def launch(
     plan = make_plan(resolved)
     if not quiet:
         remark = output.describe(resolved.config.output, plan.processes_here, plan.machine_rank)
-        click.echo("\n".join(filter(None, (describe(plan, resolved), found, remark))), err=True)
+        said = (describe(plan, resolved), found, _unused(resolved, plan.backend), _behind(script, script_args), remark)
+        click.echo("\n".join(filter(None, said)), err=True)
     code = scripts.launch(resolved, command, module=module, no_python=no_python, plan=plan)
     gc.freeze()
     sys.exit(code)
+
+
+def _unused(resolved: ResolvedConfig, backend: str) -> str:
+    """Return a line about sections of backends that do not train; empty without one."""
+    idle = [name for name, values in resolved.sections.items() if values and name != backend]
+    if not idle:
+        return ""
+    verb = "is a section" if len(idle) == 1 else "are sections"
+    return f"Not used: {', '.join(sorted(idle))}, which {verb} of the configuration, since {backend} trains."
+
+
+_ONLY_OURS = frozenset(
+    {"num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "distributed_type"}
+    | {"config_file", "rdzv_backend", "accelerator_ids", "local_ranks_filter", "max_restarts"}
+)
+"""Options that no script is likely to have itself, as many have ``--mixed_precision`` or ``--config``."""
+
+
+def _behind(script: str, script_args: tuple[str, ...]) -> str:
+    """Return a line about options of the launcher that stand behind the script, which gets them; empty without one."""
+    names = [each.partition("=")[0] for each in script_args if each.startswith("--")]
+    ours = [name for name in names if normalise(name[2:]) in _ONLY_OURS]
+    if not ours:
+        return ""
+    return f"Given to {Path(script).name}: {', '.join(ours)}. Options of the launcher stand before the script."
 
 
 def _with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[str]:

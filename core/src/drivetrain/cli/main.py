@@ -113,7 +113,7 @@ def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 @click.group(
     cls=Commands, name="drivetrain", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
 )
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show it.")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Print it.")
 def drivetrain() -> None:
     """One PyTorch training loop, any distributed backend."""
 

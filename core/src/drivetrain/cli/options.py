@@ -45,7 +45,7 @@ ALIASES = {"accelerator_ids": "gpu_ids"}
 
 SWITCHES = {
     "cpu": ("use_cpu", "Stay on the CPU."),
-    "debug": ("debug", "Compare shapes over the ranks before each collective, and show the launcher's own log."),
+    "debug": ("debug", "Compare shapes before each collective; show the launcher's log and our frames of errors."),
 }
 """Flags without a value: the key that each sets to true."""
 

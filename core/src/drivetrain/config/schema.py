@@ -324,7 +324,9 @@ class Config(Section):
         None, description="Which accelerator is number 0 (CUDA_DEVICE_ORDER): pci_bus_id or fastest_first."
     )
     use_cpu: bool = Field(False, description="Stay on the CPU even where there is an accelerator.")
-    debug: bool = Field(False, description="Compare shapes and dtypes over the ranks before each collective.")
+    debug: bool = Field(
+        False, description="Compare shapes and dtypes over the ranks before each collective; show all frames of errors."
+    )
     desync_watchdog: bool = Field(
         False,
         description="Compare each collective call over the ranks before it is made: operation, shapes, dtypes and line "

@@ -113,10 +113,12 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
     users = [index for index, (file, _, _) in enumerate(frames) if not is_of_a_library(file)]
     if not users:
         return ""
-    entered = (index for index in range(users[0], len(frames)) if frames[index][0].startswith(_OURS))
-    at = next(entered, users[-1] + 1) - 1
+    entered = next((index for index in range(users[0], len(frames)) if frames[index][0].startswith(_OURS)), len(frames))
+    at = max(index for index in users if index < entered)
     file, line, _ = frames[at]
-    called = next((name for _, _, name in frames[at + 1 :] if name not in _DECORATORS), "")
+    inner = frames[at + 1 :]
+    called = next((name for _, _, name in inner if name not in _DECORATORS), "")
+    called = "import" if inner and inner[0][0].startswith("<frozen importlib") else called
     return f"{f'in {called} ' if called else ''}at {Path(file).name}:{line}"
 
 
@@ -143,6 +145,8 @@ class Failure:
         trace: the whole traceback.
         seen: its last known state; ``None`` without one.
         out_of_memory: it ended with ``torch.OutOfMemoryError``, or with an error raised from one.
+        ours: the traceback as it is shown of an error of this library, whose sentences are the whole explanation: to
+            the script's line. Empty for another error.
     """
 
     rank: int
@@ -152,6 +156,7 @@ class Failure:
     trace: str = ""
     seen: LastSeen | None = None
     out_of_memory: bool = False
+    ours: str = ""
 
     @property
     def stopped(self) -> bool:
@@ -209,6 +214,7 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
             seen=seen.get(rank),
             # Torch's own agent writes no such key.
             out_of_memory=details.get("out_of_memory") is True,
+            ours=_printable(details.get("ours", "")),
         )
     for rank, code in exit_codes.items():
         found.setdefault(rank, Failure(rank, code, seen=seen.get(rank)))
@@ -229,8 +235,11 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
         whole: do not shorten a traceback with lines, or with so many of them, that nobody can read on a terminal.
     """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
-    trace = first.trace.rstrip()
-    lines = [trace if whole else _shortened(trace), f"rank {first.rank} failed: {first}{first.remark}"]
+    trace = first.trace.rstrip() if whole else _shortened((first.ours or first.trace).rstrip())
+    # The sentences of our errors are long, and stand above already.
+    how = f"{first.message.partition(':')[0].rpartition('.')[2]} (exit code {first.shell_code})"
+    lines = [trace]
+    lines += [f"rank {first.rank} failed: {how if first.ours and trace else first}{first.remark}"]
     lines += [f"rank {it.rank} {_ending(it, first)}{it.remark}" for it in others]
     return "\n".join(line for line in (*lines, _behind(failures), _cause(first)) if line)
 
@@ -265,8 +274,28 @@ def _killed(exit_code: int, seen: LastSeen | None) -> bool:
     return exit_code == -signal.SIGKILL and seen is not None and bool(seen.stack)
 
 
+_HINTS = {
+    "not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver": "There is no such device here. "
+    "Leave .to('cuda') and .cuda() out: prepare brings models and batches to accelerator.device.",
+    "is not on the expected device|Expected all tensors to be on the same device": "Prepared models and batches of "
+    "prepared loaders are on accelerator.device. Make other tensors there: torch.zeros(n, device=accelerator.device).",
+    "Can't pickle|Can't get local object|cannot pickle": "Workers of a loader that are spawned get the data set as a "
+    "pickle. Define its classes and functions at the top of a module, without lambdas, or leave "
+    "multiprocessing_context='spawn' out.",
+}
+"""What to do about errors of Python's and torch's own that end a training often."""
+
+
 def _cause(first: Failure) -> str:
-    """What probably went wrong where a communication library ended the first rank, with or without an exception."""
+    """What probably went wrong where the first rank did not end by an error of this library's, which says so itself."""
+    if first.exit_code == -signal.SIGKILL and not first.message:
+        return (
+            "Signal 9 comes from the system, most often, when host memory is short (`dmesg` says so): fewer workers of "
+            "loaders, or smaller batches, need less."
+        )
+    hint = next((hint for pattern, hint in _HINTS.items() if re.search(pattern, first.message)), "")
+    if hint:
+        return hint
     # It aborts where sizes differ, and writes the reason to the terminal alone; NCCL's own watchdog does likewise.
     aborted = not first.message and first.exit_code == -signal.SIGABRT
     return likely_cause("a collective operation failed" if aborted else first.message)
@@ -281,33 +310,47 @@ def _behind(failures: list[Failure]) -> str:
     return f"The others waited: rank {', '.join(map(str, sorted(late)))} made fewer calls."
 
 
+_LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket .*(closed|reset)", re.IGNORECASE)
+"""What communication libraries write on ranks whose neighbour is gone."""
+
+
 def _ending(failure: Failure, first: Failure) -> str:
     if failure.message and failure.message == first.message:
         return "failed too, for the same reason"
+    if _LOST.search(failure.message):
+        return f"lost its connection to rank {first.rank}"
     if failure.stopped and failure.time is None:
         return "was stopped"
     return "had ended" if failure.exit_code == 0 else f"failed too: {failure}"
 
 
-def file_report(failures: list[Failure], folder: str | None) -> Path | None:
-    """Write the text of :func:`explain`, and every stack, to a file that is kept after the run.
+def file_report(failures: list[Failure], folder: str | None) -> str:
+    """Write the text of :func:`explain`, and the stacks that there are, to a file that is kept after the run.
 
     Args:
         failures: of all workers of this machine.
-        folder: where to; ``None`` = the system's folder for temporary files.
+        folder: where to. ``None``: the system's folder for temporary files, and only when the file says more than was
+            shown.
 
     Returns:
-        Its path; ``None`` when it cannot be written, which must not hide the failure itself.
+        A line that names it; empty without a file, also when it cannot be written, which must not hide the failure
+        itself.
     """
-    stacks = [f"rank {it.rank}, most recent call first:\n{it.seen.stack}" for it in failures if it.seen is not None]
+    seen = [it.seen for it in failures if it.seen is not None and it.seen.stack]
+    trace = failures[0].trace.rstrip()
+    if folder is None and not seen and _shortened(trace) == trace:
+        return ""
+    stacks = [f"rank {it.rank}, most recent call first:\n{it.stack}" for it in seen]
     name = f"drivetrain-failure-{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}.txt"
     path = Path(folder or tempfile.gettempdir()) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join([explain(failures, whole=True), *stacks]) + "\n", encoding="utf-8")
     except OSError:
-        return None
-    return path
+        return ""
+    ranks = ", ".join(str(it.rank) for it in seen)
+    of_ranks = f"With the stack{'s' if len(seen) > 1 else ''} of rank {ranks}" if seen else "The report"
+    return f"{of_ranks}: {path}\n"
 
 
 def _signal_name(number: int) -> str:

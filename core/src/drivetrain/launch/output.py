@@ -33,6 +33,18 @@ _WARNING = re.compile(r"^.+:\d+: \w*Warning: ")
 """First line of what Python's ``warnings`` writes; the line of source code below it is indented."""
 
 
+def restore_terminal() -> None:
+    """Show the cursor and end the line, where there is a terminal.
+
+    A progress bar hides the one and leaves the other unfinished, and a worker that was stopped cannot repair it. Its
+    echo is as it was: workers are not in the group of processes that may change that.
+    """
+    file = next((each for each in (sys.stderr, sys.stdout) if each is not None and each.isatty()), None)
+    if file is not None:
+        file.write("\x1b[?25h\n")
+        file.flush()
+
+
 @dataclass(frozen=True)
 class Route:
     """Where one stream of one rank goes.

@@ -5,13 +5,14 @@ Reads only the environment and, for the number of accelerators, torch.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from drivetrain.config.schema import RendezvousConfig, machine_range
-from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
+from drivetrain.errors import BackendBlockedError, BackendError, BackendNotFoundError, ConfigError
 from drivetrain.launch.devices import (
     DeviceRequest,
     Inventory,
@@ -46,6 +47,7 @@ class LaunchPlan:
         fewest_machines: the minimum for an elastic job; 0 means all.
         backend: name of the backend that trains; empty where it was not determined.
         numbered_by: who numbers the machines; empty when the user does.
+        accelerators: how many torch sees on this machine; ``None`` where nobody had to look.
     """
 
     world_size: int
@@ -60,6 +62,7 @@ class LaunchPlan:
     fewest_machines: int = 0
     backend: str = ""
     numbered_by: str = ""
+    accelerators: int | None = None
 
     @property
     def machines(self) -> str:
@@ -111,12 +114,13 @@ def make_plan(
     chosen = bool(request.ids) or request.order is not None
     present = take_inventory(kinds, environ) if asks_machine and chosen else None
     selection = choose(request, environ, present, kinds)
-    world = config.num_processes
+    world, counted = config.num_processes, None
     if machine is not None and (asked := _asked(machine)) is not None:
         _check_agreement(resolved, "num_processes", machines * asked, machine)
         world = machines * asked
     if world is None:
-        world = _processes(config.distributed_type, selection, request, asks_machine=asks_machine) * machines
+        here, counted = _processes(config.distributed_type, selection, request, asks_machine=asks_machine)
+        world = here * machines
     if world % machines:
         raise ConfigError(
             f"num_processes: {world} cannot be shared equally by num_machines: {config.num_machines}",
@@ -130,8 +134,10 @@ def make_plan(
             cure="Write the address of machine 0 there, the same on every machine.",
         )
     backend = check_backend(config.distributed_type, world)
+    _check_mesh(backend, world, resolved)
     if asks_machine:
-        _check_devices(world // machines, selection, request, present)
+        looked = _check_devices(world // machines, selection, request, present)
+        counted = counted if looked is None else looked
     host = config.main_process_ip or "localhost"
     port = config.main_process_port or (DEFAULT_PORT if machines > 1 else 0)
     return LaunchPlan(
@@ -147,6 +153,7 @@ def make_plan(
         fewest_machines=0 if fewest == machines else fewest,
         backend=backend,
         numbered_by="" if machine is None or machine.count == 1 else machine.platform,
+        accelerators=counted,
     )
 
 
@@ -197,23 +204,75 @@ def _check_agreement(resolved: ResolvedConfig, key: str, theirs: int | str, mach
         )
 
 
-def _processes(name: str | None, selection: Selection, request: DeviceRequest, *, asks_machine: bool) -> int:
-    """Default number of processes on one machine: one per usable accelerator."""
+def _processes(
+    name: str | None, selection: Selection, request: DeviceRequest, *, asks_machine: bool
+) -> tuple[int, int | None]:
+    """Default number of processes on one machine, one per usable accelerator, and how many of these torch sees.
+
+    The second is ``None`` where the first follows from something else.
+    """
     if name is not None and not get_registry().info(name).capabilities.multi_process:
-        return 1
+        return 1, None
     if request.ids is not None:
-        return max(1, len(request.ids))
-    return max(1, count_devices()) if asks_machine and not selection.on_cpu else 1
+        return max(1, len(request.ids)), None
+    if not asks_machine or selection.on_cpu:
+        return 1, None
+    count = count_devices()
+    return max(1, count), count
 
 
-def _check_devices(processes: int, selection: Selection, request: DeviceRequest, present: Inventory | None) -> None:
-    """Refuse more processes than accelerators, where there are any."""
+def _check_devices(
+    processes: int, selection: Selection, request: DeviceRequest, present: Inventory | None
+) -> int | None:
+    """Refuse more processes than accelerators, where there are any.
+
+    Returns:
+        How many torch sees; ``None`` where importing it would only take time.
+    """
     if request.ids is not None:
         check_count(processes, request.ids, present)
-    elif selection.devices is not None and processes <= len(selection.devices):
-        return  # enough were named; importing torch would only take time
-    elif processes > 1 and not selection.on_cpu and (count := count_devices()):
+        return None
+    enough = selection.devices is not None and processes <= len(selection.devices)
+    if enough or processes == 1 or selection.on_cpu:
+        return None
+    if count := count_devices():
         check_count(processes, selection.devices or tuple(map(str, range(count))), present)
+    return count
+
+
+def _check_mesh(backend: str, world_size: int, resolved: ResolvedConfig) -> None:
+    """Refuse a mesh that the backend has no axis for, or that does not fit the number of processes.
+
+    Raises:
+        ConfigError: with the place of each key.
+    """
+    sizes = resolved.config.mesh.sizes()
+    able = get_registry().info(backend).capabilities.mesh_axes
+    lacking = [axis for axis, size in sizes.items() if size > 1 and axis not in able]
+    if lacking:
+        places = ", ".join(str(resolved.origin(f"mesh.{axis}")) for axis in lacking)
+        others = [name for name in get_registry().names() if _has_axes(name, lacking)]
+        what = "no mesh" if not able else f"the mesh axes {', '.join(sorted(able))}"
+        raise ConfigError(
+            f"the backend {backend!r} has no mesh axis {', '.join(lacking)}; it has {what}",
+            whose=places,
+            cure=f"Remove it from `mesh:`{f', or write distributed_type: {others[0]}' if others else ''}.",
+        )
+    product = math.prod(sizes.values())
+    if world_size > 1 and world_size % product:  # one process may drive several devices as a mesh
+        written = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ConfigError(
+            f"a mesh of {written} = {product} does not divide {world_size} processes",
+            whose=", ".join(str(resolved.origin(f"mesh.{axis}")) for axis in sizes),
+            cure=f"Start a multiple of {product}, or change `mesh:`.",
+        )
+
+
+def _has_axes(name: str, axes: Iterable[str]) -> bool:
+    try:
+        return set(axes) <= get_registry().info(name).capabilities.mesh_axes
+    except BackendError:  # a broken one is no advice
+        return False
 
 
 def check_backend(name: str | None, world_size: int) -> str:
@@ -248,7 +307,7 @@ def trains_over(name: str | None, world_size: int) -> bool:
 
 def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
     """Return one line that describes the launch."""
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}{_on_which(plan, resolved)}"
     here = f", {plan.processes_here} of them on machine {plan.machine_rank}" if plan.num_machines > 1 else ""
     here += f" (numbered by {plan.numbered_by})" if plan.numbered_by else ""
     precision = resolved.config.mixed_precision
@@ -256,6 +315,21 @@ def describe(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
     chosen = "".join(f", {remark}" for remark in plan.selection.remarks)
     backend = f"{plan.backend} ({get_registry().owner(plan.backend)})"
     return f"drivetrain {core_version()}: {backend} on {processes}{here}{precise}{chosen}"
+
+
+def _on_which(plan: LaunchPlan, resolved: ResolvedConfig) -> str:
+    """Return where processes run when that is the CPU, chosen or for want of an accelerator; else an empty string."""
+    devices = get_registry().info(plan.backend).capabilities.devices
+    if devices and "cpu" not in devices:
+        return ""
+    if resolved.config.use_cpu or plan.on_cpu:
+        why = ""
+    elif plan.accelerators == 0:
+        why = "no accelerator found; "
+    else:
+        return ""
+    cores = available_cores()
+    return f" of the CPU ({why}{cores} core{'s' if cores > 1 else ''})"
 
 
 def count_devices() -> int:

@@ -47,6 +47,10 @@ That is 0: it ends at once, 1: it saves first; later the exit code with which it
 """
 
 _HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
+_OUR_ERRORS = ("drivetrain.errors", "DrivetrainError")
+"""Module and name of the base of this library's errors, which this file does not import."""
+
 _LONGEST = 10_000_000
 """Characters of a message or a traceback that the launcher is handed; the record must not fill the disk."""
 
@@ -93,12 +97,44 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
     if issubclass(kind, KeyboardInterrupt):
         _write_record("", "", -signal.SIGINT)  # nothing is printed: the user pressed Ctrl-C and knows
         return
+    ours = any((each.__module__, each.__name__) == _OUR_ERRORS for each in kind.__mro__)
     text = "".join(traceback.format_exception(kind, error, trace))
+    shown = text
+    if ours and not _debugs():
+        shown = "".join(traceback.format_exception(kind, error, _without_ours(trace), chain=_is_of_the_script(error)))
     said = traceback.TracebackException(kind, error, None)
     said.__notes__ = None  # these would stand last; the traceback has them
     message = list(said.format_exception_only())[-1].strip()
-    if not _write_record(message, text, 1, out_of_memory=_is_out_of_memory(error)):
+    if not _write_record(message, text, 1, out_of_memory=_is_out_of_memory(error), ours=shown if ours else ""):
         sys.__excepthook__(kind, error, trace)
+
+
+def _debugs() -> bool:
+    """Whether the launcher's configuration says ``debug: true``, which shows inner frames of our errors too."""
+    try:
+        return json.loads(os.environ.get("DRIVETRAIN_CONFIG") or "{}").get("values", {}).get("debug") is True
+    except (ValueError, AttributeError):  # another program's variable; the failure at hand is what counts
+        return False
+
+
+def _is_of_the_script(error: BaseException) -> bool:
+    """Whether an error was raised from one of the script's own code, such as a hook, whose lines are then shown."""
+    libraries = (_PACKAGE, "<", str(Path(os.__file__).parent))
+    cause = error.__cause__
+    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+    files = [frame.filename for frame in frames if "site-packages" not in frame.filename]
+    return any(not file.startswith(libraries) and "/drivetrain_" not in file for file in files)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """Cut a traceback behind the script's line that called this library; what the library calls then is of no use."""
+    last, each = None, trace
+    while each is not None and not each.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        # The import system's frames lie between an import of ours and the library.
+        last, each = last if each.tb_frame.f_code.co_filename.startswith("<frozen") else each, each.tb_next
+    if last is not None and each is not None:
+        last.tb_next = None
+    return trace
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -111,7 +147,9 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _write_record(message: str, text: str, exit_code: int, *, out_of_memory: bool = False) -> bool:
+def _write_record(
+    message: str, text: str, exit_code: int, *, out_of_memory: bool = False, ours: str = ""
+) -> bool:
     """Write the error file in the format of torch's elastic agent. ``False`` when there is none.
 
     The exit code, as :mod:`subprocess` counts, is for a process that is stopped on its way out.
@@ -127,6 +165,7 @@ def _write_record(message: str, text: str, exit_code: int, *, out_of_memory: boo
         "rank": os.environ.get("RANK", "0"),
         "exit_code": exit_code,
         "out_of_memory": out_of_memory,
+        "ours": _cut(ours),
     }
     try:
         part = Path(path + ".part")  # it must appear whole

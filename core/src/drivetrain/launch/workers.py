@@ -30,7 +30,7 @@ from drivetrain.launch.failures import (
     read_workers,
     where_they_were,
 )
-from drivetrain.launch.output import Output
+from drivetrain.launch.output import Output, restore_terminal
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.worker import EXIT_RESUMABLE, SIGNALS
 
@@ -259,6 +259,8 @@ def run_workers(
             running = stop.running
             why = f"was stopped by {stop.received.name}"
             failures, ending = [], Ending(128 + stop.received, "interrupted", why, received=stop.received)
+        if failures or ending.received is not None:
+            restore_terminal()
         if failures:
             starved = any(each.out_of_memory for each in failures)
             ending = Ending(failures[0].shell_code, "failed", _first(failures), out_of_memory=starved)
@@ -271,8 +273,7 @@ def run_workers(
             ending = Ending(EXIT_RESUMABLE, "interrupted", why)
         elif failures:
             say(_report(failures, streams))
-            path = file_report(failures, project_dir)
-            say("" if path is None else f"With the stacks of all ranks: {path}\n")
+            say(file_report(failures, project_dir))
         elif ending.received is not None:
             streams.close()
             say(where_they_were(streams.records, running))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.backend import PrecisionPolicy
 from drivetrain.distributed.trees import recursively_apply
-from drivetrain.errors import UsageError
+from drivetrain.errors import UsageError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ def policy_for(
     if mixed_precision not in _COMPUTE:
         raise UsageError(
             f"mixed_precision must be 'no', 'bf16' or 'fp16', not {mixed_precision!r}",
-            cure="fp8 needs an engine of its own; use bf16 here." if mixed_precision == "fp8" else "",
+            cure="fp8 needs an engine of its own; use bf16 here."
+            if mixed_precision == "fp8"
+            else did_you_mean(str(mixed_precision), ("no", *_COMPUTE)),
         )
     scaler = dict(scaler or {})
     return PrecisionPolicy(
