@@ -164,8 +164,8 @@ def triggers() -> list[bool]:
     return seen
 
 
-def uneven() -> tuple[list[torch.Tensor], int]:
-    """Five samples on two ranks, joined: rank 0 has a batch more."""
+def uneven(folder: str) -> tuple[list[torch.Tensor], int, int]:
+    """Five samples on two ranks, joined: rank 0 has a batch more. Then a save, to which both come."""
     accelerator = Accelerator()
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
@@ -180,8 +180,10 @@ def uneven() -> tuple[list[torch.Tensor], int]:
             optimizer.zero_grad()
             seen += 1
     result = [parameter.detach().clone() for parameter in model.parameters()], seen
+    step = accelerator.step
+    accelerator.save_state(folder)
     accelerator.end_training()
-    return result
+    return *result, step
 
 
 def hooked_save(folder: str) -> tuple[list[str], float, bool]:

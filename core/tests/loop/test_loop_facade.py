@@ -86,9 +86,11 @@ def test_a_trigger_of_one_rank_reaches_all_once(world):
     assert spawn(jobs.triggers, world) == [[True, False]] * world
 
 
-def test_uneven_inputs_join():
-    results = spawn(jobs.uneven, 2)
-    assert [seen for _, seen in results] == [3, 2]
+def test_uneven_inputs_join(tmp_path):
+    results = spawn(jobs.uneven, 2, str(tmp_path / "saved"))
+    assert [seen for _, seen, _ in results] == [3, 2]
+    # Both have the parameters after three steps. With other numbers of steps the save had waited for half an hour.
+    assert [step for _, _, step in results] == [3, 3]
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,7 +100,7 @@ def test_uneven_inputs_join():
         model(rows).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for weights, _ in results:
+    for weights, _, _ in results:
         torch.testing.assert_close(weights, [p.detach() for p in model.parameters()])
 
 

@@ -701,13 +701,20 @@ class TrainingLoop:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Context in which ranks may run out of batches at different times. Collective over all ranks at the end."""
+        """Context in which ranks may run out of batches at different times. Collective over all ranks at the end.
+
+        The number of steps is then that of the ranks that trained longest, whose parameters all have. Were it another
+        on each, a later save would wait for ranks that have made it.
+        """
         self.loose.refuse_in("join_uneven_inputs")
         with ExitStack() as stack:
             for model in self.models:
                 if model.buffers is not None:
                     stack.enter_context(model.buffers.apart())
             yield
+        if self._dp_size > 1:
+            step = torch.tensor(self.step, device=self.backend.topology.device)
+            self.step = int(self.backend.reduce(step, "max").item())
 
     def _items_of(self, loss: Tensor) -> Items:
         if self.backend.capabilities.pipelined:
