@@ -18,7 +18,7 @@ from drivetrain.compat.config_rules import (
     judge_section,
 )
 from drivetrain.config.keys import CORE_KEYS, may_be_foreign
-from drivetrain.config.problems import unknown_key
+from drivetrain.config.problems import unknown_top_key
 from drivetrain.errors import BackendError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _stranger(key: str, value: Any, values: Mapping[str, Any], registry: Registr
         name = registry.resolve(engine)
     except BackendError as error:
         if "pip install" not in error.cure:
-            says = unknown_key(key, {*CORE_KEYS, *registry.names()})
+            says = unknown_top_key(key, registry)
         elif str(values.get("distributed_type", "")).lower() != engine.lower():
             # Accelerate's files hold sections of engines that the run does not use.
             return Verdict(key, value, "no meaning here", f"distributed_type is not {engine}, which is not installed")

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ValidationError
 from drivetrain.compat.config_files import chosen_backend, is_idle, judge_key
 from drivetrain.config.keys import AUTO, CORE_KEYS, may_be_foreign
 from drivetrain.config.locate import Origin, Path, Problem, Tree, locate, parse_scalar, read_file
-from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, suggest, unknown_key, wants_text
+from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, unknown_top_key, wants_text
 from drivetrain.config.resolved import ResolvedConfig, check_section, leaves, mistakes
 from drivetrain.config.schema import Config
-from drivetrain.errors import BackendError, BackendNotFoundError
+from drivetrain.errors import BackendError, BackendNotFoundError, closest
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry
@@ -238,9 +238,10 @@ class _Loading:
 
     def _unknown_variable(self, origin: Origin, key: str) -> None:
         """A variable similar to one of ours is a mistake; any other may be another program's and only warns."""
-        guess = suggest(key, {*CORE_KEYS, *self.registry.names()})
-        if guess:
-            self.problems.append(Problem(origin, f"no such key{guess}"))
+        guess = closest(key, {*CORE_KEYS, *self.registry.names()})
+        if guess is not None:
+            meant = str(origin.source).replace(key.upper(), guess.upper(), 1)
+            self.problems.append(Problem(origin, f"no such key; did you mean {meant}?"))
         else:
             sentence = "no such key; `drivetrain config show` lists the keys"
             warnings.warn(f"{origin} is not read: {sentence}.", UserWarning, stacklevel=5)
@@ -308,7 +309,7 @@ class _Loading:
             return f"this section cannot be checked: {error}".rstrip(".")
         if "pip install" in error.cure and "Did you mean" not in error.cure:
             return f"{error}".rstrip(".")
-        return unknown_key(name, {*CORE_KEYS, *self.registry.names()})
+        return unknown_top_key(name, self.registry)
 
     def _backend(self) -> str | None:
         """The canonical name of the chosen backend. The registry's own errors propagate, with the origin as a note."""

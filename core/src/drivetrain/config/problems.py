@@ -5,14 +5,18 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from drivetrain.config.keys import CORE_KEYS
 from drivetrain.config.locate import Path, Problem, Tree
-from drivetrain.errors import closest, cut
+from drivetrain.errors import BackendError, closest, cut
+
+if TYPE_CHECKING:
+    from drivetrain.registry import Registry
 
 _EXPECTED = {
     "int": "a whole number",
@@ -58,6 +62,23 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     names = sorted(known)
     rest = suggest(key, names) or (f"; the keys here are {', '.join(names)}" if names else "; no key fits here")
     return f"unknown key '{cut(key, 60)}'{rest}"
+
+
+def unknown_top_key(key: str, registry: Registry) -> str:
+    """The sentence about an unknown key outside of all sections; it may belong into one."""
+    sections = []
+    for name in registry.names():
+        try:
+            model = registry.load_section(registry.info(name))
+        except BackendError:  # a broken plugin is reported where it is chosen, or where its section stands
+            continue
+        if model is not None and key in known_keys(model):
+            sections.append(f"'{name}:'")
+    if sections:
+        places = f"the section {sections[0]}" if len(sections) == 1 else f"one of the sections {', '.join(sections)}"
+        return f"unknown key '{key}' outside of a section; it belongs into {places}"
+    guess = suggest(key, {*CORE_KEYS, *registry.names()})
+    return f"unknown key '{cut(key, 60)}'{guess or '; `drivetrain config --default` writes a file with every key'}"
 
 
 def show(value: Any) -> str:
