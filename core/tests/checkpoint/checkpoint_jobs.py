@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import resource
 import warnings
 from dataclasses import replace
@@ -20,6 +21,7 @@ from drivetrain.backends import portable
 from drivetrain.checkpoint import TrainingState, load, save, saver
 from drivetrain.distributed.current import World
 from drivetrain.distributed.rng import set_seed
+from drivetrain.errors import CheckpointError
 from drivetrain.launch.environment import read_process_info
 
 
@@ -224,6 +226,34 @@ def refused_warning_job(path):
             save(path, TrainingState([], {"custom.0": counter}), backend)
         except Exception as problem:
             return type(problem).__name__, str(problem), Path(path).exists()
+        return None
+
+
+def full_disk_job(path):
+    """A save for which the disk has no room; the error's text, and what is left in the folder."""
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before, saver.write_tensors = saver.write_tensors, write
+    try:
+        with started() as backend:
+            try:
+                save(path, run_state(*build("replicated", 0), Counter()), backend)
+            except CheckpointError as problem:
+                return str(problem), sorted(each.name for each in Path(path).parent.iterdir())
+            return None
+    finally:
+        saver.write_tensors = before
+
+
+def unwritable_job(path):
+    """A save to a folder that cannot be made; the error's text."""
+    with started() as backend:
+        try:
+            save(path, run_state(*build("replicated", 0), Counter()), backend)
+        except CheckpointError as problem:
+            return str(problem)
         return None
 
 

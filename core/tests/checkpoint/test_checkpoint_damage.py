@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain.checkpoint import export_model, inspect, read_manifest
+from drivetrain.checkpoint.loader import compare_groups
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
 from drivetrain.errors import (
     CheckpointCorruptError,
@@ -198,6 +201,26 @@ def test_another_shape_is_named_strict_or_not(jobs, copy, strict):
     kind, text = loads(jobs, copy, strict=strict)
     assert kind == "CheckpointMismatchError"
     assert "other shapes: model.body.weight is [16, 4] in the checkpoint and [8, 8] here" in text
+
+
+def test_a_full_disk_is_told_with_numbers_and_a_cure(jobs, tmp_path):
+    (text, left), _ = spawn(jobs.full_disk_job, 2, tmp_path / "ckpt")
+    assert "could not write its part of the checkpoint: No space left on device. It takes " in text
+    assert re.search(rf"[\d,.]+ MB, and [\d,.]+ MB were free in {tmp_path}", text)
+    assert "ProjectConfiguration(total_limit=2)" in text
+    assert left == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(jobs):
+    (text,) = spawn(jobs.unwritable_job, 1, Path("/proc/ckpt"))
+    assert text.startswith("/proc/ckpt cannot be made: ")
+    assert "Name a folder that can be written to" in text
+
+
+def test_other_parameters_stand_in_two_lists():
+    one, other = [[{"params": ["weight", "bias"]}]], [[{"params": ["0.weight", "0.bias", "2.bias"]}]]
+    lists = "only in the checkpoint: bias, weight; only here: 0.bias, 0.weight, 2.bias"
+    assert compare_groups(one, other, {}, "model 0") == [f"optimizer 0 of model 0 holds other parameters ({lists})"]
 
 
 def test_other_parameter_groups_are_described(jobs, copy):

@@ -60,6 +60,8 @@ def test_inspect_names_every_damaged_file_and_ends_with_1(drivetrain, saved, tmp
     done = drivetrain("checkpoint", "inspect", str(tmp_path / "nothing"))
     assert done.returncode == 2
     assert "there is no checkpoint at" in done.stderr
+    done = drivetrain("checkpoint", "inspect", str(tmp_path))
+    assert f"{tmp_path} holds no complete checkpoint. Name a checkpoint in it; the newest is {copy}." in done.stderr
     done = drivetrain("checkpoint", "export", str(copy), str(tmp_path / "out"))
     assert done.returncode == 2
     assert not (tmp_path / "out").exists(), "nothing of a damaged checkpoint is exported"

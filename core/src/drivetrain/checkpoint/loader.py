@@ -98,7 +98,7 @@ def judge(differences: Differences, where: str, *, strict: bool) -> str:
         soft.append("in the checkpoint but not here: " + _list(sorted(differences.unused)))
     if hard or (strict and soft):
         raise CheckpointMismatchError(
-            "the checkpoint does not fit what is prepared: " + "; ".join(hard + soft),
+            "the checkpoint does not fit what is prepared: " + "; ".join(soft + hard),
             whose=where,
             cure="Prepare the same models, optimizers and registered objects in the same order as when it was saved"
             + (", or pass strict=False to leave out the names that differ." if not hard else "."),
@@ -140,9 +140,9 @@ def compare_groups(
             )
         else:
             gone, come = set().union(*before) - set().union(*after), set().union(*after) - set().union(*before)
-            parts = [f"no longer holds {_list(sorted(gone))}"] if gone else []
-            parts += [f"did not hold {_list(_hinted(come, gone))} when it was saved"] if come else []
-            sentences.append(f"{where} {' and '.join(parts)}")
+            parts = [f"only in the checkpoint: {_list(sorted(gone))}"] if gone else []
+            parts += [f"only here: {_list(sorted(come))}"] if come else []
+            sentences.append(f"{where} holds other parameters ({'; '.join(parts)})")
     return sentences
 
 
@@ -152,6 +152,7 @@ def _hinted(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
     for name in sorted(names):
         near = get_close_matches(name, pool, n=1) if len(hinted) < _SHOWN else []
         hinted.append(f"{name} (did you mean {near[0]}?)" if near else name)
+        pool = [each for each in pool if each not in near]  # one is not the former name of two
     return hinted
 
 
@@ -504,7 +505,7 @@ class _Load:
         if self._state.rng and file is not None:
             self._rng = _read_rng(self._folder / file, self._topology.device)
         for sentence in self.remarks if self._topology.rank == 0 else ():
-            warnings.warn(sentence, stacklevel=4)
+            warnings.warn(sentence, stacklevel=6)  # the script's line that calls Accelerator.load_state
 
     def take_over_objects(self) -> None:
         """Load the state of registered objects, schedulers and loaders. Collective where their methods are."""
@@ -610,10 +611,10 @@ class _Load:
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
         elif lacking:
-            seeds = ", ".join(f"{at}: {self._derived_seed(at)}" for at in lacking)
+            saved, here = len(self._manifest.rng), self._topology.dp_size
             self.remarks.append(
-                f"the checkpoint holds the random state of {len(self._manifest.rng)} data-parallel process(es); "
-                f"the others are seeded from it ({seeds})"
+                f"the checkpoint holds the random state of {saved} data-parallel process(es), and here are {here}: "
+                "the others draw from seeds that follow from it, as they should"
             )
 
     def _rng_file(self, coordinate: int) -> str | None:

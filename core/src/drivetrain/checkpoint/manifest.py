@@ -247,13 +247,21 @@ def read_text(folder: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as problem:
         what = f"{folder} holds no complete checkpoint" if folder.exists() else f"there is no checkpoint at {folder}"
-        raise CheckpointNotFoundError(
-            what, cure=f"A checkpoint is a folder with a {MANIFEST}; save_state writes it last."
-        ) from problem
+        newest = _newest_below(folder)
+        cure = f"A checkpoint is a folder with a {MANIFEST}; save_state writes it last."
+        if newest is not None:
+            cure = f"Name a checkpoint in it; the newest is {newest}."
+        raise CheckpointNotFoundError(what, cure=cure) from problem
     except UnicodeDecodeError as problem:
         raise CheckpointCorruptError("the manifest is not text", whose=str(path), cure=_RESAVE) from problem
     except OSError as problem:
         raise CheckpointError(f"the manifest cannot be read: {problem}", whose=str(path)) from problem
+
+
+def _newest_below(folder: Path) -> Path | None:
+    """The newest checkpoint up to two folders deeper, where a run's own folder was named; ``None`` without one."""
+    found = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}") if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -6,6 +6,7 @@ that none has failed. The folder appears whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -415,7 +416,15 @@ class SaveWork:
     def _stage(self) -> Path | None:
         """On the main process: make the staging folder, once."""
         if self._ranks.is_main and self._staging is None:
-            self._staging = stage(self.target)
+            try:
+                self._staging = stage(self.target)
+            except CheckpointError:
+                raise
+            except OSError as problem:
+                raise CheckpointError(
+                    f"{self.target} cannot be made: {problem.strerror}",
+                    cure="Name a folder that can be written to, or free some space.",
+                ) from problem
         return self._staging
 
     def _write(self) -> dict[str, FileEntry]:
@@ -423,10 +432,23 @@ class SaveWork:
         if self._failure is not None:
             raise self._failure
         data = data_folder(_present(self._staging))
-        return {
-            f"{data.name}/{file.name}": write_tensors(data / file.name, file.sources, file.metadata)
-            for file in self._files
-        }
+        free = shutil.disk_usage(data).free
+        try:
+            return {
+                f"{data.name}/{file.name}": write_tensors(data / file.name, file.sources, file.metadata)
+                for file in self._files
+            }
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            sources = (source for file in self._files for source in file.sources)
+            needed = sum(source.dtype.itemsize * math.prod(source.shape) for source in sources)
+            raise CheckpointError(
+                f"could not write its part of the checkpoint: {problem.strerror}. It takes {needed / 1e6:,.1f} MB, and "
+                f"{free / 1e6:,.1f} MB were free in {self.target.parent}",
+                cure="Free some space or save elsewhere; what was saved before is whole. "
+                "ProjectConfiguration(total_limit=2) keeps the newest two and deletes older ones.",
+            ) from problem
 
     def _complete(self, parts: list[dict[str, FileEntry]]) -> None:
         """On the main process: check that all parts are written, write the manifest, commit the folder."""
