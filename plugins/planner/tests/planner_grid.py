@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from math import prod
 from pathlib import Path
 
 import torch
@@ -71,11 +72,17 @@ class Combination:
             return ZERO
         return {"megatron": megatron_section(self.title)} if self.title.startswith(("tp", "pp")) else {}
 
+    @property
+    def replicas(self):
+        """Ranks that read samples of their own."""
+        return self.ranks // prod(degrees_of(self.title).values())
+
     def estimate(self):
         """What is predicted."""
         request = request_for(
             self.model,
             self.ranks,
+            replicas=self.replicas,
             precision=self.precision,
             accumulation=self.windows,
             optimizer=self.optimizer,
@@ -112,22 +119,32 @@ def combinations() -> list[Combination]:
     found += [Combination("gpt2", title, 4) for title in ("fsdp", "zero 2", "zero 3")]
     found += [Combination(model, "single", 1) for model in ("gpt2", "qwen3_moe", "vit")]
     # Queries, keys and values in one matrix; grouped heads; three heads, which two ranks do not divide.
-    found += [Combination("gpt2", "tp 2", 2), Combination("llama", "tp 2", 2), Combination("vit", "tp 3", 3)]
+    found += [Combination(model, "tp 2", 2, windows=2) for model in ("gpt2", "llama")]
+    found += [Combination("vit", "tp 3", 3, windows=3)]
     found += [
-        Combination(model, f"pp 2, {schedule}, 4 micro-batches", 2)
+        Combination(model, f"pp 2, {schedule}, 4 micro-batches", 2, windows=2)
         for model in ("gpt2", "llama", "qwen3_moe")
         for schedule in ("gpipe", "1f1b")
     ]
-    found += [Combination("gpt2", "tp 2, 2 replicas", 4)]
+    found += [Combination("gpt2", "tp 2, 2 replicas", 4, windows=2)]
     found += [Combination("llama", "pp 2, 2 replicas, 1f1b, 4 micro-batches", 4)]
+    found += [Combination(model, "tp 2 x pp 2, 1f1b, 4 micro-batches", 4) for model in ("gpt2", "llama")]
+    found += [Combination("llama", "tp 2 x pp 2, gpipe, 4 micro-batches", 4, windows=2)]
+    found += [Combination("gpt2", "tp 2 x pp 2, 2 replicas, 1f1b, 4 micro-batches", 8)]
     return found
+
+
+def degrees_of(title):
+    """Ranks of each axis along which samples are the same."""
+    if not title.startswith(("tp", "pp")):
+        return {}
+    return {name: int(size) for name, size in (each.split() for each in title.split(", ")[0].split(" x "))}
 
 
 def megatron_section(title):
     """The degrees and the schedule that a title tells, so that no other layout is traced."""
-    axes, *rest = title.split(", ")
-    degrees = dict(each.split() for each in axes.split(" x "))
-    found = {"tensor_parallel_size": int(degrees.get("tp", 1)), "pipeline_parallel_size": int(degrees.get("pp", 1))}
+    degrees, rest = degrees_of(title), title.split(", ")[1:]
+    found = {"tensor_parallel_size": degrees.get("tp", 1), "pipeline_parallel_size": degrees.get("pp", 1)}
     for told in rest:
         if told.endswith("micro-batches"):
             found["num_micro_batches"] = int(told.split()[0])
@@ -147,8 +164,8 @@ def tracer_for(model, precision):
     return network, batch, Tracer(network, Example((), batch, batch, kept=False), policy)
 
 
-def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adamw", sections=None):
-    """What is planned for a model of ``planner_models``, with micro-batches of 4 samples."""
+def request_for(model, ranks, *, replicas=None, precision="no", accumulation=1, optimizer="adamw", sections=None):
+    """What is planned for a model of ``planner_models``, with micro-batches of 4 samples for each of the replicas."""
     network, batch, tracer = tracer_for(model, precision)
     return PlanRequest(
         model=network,
@@ -157,7 +174,7 @@ def request_for(model, ranks, *, precision="no", accumulation=1, optimizer="adam
         device_type="cpu",
         precision=policy_for(precision),
         micro_batch=4,
-        global_batch=4 * ranks * accumulation,
+        global_batch=4 * (replicas or ranks) * accumulation,
         optimizer=optimizer_costs(optimizer),
         sections=sections or {},
         trace=tracer.trace,

@@ -53,6 +53,16 @@ def test_every_product_of_degrees_is_offered():
     assert found == ["pp 2", "pp 4", "tp 2", "tp 2 x pp 2", "tp 4"]
 
 
+def test_both_axes_together_share_the_parts_of_a_stage():
+    both = layout("llama", 4, tensor_parallel_size=2, pipeline_parallel_size=2, num_micro_batches=4)
+    stages = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4)
+    assert not both.refused, both.refused
+    # Norms stay whole.
+    assert 0.5 < both.resident["parameters"] / stages.resident["parameters"] < 0.52
+    assert both.memory["activations"] < stages.memory["activations"]
+    assert {"send", "all_reduce"} <= {each.operation for each in both.traffic}
+
+
 def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages():
     gpipe, steady = (
         layout("llama", 2, pipeline_parallel_size=2, schedule=schedule, num_micro_batches=4)
@@ -92,7 +102,6 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel": "fsdp"},
             "data_parallel: fsdp",
         ),
-        ("gpt2", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp and pp together are not modelled"),
         ("resnet", 2, {"pipeline_parallel_size": 2}, "BatchNorm2d computes with all samples of a batch"),
     ],
 )

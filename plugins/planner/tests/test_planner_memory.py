@@ -2,7 +2,7 @@
 
 The engines' own buffers are replayed from their sources, so the two agree to a few bytes wherever torch's kernels need
 no workspace that a dispatch mode does not see. The tolerance leaves room for what changes with the
-smallest version of torch; with torch 2.13 the largest error is 0.1 %.
+smallest version of torch; with torch 2.13 the largest error without a pipeline is 0.1 %, and with one 2.1 %.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def test_one_process_by_torchs_own_allocator(model):
 )
 @pytest.mark.gate("fsdp-3", "zero 2-2", "tp 2-2")
 def test_gpt2_under_each_backend(title, ranks):
-    check("gpt2", title, ranks, tolerance=0.005)
+    check("gpt2", title, ranks, tolerance=0.005, windows=2 if title.startswith(("tp", "pp")) else 1)
+
+
+def test_stages_of_layers_that_are_cut():
+    check("gpt2", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4)
 
 
 @pytest.mark.parametrize("title", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -75,4 +79,6 @@ def test_models_and_layouts(one):
     estimate = one.estimate()
     assert not estimate.refused, estimate.refused
     seen = one.count(estimate)
-    assert abs(estimate.peak / seen - 1) <= 0.01, (estimate.peak, seen, estimate.memory, estimate.moment)
+    # A pipeline's rank holds up to 120 kB that are not predicted, which shows where it has parts of its stages alone.
+    tolerance = 0.03 if " x " in one.title else 0.01
+    assert abs(estimate.peak / seen - 1) <= tolerance, (estimate.peak, seen, estimate.memory, estimate.moment)

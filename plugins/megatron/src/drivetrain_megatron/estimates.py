@@ -110,9 +110,6 @@ def _why_not(request: PlanRequest, section: MegatronConfig, degrees: Degrees) ->
         return request.indivisible(degrees.data)
     if degrees.data > 1 and section.data_parallel != "ddp":
         return f"data_parallel: {section.data_parallel} beside tp and pp is not modelled; plan with data_parallel: ddp"
-    if degrees.tensor > 1 and degrees.pipeline > 1:
-        # A rank was counted to hold about the parts of the other stages beside its own.
-        return "tp and pp together are not modelled; plan with one of them, or try it with a short run"
     if section.sequence_parallel:
         return "sequence_parallel is not modelled; plan without it, or try it with a short run"
     if not request.optimizer.elementwise:
