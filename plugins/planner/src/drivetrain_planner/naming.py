@@ -21,8 +21,9 @@ def named(where: str, what: str) -> Callable[..., Any]:
     try:
         found = vars(_module(place)).get(name)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        missing = isinstance(error, FileNotFoundError) or place.startswith(str(error.name))
-        cure = "Name a module or a file." if missing else f"It imports {error.name!r}, which is to be installed."
+        imported = "" if isinstance(error, FileNotFoundError) else str(error.name)
+        here = not imported or place.startswith(imported)
+        cure = "Name a module or a file." if here else f"It imports {imported!r}, which is to be installed."
         raise UsageError(f"{place!r} cannot be imported: {error}", cure=cure) from error
     if not callable(found):
         told = f"there is no {name!r} in {place!r}" if found is None else f"{name!r} in {place!r} cannot be called"
