@@ -37,7 +37,6 @@ class Script:
         reference: the loop in plain torch, where ``train`` itself on :class:`parity_plain.Plain` would not be one.
         whole_batch: why its numbers are only defined where one process sees the whole batch; empty for most.
         tolerance: of a loss or weight, where the ordinary one cannot hold.
-        follows: names of scripts that are refused somewhere, and are told there to write what this one does.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Script:
     reference: Callable[[], Result] | None = None
     whole_batch: str = ""
     tolerance: float | None = None
-    follows: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -68,7 +66,6 @@ def script(
     reference: Callable[[], Result] | None = None,
     whole_batch: str = "",
     tolerance: float | None = None,
-    follows: str = "",
     **settings: Any,
 ) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
     """Register a function under its name; see :class:`Script`."""
@@ -76,8 +73,7 @@ def script(
     def register(train: Callable[[Any], Result]) -> Callable[[Any], Result]:
         name = train.__name__
         assert name not in SCRIPTS, name
-        followed = tuple(follows.split())
-        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch, tolerance, followed)
+        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch, tolerance)
         return train
 
     return register
