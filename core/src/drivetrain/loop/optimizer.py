@@ -40,6 +40,7 @@ _OF_PREPARED = frozenset(
 _OF_PREPARED_SCHEDULER = frozenset(
     {"scheduler", "optimizers", "_backend", "_step_with_optimizer", "_moves", "_seen", "_averaged"}
 )
+"""Attributes of a prepared scheduler; any other is the user's scheduler's."""
 
 
 @final
@@ -212,8 +213,9 @@ class PreparedOptimizer(Optimizer):
         finally:
             _STEPPING.pop()
         if result.pending is None:
-            self.skipped = result.skipped
-            self.num_applied += not result.skipped
+            own = vars(self)  # past `__setattr__`, since it runs at each step
+            own["skipped"] = result.skipped
+            own["num_applied"] += not result.skipped
         else:
             self.pending = PendingStep(result.pending)
         self._loop.stepped(self)
@@ -234,7 +236,7 @@ class PreparedOptimizer(Optimizer):
         groups = self.optimizer.param_groups
         if self._era != monitor.era:
             self._era, self._recorded = monitor.era, 0
-        self._recorded = number = self._recorded + 1
+        vars(self)["_recorded"] = number = self._recorded + 1
         settings: Any = ()
         if number % 16 < 2:
             # The first two steps are among them. What the optimizer does not declare may be the script's own.
