@@ -80,6 +80,27 @@ def weights_after_a_clamped_step(limit: float, *, times_processes: bool) -> Tens
     return accelerator.get_state_dict(net)["weight"]
 
 
+def weights_after_a_step_of(form: str) -> Tensor:
+    """One step of a loss that is no mean over rows, ``masked`` or ``root``, or, with ``-right``, of what means it."""
+    accelerator, net = start()
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.5))
+    loader = accelerator.prepare(DataLoader(TensorDataset(*rows(12)), batch_size=12))
+    for x, y in loader:
+        losses = F.cross_entropy(net(x), y, reduction="none")
+        if form == "masked":
+            accelerator.backward(losses[x[:, 0] > 0].mean())
+        elif form == "masked-right":
+            mask = x[:, 0] > 0
+            accelerator.backward(losses[mask].sum(), num_items=mask.sum())
+        elif form == "root":
+            accelerator.backward(losses.mean().sqrt())
+        else:
+            m = losses.mean()
+            accelerator.backward(m / (2 * accelerator.reduce(m.detach(), "mean").sqrt()))
+        optimizer.step()
+    return accelerator.get_state_dict(net)["weight"]
+
+
 def weights_after_a_weighted_step(form: str) -> Tensor:
     """One step of ``cross_entropy`` with weights of the classes."""
     accelerator, net = start(count_items=form == "count_items")

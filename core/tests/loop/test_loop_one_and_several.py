@@ -46,6 +46,15 @@ def test_what_flows_back_is_of_this_processs_mean_and_is_clamped_alike_by_a_limi
         assert (found - truth).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("form", ["masked", "root"])
+def test_what_is_no_mean_over_rows_is_averaged_and_the_form_beside_it_is_right(form):
+    (truth,) = spawn(jobs.weights_after_a_step_of, 1, form)
+    for found in spawn(jobs.weights_after_a_step_of, 3, f"{form}-right"):
+        torch.testing.assert_close(found, truth, **CLOSE)
+    for found in spawn(jobs.weights_after_a_step_of, 3, form):
+        assert (found - truth).abs().max() > 1e-4
+
+
 def test_class_weights_divide_by_the_labels_of_a_process_unless_items_are_given():
     (truth,) = spawn(jobs.weights_after_a_weighted_step, 1, "mean")
     for form in ("sum", "count_items"):

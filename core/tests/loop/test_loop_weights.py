@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.loop.loss import count_items, is_mean_of_labels, rows_of_terms, sums_over_batch
+from drivetrain.loop.loss import (
+    count_items,
+    is_mean_of_labels,
+    rows_of_terms,
+    sums_over_batch,
+    why_no_mean_of_rows,
+)
 from drivetrain_testing import spawn
 
 _spec = importlib.util.spec_from_file_location("window_jobs", Path(__file__).with_name("window_jobs.py"))
@@ -416,3 +423,44 @@ def test_rows_of_terms():
 def test_each_kind_of_loss_is_looked_at():
     for said in spawn(jobs.sum_after_means, 3):
         assert "the loss is a sum over this rank's 4 rows" in said
+
+
+def by_rows(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+def hot(y: Tensor) -> Tensor:
+    return F.one_hot(y, 4).float()
+
+
+NO_MEANS_OF_ROWS = {
+    "sqrt": lambda net, x, y: F.mse_loss(net(x), hot(y)).sqrt(),
+    "log": lambda net, x, y: 0.5 * F.mse_loss(net(x), hot(y)).log() + by_rows(net(x), y).mean(),
+    "div": lambda net, x, y: 1 - 2 * (net(x).softmax(1) * hot(y)).sum() / (net(x).softmax(1).sum() + len(x)),
+    "divided by a number": lambda net, x, y: (x[:, 0].abs() * by_rows(net(x), y)).sum() / x[:, 0].abs().sum(),
+    "over 4 elements": lambda net, x, y: by_rows(net(x), y)[:4].mean(),
+    "over 3 elements": lambda net, x, y: by_rows(net(x), y).topk(3).values.mean(),
+    "over 8 elements": lambda net, x, y: F.mse_loss(net(x)[:2], hot(y)[:2]),
+    "leaves labels out": lambda net, x, y: F.cross_entropy(net(x), y.masked_fill(y == y[0], -100)),
+}
+MEANS_OF_ROWS = {
+    "cross_entropy": lambda net, x, y: F.cross_entropy(net(x), y),
+    "labels smoothed": lambda net, x, y: F.cross_entropy(net(x), y, label_smoothing=0.1),
+    "weights of rows": lambda net, x, y: (x[:, 0].abs() * by_rows(net(x), y)).mean(),
+    "a sum over the number": lambda net, x, y: by_rows(net(x), y).sum() / len(x),
+    "a sum over a tensor": lambda net, x, y: by_rows(net(x), y).sum() / torch.tensor(float(len(x))),
+    "a loop": lambda net, x, y: sum(F.mse_loss(net(one), hot(label)) for one, label in zip(x, y, strict=True)) / len(x),
+    "parts": lambda net, x, y: by_rows(net(x), y)[:3].mean() / 2 + by_rows(net(x), y)[3:].mean() / 2,
+    "a root of each row": lambda net, x, y: (net(x) - hot(y)).pow(2).sum(1).sqrt().mean(),
+    "a norm of the weights": lambda net, x, y: F.cross_entropy(net(x), y) + net.weight.pow(2).sum().sqrt(),
+    "learned weights": lambda net, x, y: F.cross_entropy(net(x), y) * (-net.bias[0]).exp() + net.bias[0],
+    "two heads": lambda net, x, y: F.cross_entropy(net(x), y) + 0.3 * F.mse_loss(net(x), hot(y)),
+}
+
+
+@pytest.mark.parametrize("kind", [*NO_MEANS_OF_ROWS, *MEANS_OF_ROWS])
+def test_a_loss_that_is_no_mean_of_its_rows_is_known(kind: str) -> None:
+    torch.manual_seed(1)
+    net, x, y = nn.Linear(5, 4), torch.randn(6, 5), torch.arange(6) % 4
+    found = why_no_mean_of_rows({**NO_MEANS_OF_ROWS, **MEANS_OF_ROWS}[kind](net, x, y), 6)
+    assert kind in found if kind in NO_MEANS_OF_ROWS else not found, found

@@ -32,7 +32,14 @@ from drivetrain.distributed.watchdog import check_collective, log_call, note_lik
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
 from drivetrain.loop.loose import LooseParameters
-from drivetrain.loop.loss import count_items, is_mean_of_labels, leaves, rows_of_terms, sums_over_batch
+from drivetrain.loop.loss import (
+    count_items,
+    is_mean_of_labels,
+    leaves,
+    rows_of_terms,
+    sums_over_batch,
+    why_no_mean_of_rows,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -738,6 +745,20 @@ class TrainingLoop:
                 "them, or lighter ones. Where their numbers differ, count_items: true in the configuration, "
                 "Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the gradients of one big "
                 "batch.",
+                self._dp_size,
+                self.steps,
+            )
+            return
+        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
+        if number > 1 and loss.grad_fn is not None and (why := why_no_mean_of_rows(loss, number)):
+            logger.warning(
+                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. Over "
+                "%d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is not that "
+                "of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
+                "backward(loss_sum, num_items=n). A function f of the mean m is right as m * f'(M), where M is "
+                "accelerator.reduce(m.detach(), 'mean'): for a root, m / (2 * M.sqrt()).",
+                number,
+                why,
                 self._dp_size,
                 self.steps,
             )

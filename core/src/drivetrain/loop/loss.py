@@ -295,6 +295,52 @@ def _rows_below(start: Any) -> RowsOfTerm:
     return RowsOfTerm(frozenset(first), computes)
 
 
+def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
+    """Why a loss is not the mean of what its rows give each, so that a mean over ranks is another number; else empty.
+
+    Not collective. Waits for the device where a mean over labels may leave some out. Where the graph does not tell, the
+    answer is empty.
+
+    Args:
+        loss: 0-d, with its graph.
+        rows: of the batch, at least 2.
+    """
+    sizes: dict[tuple[str, int], int] = {}
+    for term in _terms(loss.grad_fn):
+        node, name = term.node, term.node.name()
+        if not _rows_below(node).computes:
+            continue  # Of parameters alone, as a penalty on weights.
+        if _is_scalar(node) and (name in _ELEMENTWISE or (name in _PRODUCTS and _data_branches(node) > 1)):
+            return f"{_base(name).lower()}() of a number that all of them give together"
+        if name in _NLL and bool((node._saved_target == _ignored(node)).any()):  # noqa: SLF001 (torch documents them)
+            return "it leaves labels out"
+        number = _num_reduced(node)
+        divides = (_constant(each) for each in term.tensors if each.name().startswith("Div"))
+        if name in _SUMS and any(isinstance(by, Tensor) and by.numel() == 1 and float(by) % rows for by in divides):
+            return "it is a sum, divided by a number that is not theirs"
+        if number:
+            sizes[name, number] = sizes.get((name, number), 0) + number
+    # A loop may add a loss for each row.
+    odd = next((number for number in sizes.values() if number % rows), 0)
+    return f"it is over {odd} elements" if odd else ""
+
+
+def _is_scalar(node: Any) -> bool:
+    return all(math.prod(output.shape) == 1 for output in getattr(node, "_input_metadata", ()))
+
+
+def _data_branches(node: Any) -> int:
+    return sum(_rows_below(each).computes for each in _inner(node))
+
+
+def _num_reduced(node: Any) -> int:
+    """Elements that a mean, a sum or a loss function reduces to one; 0 for other nodes."""
+    name = node.name()
+    if name in _MEANS | _SUMS and _is_scalar(node):
+        return math.prod(node._saved_self_sym_sizes)  # noqa: SLF001 (torch documents them)
+    return int(node._saved_self.numel()) if name in _BY_ELEMENTS else 0  # noqa: SLF001
+
+
 # ---- leaves ---------------------------------------------------------------------------------------------------------
 
 
