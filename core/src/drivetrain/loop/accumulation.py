@@ -752,9 +752,9 @@ class TrainingLoop:
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
         if number > 1 and loss.grad_fn is not None and (why := why_no_mean_of_rows(loss, number)):
             logger.warning(
-                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. Over "
-                "%d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is not that "
-                "of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
+                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
+                "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
+                "not that of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
                 "backward(loss_sum, num_items=n). A function f of the mean m is right as m * f'(M), where M is "
                 "accelerator.reduce(m.detach(), 'mean'): for a root, m / (2 * M.sqrt()).",
                 number,

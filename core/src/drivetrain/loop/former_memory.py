@@ -138,7 +138,8 @@ def check_readable(name: str, tensors: Iterable[Any]) -> None:
 
 
 def _version(parameter: Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch has no public word for it)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (an engine's parameters may refuse to be asked)
+        return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch has no public word for it)
 
 
 def _lies_in(parameter: Tensor, storage: int) -> bool:
@@ -148,7 +149,7 @@ def _lies_in(parameter: Tensor, storage: int) -> bool:
         whole: Any = parameter
         parts = [getattr(parameter, name) for name in whole.__tensor_flatten__()[0]]
         return any(_lies_in(each, storage) for each in parts if isinstance(each, Tensor))
-    return parameter.layout is torch.strided and parameter.untyped_storage()._cdata == storage  # noqa: SLF001
+    return parameter.layout is torch.strided and _storage_of(parameter) == storage
 
 
 # ---- finding tensors and arrays --------------------------------------------------------------------------------------
