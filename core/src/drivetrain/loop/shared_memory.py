@@ -76,6 +76,8 @@ def place_of(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter
     if tensor.layout is not torch.strided or wraps(tensor) or not tensor.numel():
         return None
     storage = tensor.untyped_storage()
+    if storage.device.type == "meta" and not tensor.is_meta:  # A fake tensor: another stage has the values.
+        return None
     try:
         allocated = tensor.is_meta or storage.data_ptr()
     except RuntimeError:  # A lazy device has no addresses, and no two of its tensors are in one memory.
