@@ -63,9 +63,10 @@ class FormerMemory:
             if isinstance(parameter, _KINDS):  # It was found beside an earlier model, both frozen.
                 del vars(parameter)["drivetrain_memory"]
                 parameter.__class__ = _ordinary(parameter)  # type: ignore[assignment]
-        self._places: list[Place] = []
         self._tensors: dict[int, tuple[ref[Tensor], list[Place]]] = {}
-        self._prepared: dict[str, tuple[ref[Tensor], int, bool]] = {}
+        self._prepared: dict[str, tuple[int, int, bool]] = {}
+        """Identity, version and requires_grad of each parameter as it was prepared. No weak references: torch refuses
+        to exchange a tensor that has one, which a later prepare may do."""
         self.stepped = False
         """An optimizer has stepped on the module."""
         self.look()
@@ -75,10 +76,10 @@ class FormerMemory:
         module = self._module()
         assert module is not None, "it is prepared or called"
         own = {id(each) for each in (*module.parameters(), *module.buffers())}
-        self._places = [place for place in places(module) if place.is_parameter and not place.space]
-        for tensor in _tensors_in(self._places, own):
+        parameters = [place for place in places(module) if place.is_parameter and not place.space]
+        for tensor in _tensors_in(parameters, own):
             alias = place_of("", None, tensor, is_parameter=False)
-            mine = [each for each in self._places if alias is not None and each.overlaps(alias)]
+            mine = [each for each in parameters if alias is not None and each.overlaps(alias)]
             if not mine:
                 continue
             if not (all(each.is_frozen for each in mine) or tensor.untyped_storage().resizable()) and _exported(tensor):
@@ -99,7 +100,7 @@ class FormerMemory:
         present = dict(module.named_parameters())
         for name, one in present.items():
             if name not in self._prepared:
-                self._prepared[name] = ref(one), _version(one), one.requires_grad
+                self._prepared[name] = id(one), _version(one), one.requires_grad
         for number, (alive, mine) in list(self._tensors.items()):
             tensor = alive()
             moved = [each for each in mine if each.name in present and not _lies_in(present[each.name], each.storage)]
@@ -116,13 +117,14 @@ class FormerMemory:
 
     def changed(self, name: str) -> bool:
         """Whether a parameter may have other values than when it left its memory."""
-        alive, version, trained = self._prepared[name]
-        prepared = alive()
-        if prepared is not None:
-            trained = trained or prepared.requires_grad
-            if _version(prepared) != version:
+        number, version, trained = self._prepared[name]
+        module = self._module()
+        present = None if module is None else dict(module.named_parameters()).get(name)
+        if present is not None and id(present) == number:
+            trained = trained or present.requires_grad
+            if _version(present) != version:
                 return True
-        return trained and (self.stepped or self._module() is None)
+        return trained and (self.stepped or module is None)
 
 
 def check_readable(name: str, tensors: Iterable[Any]) -> None:

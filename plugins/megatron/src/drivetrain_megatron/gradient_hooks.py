@@ -55,7 +55,7 @@ def carry(former: Mapping[str, Tensor], module: nn.Module, whole: Whole, part: P
             for hook in (old._backward_hooks or {}).values():  # noqa: SLF001 (torch has no public way to list them)
                 new.register_hook(hook)  # type: ignore[no-untyped-call]
             continue
-        new.register_hook = _registering(name, new, whole, part)  # type: ignore[method-assign]
+        new.register_hook = _registering(name, module, whole, part)  # type: ignore[method-assign]
 
         def refuse(*_: Any, name: str = name) -> Any:
             raise _refused(name)
@@ -65,18 +65,19 @@ def carry(former: Mapping[str, Tensor], module: nn.Module, whole: Whole, part: P
             new.register_hook(hook)
 
 
-def _registering(name: str, parameter: Tensor, whole: Whole, part: Part) -> Callable[..., RemovableHandle]:
-    """A ``register_hook`` for a parameter that is a part; see :func:`carry`.
+def _registering(name: str, module: nn.Module, whole: Whole, part: Part) -> Callable[..., RemovableHandle]:
+    """A ``register_hook`` for a parameter of ``module`` that is a part; see :func:`carry`.
 
     It does not refer to the parameter, which has it as an attribute: the memory of a parameter whose stage is another
-    is needed at once, and Python collects cycles rarely.
+    is needed at once, and Python collects cycles rarely. Nor is there a weak reference to it, with which torch could
+    not exchange it when the model is moved.
     """
-    register, alive = type(parameter).register_hook, weakref.ref(parameter)
+    register, alive = type(module.get_parameter(name)).register_hook, weakref.ref(module)
 
     def itself() -> Tensor:
-        found = alive()
-        assert found is not None, "its hooks are set and called while it is there"
-        return found
+        owner = alive()
+        assert owner is not None, "its hooks are set and called while the model is there"
+        return owner.get_parameter(name)
 
     def register_hook(hook: Callable[[Tensor], Any]) -> RemovableHandle:
         def on_whole(gradient: Tensor) -> Tensor | None:
