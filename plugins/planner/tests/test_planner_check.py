@@ -93,6 +93,8 @@ LAYOUTS = {
     "ddp": {"distributed_type": "ddp"},
     "fsdp, recompute": {"distributed_type": "fsdp", "fsdp": {"activation_checkpointing": True}},
     "zero 2": {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 2, "reduce_bucket_size": 100_000}},
+    # All of its parameters are small enough to stay gathered, but for the optimizer's step.
+    "zero 3": {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 3, "reduce_bucket_size": 100_000}},
 }
 
 

@@ -262,6 +262,8 @@ class _Stage3(_Layout):
         }
         ledger = Ledger(held)
         self._replay(ledger, threshold)
+        # A step begins by releasing all parameters, and gathers those that stay gathered when it ends.
+        ledger.add("gathered", -always)
         ledger.add("gradients", part)
         ledger.during("optimizer step", request.optimizer.step([part]))
         gathered = sum(one.numel() * one.element_size() for one in self.trained)
