@@ -155,12 +155,12 @@ def compare(model: str, processes: int, machine: Machine, turns: int, steps: int
     layouts = predicted(model, processes, machine)
     seconds: dict[str, list[float]] = {each.estimate.title: [] for each, _ in layouts}
     for turn in range(turns):
-        for each, settings in layouts if turn % 2 == 0 else reversed(layouts):
+        for each, settings in layouts[:: -1 if turn % 2 else 1]:
             ranks = spawn(timed, processes, settings, model, steps, timeout=600)
             seconds[each.estimate.title].append(max(ranks))
     measured = [min(seconds[each.estimate.title]) for each, _ in layouts]
     best = min(measured)
-    found = {
+    found: dict[str, Any] = {
         "model": model,
         "lost": measured[0] / best - 1,
         "tau": kendall([each.time for each, _ in layouts], measured),
@@ -183,7 +183,7 @@ def compare(model: str, processes: int, machine: Machine, turns: int, steps: int
 
 def main() -> None:
     """Compare the models, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=2, help="of each layout")
