@@ -1,7 +1,8 @@
 """Runs the scripts of ``scripts/`` under each backend and compares them with plain torch on one process.
 
-Many scripts share one group of ranks, one after the other, each with an accelerator and a process group of its own;
-after a failure the rest continue on fresh ranks, since the failed script may have left the others anywhere.
+Many scripts share one group of ranks, one after the other, each with an accelerator and a process group of its own. So
+do those that follow a script which all ranks were refused. After another failure the rest continue on fresh ranks,
+since the failed script may have left the others anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import re
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,16 +103,20 @@ weights_clamped ema_of_parameters ema_of_loaded_weights averaged_from_the_first_
 weights_loaded_midway weights_as_one_vector data_assigned saved_by_torch penalties
 weights_scaled_before_the_step rows_and_columns_written data_through_another_type data_with_other_strides
 initialised_from_each_ranks_seed moved_after_each_step rows_shortened_after_each_step
-alternating_parts frozen_for_a_step_under_adam layer_never_used groups_assigned double_after_prepare plain_backward
-torch_clip_grad_norm gradient_norm_by_hand gradients_edited_by_rows gradients_kept gradients_zeroed
-accumulation_by_hand zero_grad_of_each_part
+alternating_parts frozen_for_a_step_under_adam gradual_unfreezing unfreezing_adds_group layer_never_used layer_used_late
+parameter_replaced new_head_after_prepare groups_assigned own_optimizer_object double_after_prepare plain_backward
+torch_clip_grad_norm torch_clip_grad_value clipped_by_groups gradient_norm_by_hand
+gradients_edited_by_rows gradients_scaled gradients_dropped gradients_kept gradients_kept_and_clipped
+gradients_zeroed gradients_zeroed_in_place accumulation_by_hand
+zero_grad_of_each_part zero_grad_of_one_part zero_grad_of_a_part_before_the_step
 hook_after_prepare hook_that_writes_in_place hook_after_accumulate gradient_norms_seen_by_hook
 hook_sees_what_the_one_before_returned hooks_of_a_plain_backward
 gradients_clamped_in_windows hooks_after_accumulation_in_windows
 layer_clamps_itself forward_clamps_a_layer_before_its_call forward_clamps_a_layer_after_its_call
 clamped_between_two_ways_in
 adagrad layerwise_optimizer global_norm_optimizer optimizer_state_restored
-as_many_steps_as_samples spectral_norm counter_in_forward
+as_many_steps_as_samples as_many_steps_as_samples_in_one_dim as_many_classes_as_samples
+rows_collected_in_new_memory spectral_norm buffers_written counter_in_forward custom_output
 """
 """Scripts whose numbers depend on how an engine cuts parameters, gradients and states, and where it keeps the parts."""
 
@@ -123,10 +129,38 @@ def load_parts() -> dict[str, Script]:
     return scripts
 
 
-LAYOUTS = {"fsdp-3": Place("fsdp-3", 3, {"distributed_type": "fsdp"})}
+def _zero(short: str, stage: int, **section: Any) -> Place:
+    section["zero_stage"] = stage
+    return Place(f"deepspeed-{short}", 3, {"distributed_type": "deepspeed", "deepspeed": section})
+
+
+def _cut(short: str, world_size: int, **section: Any) -> Place:
+    return Place(short, world_size, {"distributed_type": "megatron", "megatron": section}, data_parallel=False)
+
+
+IN_PARTS = {"stage3_param_persistence_threshold": 0}
+"""Without it stage 3 keeps parameters as small as these whole between their uses."""
+
+LAYOUTS = {
+    place.name: place
+    for place in (
+        Place("fsdp-3", 3, {"distributed_type": "fsdp"}),
+        _zero("0", 0),
+        _zero("1-of-3", 1),
+        _zero("2-offload", 2, offload_optimizer="cpu"),
+        _zero("2-round-robin", 2, round_robin_gradients=True),
+        _zero("3-of-3", 3),
+        _zero("3-in-parts", 3, sub_group_size=60, **IN_PARTS),
+        _zero("3-offload", 3, offload_optimizer="cpu", offload_param="cpu", **IN_PARTS),
+        _cut("tp-2-sequence", 2, tensor_parallel_size=2, sequence_parallel=True),
+        _cut("pp-3", 3, pipeline_parallel_size=3, num_micro_batches=4),
+        _cut("pp-2-zbv", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule="zbv"),
+    )
+}
 """Places with three ranks, which share parameters unevenly and take means that are right by no luck.
 
-Further layouts of ZeRO (offload, parameters in parts) and Megatron (three stages) have scripts in the plugins' tests.
+``tp-2-sequence`` has two, since no plan divides these models by three; under ``zbv`` each of two ranks holds two stages
+of four, the outer ones or the inner ones.
 """
 
 APART = Matrix(load_parts, LAYOUTS, RECORD.with_name("layouts.json"))
@@ -200,6 +234,9 @@ def together(accelerator: Any, call: Callable[[], list[float]]) -> list[float]:
 PATIENCE = 5
 """Seconds that a refused rank waits for what the others say."""
 
+SHORT_PATIENCE = 1
+"""The same where ranks are rarely refused at unlike times, and fresh ones are all that it costs."""
+
 
 def train_in_rank(
     load_scripts: Callable[[], dict[str, Script]], config: Mapping[str, Any] | None, names: list[str], folder: str
@@ -238,8 +275,25 @@ def _train(script: Script, config: Mapping[str, Any] | None, folder: Path) -> Re
     except RefusedByAll:
         accelerator.end_training()
         raise
+    except DrivetrainError as error:
+        if not _refused_everywhere(accelerator):
+            raise
+        accelerator.end_training()
+        raise RefusedByAll(Outcome(REFUSED, _told(error), traceback.format_exc())) from None
     accelerator.end_training()
     return found
+
+
+def _refused_everywhere(accelerator: Any) -> bool:
+    """Whether each rank says the same in time: none waits for another in a collective, and all can go on."""
+    ranks = range(accelerator.num_processes)
+    Path(accelerator.project_dir, f"refused-{accelerator.process_index}").touch()
+    begun = time.monotonic()
+    while not all(Path(accelerator.project_dir, f"refused-{rank}").exists() for rank in ranks):
+        if time.monotonic() - begun > SHORT_PATIENCE:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, list[Any]]:

@@ -25,8 +25,6 @@ from drivetrain_testing import RankFailedError, preload
 
 preload("transformers.models.llama.modeling_llama")
 SCRIPTS = load()
-LAYOUTS = 3
-"""Tells that of the further layouts each runs a third of its scripts, another one than its neighbours."""
 
 
 def places_of(name):
@@ -46,9 +44,19 @@ def chosen(place):
     return [name for name in SCRIPTS if place in places_of(name)]
 
 
+def layouts_of(name):
+    """The further layouts in which ``make test-all`` runs this script: two of ZeRO's, and another engine's."""
+    if SCRIPTS[name].whole_batch:
+        return {"tp-2-sequence", "pp-3", "pp-2-zbv"}
+    number = list(worlds.load_parts()).index(name)
+    zero = [place for place in worlds.LAYOUTS if place.startswith("deepspeed")]
+    others = [place for place in worlds.LAYOUTS if place not in zero]
+    return {zero[number % len(zero)], zero[(number + 3) % len(zero)], others[number % len(others)]}
+
+
 def chosen_of_layout(place):
     names = [name for name, script in worlds.load_parts().items() if worlds.runs(script, worlds.LAYOUTS[place])]
-    return names if os.environ.get("PARITY") == "all" else names[list(worlds.LAYOUTS).index(place) % LAYOUTS :: LAYOUTS]
+    return names if os.environ.get("PARITY") == "all" else [name for name in names if place in layouts_of(name)]
 
 
 SOME = {"ddp-2": (0, 7), "fsdp-2": (1, 36), "deepspeed-3": (2, 36), "tp-2": (3, 36), "pp-2": (4, 36)}
@@ -114,6 +122,18 @@ def test_every_script_meets_ranks_that_hold_parts():
     assert all(len(share) > 0.2 * len(SCRIPTS) for share in shares)
     for name, script in SCRIPTS.items():
         assert all(worlds.runs(script, PLACES[place]) for place in places_of(name))
+
+
+def test_every_part_runs_in_several_layouts():
+    """The rule of the further layouts, counted as well."""
+    parts = worlds.load_parts()
+    for place in worlds.LAYOUTS:
+        assert sum(place in layouts_of(name) for name in parts) > 0.2 * len(parts), place
+    for name, script in parts.items():
+        assert len(layouts_of(name)) == 3, name
+        assert all(worlds.runs(script, worlds.LAYOUTS[place]) for place in layouts_of(name)), name
+        zero = sum(place.startswith("deepspeed") for place in layouts_of(name))
+        assert zero == (0 if script.whole_batch else 2), name
 
 
 def agrees(found, before, *, stages=False):

@@ -71,8 +71,9 @@ def follow(
     optimizer: Callable[..., Any] = torch.optim.SGD,
     before: Callable[[Any], None] = no_change,
     after: Callable[[Any], None] = no_change,
+    clip: float | None = None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Train plainly and prepared, and compare every loss and the weights; the plain model and the prepared one."""
+    """Train plainly and prepared, and compare losses, norms and weights; the plain model and the prepared one."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -87,10 +88,13 @@ def follow(
         one = batches(seed)
         expected = loss(plain, one)
         expected.backward()
+        norm = None if clip is None else nn.utils.clip_grad_norm_(plain.parameters(), clip)
         step.step()
         step.zero_grad()
         found = loss(model, one)
         made.backward(found)
+        if clip is not None:
+            torch.testing.assert_close(made.clip_grad_norm_(model.parameters(), clip), norm, rtol=1e-5, atol=0)
         prepared.step()
         prepared.zero_grad()
         assert found.item() == pytest.approx(expected.item(), abs=ATOL)

@@ -29,7 +29,7 @@ from drivetrain_deepspeed.forward_writes import WatchedForwards
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
 from drivetrain_deepspeed.groups import FixedGroups
 from drivetrain_deepspeed.guard import Guard
-from drivetrain_deepspeed.linear_hooks import LinearHooks
+from drivetrain_deepspeed.linear_hooks import LinearHooks, try_accumulated
 from drivetrain_deepspeed.loss_scale import LossScale
 from drivetrain_deepspeed.parts import PartitionedGradients
 from drivetrain_deepspeed.same_writes import SameWrites
@@ -167,7 +167,13 @@ class Driver:
             return
         for each, _ in self._hooks:
             hooks = each._post_accumulate_grad_hooks  # noqa: SLF001
-            if hooks and hooks.keys() - self._their_hooks:
+            others = hooks.keys() - self._their_hooks if hooks else set()
+            if others and self.stage == 0:
+                if self._topology.dp_size > 1:
+                    for other in others:
+                        try_accumulated(hooks[other], each, self._guard.named(id(each)))
+                self._their_hooks |= others
+            elif others:
                 raise UnsupportedError(
                     f"{self._guard.named(id(each))} has a hook by register_post_accumulate_grad_hook, and ZeRO "
                     f"stage {self.stage} takes gradients out of the parameters while backward runs",
@@ -304,7 +310,7 @@ class Driver:
         self._groups.check()
         if self.writes is not None:
             self.writes.check_places()
-            self._check_hooks()
+        self._check_hooks()
         if self._scripts_hooks is not None:
             self._scripts_hooks.look()
 

@@ -57,21 +57,52 @@ class LinearHooks:
         self.untried.discard(id(parameter))
         for number, hook in list(parameter._backward_hooks.items()):  # noqa: SLF001 (as above)
             if number not in self._known:
-                _try(hook, gradient, self._named(id(parameter)))
+                _refuse(try_hook(hook, gradient), self._named(id(parameter)), "register_hook")
                 self._known.add(number)
 
 
-def _try(hook: Callable[[Tensor], Tensor | None], gradient: Tensor, whose: str) -> None:
-    found = try_hook(hook, gradient)
+def try_accumulated(hook: Callable[[Tensor], None], parameter: Tensor, whose: str) -> None:
+    """The same for a hook of ``register_post_accumulate_grad_hook``, which is given a parameter with its gradient.
+
+    It is tried on a copy of the parameter. Stage 0 alone leaves gradients there.
+
+    Raises:
+        UnsupportedError: it is not linear, does not change the gradient, or takes no other tensor.
+    """
+    changed = []
+
+    def written(gradient: Tensor) -> Tensor | None:
+        stand_in = parameter.detach().clone().requires_grad_()
+        stand_in.grad = gradient.clone()
+        hook(stand_in)
+        changed.append(stand_in.grad is None or not torch.equal(stand_in.grad, gradient))
+        return stand_in.grad
+
+    kind = "register_post_accumulate_grad_hook"
+    try:
+        found = try_hook(written, parameter)
+        _refuse("returns nothing" if found == "linear" and not any(changed) else found, whose, kind)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # of the script's own code
+        raise UnsupportedError(
+            f"{whose} has a hook by register_post_accumulate_grad_hook, which is called before DeepSpeed reduces "
+            f"gradients and could not be tried on a copy of the parameter ({type(error).__name__}: {error})",
+            cure=_CURE,
+        ) from error
+
+
+def _refuse(found: str, whose: str, kind: str) -> None:
+    """Raise unless a hook was found linear."""
     if found == "not linear":
         raise UnsupportedError(
-            f"{whose} has a hook by register_hook that is not linear, as one that clamps or normalises: DeepSpeed "
+            f"{whose} has a hook by {kind} that is not linear, as one that clamps or normalises: DeepSpeed "
             "reduces gradients after hooks, which are given the gradient of this rank's samples alone",
             cure=_CURE,
         )
     if found == "returns nothing":
         raise UnsupportedError(
-            f"{whose} has a hook by register_hook that returns nothing: DeepSpeed reduces gradients after hooks, so "
+            f"{whose} has a hook by {kind} that returns nothing: DeepSpeed reduces gradients after hooks, so "
             "that what it looks at is the gradient of this rank's samples alone",
             cure="Read the norm of all gradients by accelerator.clip_grad_norm_(model.parameters(), math.inf) after "
             "accelerator.backward, or use distributed_type: ddp, where a hook is given the gradient of all ranks.",

@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,18 +165,26 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
             "their own before prepare, which does not step yet.",
         )
 
+    def by_itself(name: str) -> UsageError:
+        return UsageError(
+            f"this {name} was called by itself, and holds ZeRO's partitions without gradients",
+            cure="Call zero_grad() and step() of the optimizer that accelerator.prepare returned.",
+        )
+
     def no_step(optimizer: Optimizer, *_: Any) -> None:
         if not guard.engine_at_work:
-            raise UsageError(
-                f"this {type(optimizer).__name__} was called by itself, and holds ZeRO's partitions without gradients",
-                cure="Call step() of the optimizer that accelerator.prepare returned.",
-            )
+            raise by_itself(type(optimizer).__name__)
+
+    def no_zero_grad(name: str, *_: Any, **__: Any) -> None:
+        # With offload these are the buffers to which DeepSpeed copies gradients, and it does not make them again.
+        raise by_itself(name)
 
     no_step.only_reads = True  # type: ignore[attr-defined]
     for optimizer in optimizers:
         optimizer.add_param_group = no_group  # type: ignore[method-assign,assignment]
         if stage and not isinstance(optimizer, DummyOptim):
             hooks.append(optimizer.register_step_pre_hook(no_step))
+            optimizer.zero_grad = partial(no_zero_grad, type(optimizer).__name__)  # type: ignore[method-assign]
     return hooks
 
 

@@ -230,8 +230,8 @@ class Pipeline:
         for stage, rank in enumerate(self._rank_of):
             if rank != self.rank:
                 continue
-            held = [names[name] for name, stages in made.parameters.items() if stage in stages]
-            module = StageModule(self._computing(stage), held)
+            held = {name: names[name] for name, stages in made.parameters.items() if stage in stages}
+            module = StageModule(self._computing(stage), held, type(self._module).__name__)
             self._stages.append(Stage(module, stage, len(self._rank_of), self._device, self._group))
 
     def _computing(self, stage: int) -> Callable[[int, tuple[Tensor, ...]], Any]:

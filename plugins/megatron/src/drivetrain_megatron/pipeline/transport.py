@@ -7,7 +7,8 @@ for each of them (:mod:`.passage`), so that the last batch of an epoch may be un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -20,9 +21,15 @@ from torch.distributed.pipelining._backward import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from drivetrain.api import DrivetrainError, UnsupportedError
 from drivetrain_megatron.pipeline.values import Meta
 
 logger = logging.getLogger(__name__)
+
+
+def _writes_to(parameter: Tensor) -> int:
+    """How often torch has seen it written to."""
+    return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch counts writes)
 
 
 @final
@@ -31,12 +38,33 @@ class StageModule(nn.Module):
 
     Args:
         compute: ``compute(index, received)``: a tuple for the next stage, or the loss.
-        held: the parameters of this stage.
+        held: the parameters of this stage by name.
+        model: the class of the whole model.
     """
 
-    def __init__(self, compute: Callable[[int, tuple[Tensor, ...]], Any], held: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, compute: Callable[[int, tuple[Tensor, ...]], Any], held: Mapping[str, nn.Parameter], model: str
+    ) -> None:
         super().__init__()
-        self._compute, self._held = compute, list(held)
+        self._compute, self._held, self._model = compute, dict(held), model
+        self._writes: list[int] = []
+
+    def begin(self) -> None:
+        """Note how often each parameter was written to before a run."""
+        self._writes = [_writes_to(one) for one in self._held.values()]
+
+    def refusal(self) -> UnsupportedError | None:
+        """Explains why a backward failed, if the forward of this run has written to a parameter."""
+        for (name, one), before in zip(self._held.items(), self._writes, strict=True):
+            if _writes_to(one) != before:
+                return UnsupportedError(
+                    f"the forward of a pipeline stage writes to the parameter {name} of {self._model}, and the "
+                    "backward of an earlier micro-batch needs it as it was",
+                    cure="Write to parameters after optimizer.step() (`with torch.no_grad(): p.clamp_(-1, 1)`), use "
+                    "torch.nn.utils.parametrize for a weight that is computed from another, or "
+                    "megatron.num_micro_batches: 1.",
+                )
+        return None
 
     def forward(self, *received: Tensor, index: int) -> Any:
         """Compute a micro-batch."""
@@ -44,7 +72,7 @@ class StageModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those whose gradients a split backward computes by themselves."""
-        yield from (one for one in self._held if one.requires_grad)
+        yield from (one for one in self._held.values() if one.requires_grad)
 
 
 @final
@@ -63,6 +91,7 @@ class Stage(_PipelineStageBase):
         self, module: StageModule, index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         super().__init__(module, index, num_stages, device, group)
+        self._module = module
         self._incoming: Sequence[Sequence[Meta]] = ()
         self._outgoing: Sequence[Sequence[Meta]] = ()
         self._values: dict[int, list[Tensor]] = {}
@@ -74,6 +103,7 @@ class Stage(_PipelineStageBase):
     def expect(self, incoming: Sequence[Sequence[Meta]], outgoing: Sequence[Sequence[Meta]]) -> None:
         """Say what each micro-batch of the next run brings, and what it sends on."""
         self._incoming, self._outgoing = incoming, outgoing
+        self._module.begin()
         if hasattr(self, "_stage_meta"):
             # Since 2.12 (or before) torch looks at their number.
             counted: Any = tuple(incoming[0])
@@ -127,7 +157,8 @@ class Stage(_PipelineStageBase):
         if not full_backward and not self.is_first and not self._splits(bwd_chunk_id, loss):
             self._whole.add(bwd_chunk_id)
             full_backward = True
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._saying_what_was_written():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def _splits(self, index: int, loss: Tensor | None) -> bool:
         """Whether :func:`can_split`; asked once for what has the same shapes."""
@@ -145,8 +176,19 @@ class Stage(_PipelineStageBase):
         """Backward of the weights, where it was left for now."""
         if bwd_chunk_id in self._whole:
             self._whole.discard(bwd_chunk_id)
-        else:
+            return
+        with self._saying_what_was_written():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @contextmanager
+    def _saying_what_was_written(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            refusal = None if isinstance(error, DrivetrainError) else self._module.refusal()
+            if refusal is None:
+                raise
+            raise refusal from error
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """The gradients of what was received; zeros where the loss does not depend on it."""
