@@ -234,7 +234,7 @@ def further(section: dict[str, Any], folder: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_only_zero_has(variant: str, tmp_path: Path) -> None:
     expected = of_two_optimizers(None)
-    for state in spawn(further, 3, VARIANTS[variant], str(tmp_path), timeout=200):
+    for state in spawn(further, 3, VARIANTS[variant], str(tmp_path), timeout=300):
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=TOLERANCE)
 
