@@ -37,6 +37,7 @@ class Script:
         reference: the loop in plain torch, where ``train`` itself on :class:`parity_plain.Plain` would not be one.
         whole_batch: why its numbers are only defined where one process sees the whole batch; empty for most.
         tolerance: of a loss or weight, where the ordinary one cannot hold.
+        follows: names of scripts that are refused somewhere, and are told there to write what this one does.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Script:
     reference: Callable[[], Result] | None = None
     whole_batch: str = ""
     tolerance: float | None = None
+    follows: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -66,6 +68,7 @@ def script(
     reference: Callable[[], Result] | None = None,
     whole_batch: str = "",
     tolerance: float | None = None,
+    follows: str = "",
     **settings: Any,
 ) -> Callable[[Callable[[Any], Result]], Callable[[Any], Result]]:
     """Register a function under its name; see :class:`Script`."""
@@ -73,7 +76,8 @@ def script(
     def register(train: Callable[[Any], Result]) -> Callable[[Any], Result]:
         name = train.__name__
         assert name not in SCRIPTS, name
-        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch, tolerance)
+        followed = tuple(follows.split())
+        SCRIPTS[name] = Script(name, train, settings, reference, whole_batch, tolerance, followed)
         return train
 
     return register

@@ -214,7 +214,7 @@ def group_emptied(accelerator):
 
 
 
-@script()
+@script(follows="unfreezing_adds_group groups_replaced group_put_in_by_hand groups_assigned group_taken_out")
 def other_groups_by_a_new_optimizer(accelerator):
     """What a refused edit of groups advises: another optimizer, whose groups are other ones, prepared on the way."""
 
@@ -228,7 +228,7 @@ def other_groups_by_a_new_optimizer(accelerator):
     return edited(accelerator, replace)
 
 
-@script()
+@script(follows="group_narrowed group_emptied layer_popped_from_a_group")
 def layer_stopped_by_freezing(accelerator):
     """The same advice for parameters that stop: ``requires_grad_(False)`` instead of an edit of the group."""
 
@@ -422,7 +422,7 @@ def in_phases(accelerator, second, *, freeze=True, prepare_model=False):
     return result(accelerator, losses, model=model)
 
 
-@script()
+@script(follows="gradual_unfreezing")
 def head_first_then_all(accelerator):
     """Fine-tuning in two phases: ``accelerator.prepare(new_optimizer)`` after the body is unfrozen."""
     return in_phases(accelerator, everything)
@@ -434,7 +434,7 @@ def head_first_then_all_with_the_model(accelerator):
     return in_phases(accelerator, everything, prepare_model=True)
 
 
-@script()
+@script(follows="optimizer_swapped")
 def another_optimizer_of_the_same(accelerator):
     """AdamW of all parameters, then another AdamW of all of them with a lower rate for the body."""
 
