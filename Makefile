@@ -140,6 +140,7 @@ reports: $(STAMP) $(if $(filter xla,$(BACKENDS)),$(XLA_PYTHON))  ## run the conf
 parity: $(STAMP)  ## run every script of tests/parity under every backend, and renew their table
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --record
 	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --layouts --record
+	OMP_NUM_THREADS=1 $(BIN)/python tests/parity/run_scripts.py --advised --record
 	$(BIN)/python docs/generate.py
 
 optimizers: $(STAMP)  ## every optimizer under every backend, others' packages included; renew their table

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,14 @@ class Matrix:
         places: by name.
         record: JSON: script, place, outcome.
         distances: the record says how far numbers that are the same are apart.
+        wanted: whether a script, by name, runs in a place; a script that runs nowhere has no row in the record.
     """
 
     load: Callable[[], dict[str, Script]]
     places: Mapping[str, Place]
     record: Path
     distances: bool = False
+    wanted: Callable[[str, str], bool] = lambda script, place: True
 
 
 def _deepspeed(stage: int) -> Place:
@@ -165,6 +168,67 @@ of four, the outer ones or the inner ones.
 
 APART = Matrix(load_parts, LAYOUTS, RECORD.with_name("layouts.json"))
 """The scripts of :data:`PARTS` in the other layouts of each engine; no columns of the documents' table."""
+
+
+ADVISED_PLACES = {
+    place.name: place
+    for place in (
+        _deepspeed(0),
+        Place("pp-1", 2, {"distributed_type": "megatron", "megatron": {"pipeline_parallel_size": 1}}),
+        replace(
+            PLACES["pp-2"],
+            name="pp-2-one-piece",
+            config={"distributed_type": "megatron", "megatron": {"pipeline_parallel_size": 2, "num_micro_batches": 1}},
+        ),
+    )
+}
+"""Settings that refusals advise and that are no place of the table."""
+
+_NAMED = (
+    ("distributed_type: ddp", lambda place: "ddp-2"),
+    ("use one process", lambda place: "single"),
+    ("zero_stage: 0", lambda place: "deepspeed-0"),
+    ("zero_stage 0, 1 or 2", lambda place: "deepspeed-2"),
+    ("zero_stage: 2", lambda place: "deepspeed-2"),
+    ("pipeline_parallel_size: 1", lambda place: "pp-1"),
+    ("without tensor_parallel_size and pipeline_parallel_size", lambda place: "pp-1"),
+    ("num_micro_batches: 1", lambda place: f"{place}-one-piece"),
+)
+"""Words of a refusal that advise other settings, and the place that has them."""
+
+
+def advised_places(cell: Outcome, place: str) -> list[str]:
+    """The places whose settings a refusal advises, which was met in a place."""
+    return [to(place) for words, to in _NAMED if words in cell.text]
+
+
+@cache
+def _advised() -> frozenset[tuple[str, str]]:
+    told = {
+        (script, place)
+        for script, row in recorded().items()
+        for met, cell in row.items()
+        if cell.kind == REFUSED
+        for place in advised_places(cell, met)
+    }
+    again = {
+        (script, place)
+        for script, row in recorded(ADVISED).items()
+        for place, cell in row.items()
+        if cell.kind == REFUSED and (script, place) in told
+    }
+    # Where a script is refused with the settings too, those that follow it show that the advice works there.
+    return frozenset(
+        told | {(name, place) for name, one in load().items() for script, place in again if script in one.follows}
+    )
+
+
+def _is_advised(script: str, place: str) -> bool:
+    return (script, place) in _advised()
+
+
+ADVISED = Matrix(load, ADVISED_PLACES, RECORD.with_name("advised.json"), wanted=_is_advised)
+"""Scripts that are refused, in the places whose settings their refusals advise."""
 
 
 @dataclass(frozen=True)
@@ -420,14 +484,16 @@ def record(found: Mapping[str, Mapping[str, Outcome]], matrix: Matrix = ORDINARY
             for place, cell in found.get(name, {}).items()
         }
         row = {**before.get(name, {}), **told}
-        rows[name] = {
+        written = {
             place: cell.kind if not cell.text else {cell.kind: cell.text}
             for place in matrix.places
-            if (cell := row.get(place)) is not None and runs(scripts[name], matrix.places[place])
+            if (cell := row.get(place)) is not None and runs(scripts[name], matrix.places[place], matrix)
         }
+        if written:
+            rows[name] = written
     matrix.record.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def runs(script: Script, place: Place) -> bool:
-    """Whether the script has numbers to compare there."""
-    return not (script.whole_batch and place.data_parallel)
+def runs(script: Script, place: Place, matrix: Matrix = ORDINARY) -> bool:
+    """Whether the script has numbers to compare there, and is among those that run there."""
+    return not (script.whole_batch and place.data_parallel) and matrix.wanted(script.name, place.name)

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", help="names of scripts; none means all")
     parser.add_argument("--optimizers", action="store_true", help="the matrix of optimizers instead of the scripts")
     parser.add_argument("--layouts", action="store_true", help="the scripts of PARTS in further layouts of the engines")
+    parser.add_argument("--advised", action="store_true", help="refused scripts, with the settings that they are told")
     parser.add_argument("--surface", action="store_true", help="every method of tensors, modules, optimizers")
     parser.add_argument("--backend", action="append", help="ddp, ddp-3, deepspeed, ...; repeatable; none means all")
     parser.add_argument("--record", action="store_true", help="keep the outcomes")
@@ -29,6 +30,7 @@ def main() -> None:
     matrix = worlds.APART if arguments.layouts else worlds.ORDINARY
     matrix = parity_optimizers.MATRIX if arguments.optimizers else matrix
     matrix = parity_surface.MATRIX if arguments.surface else matrix
+    matrix = worlds.ADVISED if arguments.advised else matrix
     scripts = matrix.load()
     names = arguments.scripts or (parity_optimizers.installed() if arguments.optimizers else list(scripts))
     wanted = tuple(arguments.backend or [""])
@@ -41,7 +43,7 @@ def main() -> None:
     found: dict[str, dict[str, worlds.Outcome]] = {}
     for place in places:
         begun = time.monotonic()
-        mine = [name for name in names if worlds.runs(scripts[name], place)]
+        mine = [name for name in names if worlds.runs(scripts[name], place, matrix)]
         with contextlib.redirect_stdout(io.StringIO() if not arguments.traceback else sys.stdout):  # what ranks print
             cells = worlds.outcomes(place, mine, expected, matrix)
         kinds = [cell.kind for cell in cells.values()]

@@ -114,6 +114,21 @@ def test_scripts_end_as_recorded_in_other_layouts(where, expected):
     assert not wrong, wrong
 
 
+def chosen_of_advised(place):
+    """A third of the scripts that are advised to run there; all with PARITY=all."""
+    matrix = worlds.ADVISED
+    names = [name for name, script in SCRIPTS.items() if worlds.runs(script, matrix.places[place], matrix)]
+    return names if os.environ.get("PARITY") == "all" else names[list(matrix.places).index(place) % LAYOUTS :: LAYOUTS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("where", worlds.ADVISED_PLACES)
+def test_scripts_end_as_recorded_with_advised_settings(where, expected):
+    wrong = changed(where, chosen_of_advised(where), expected, worlds.ADVISED)
+    assert not wrong, wrong
+
+
 def test_every_script_meets_ranks_that_hold_parts():
     """The rule above, counted: no script runs without one of these engines, and none of them runs a few."""
     engines = [{"fsdp-2"}, {"deepspeed-1", "deepspeed-2", "deepspeed-3"}, {"tp-2"}, {"pp-2"}]
@@ -162,6 +177,13 @@ def test_every_script_has_an_outcome_in_every_place():
         for name, script in worlds.load_parts().items()
     }
     assert {name: set(row) for name, row in worlds.recorded(worlds.APART).items()} == wanted, "run: make parity"
+    places = worlds.ADVISED_PLACES
+    advised = {
+        name: {each for each in places if worlds.runs(script, places[each], worlds.ADVISED)}
+        for name, script in SCRIPTS.items()
+    }
+    recorded = {name: set(row) for name, row in worlds.recorded(worlds.ADVISED).items()}
+    assert recorded == {name: places for name, places in advised.items() if places}, "run: make parity"
 
 
 def test_some_scripts_learn(expected_of_some):

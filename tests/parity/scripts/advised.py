@@ -6,6 +6,7 @@ file, to "same" in the places where what it follows is refused.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from parity_common import BATCH, CLASSES, FEATURES, Net, build, loader, mean, no
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def start(accelerator, kind=Net, lr=0.1, data=None, **more):
@@ -42,7 +44,10 @@ def fit(accelerator, model, optimizer, batches, loss_of=cross_entropy, before=la
 
 @script(
     follows="plain_backward hooks_of_a_plain_backward gradients_kept gradients_kept_and_clipped zero_grad_of_one_part "
-    "own_optimizer_object optimizer_made_after optimizer_never_prepared descent_by_hand closure_of_sgd"
+    "own_optimizer_object optimizer_made_after optimizer_never_prepared descent_by_hand closure_of_sgd "
+    "update_by_hand gradients_zeroed_in_place gradients_taken gradients_of_listed_parameters gradients_taken_alone "
+    "subset_of_each_rank halves_of_the_tensors sampler_of_each_rank stream_of_each_rank stream_of_each_rank_marked "
+    "batch_size_of_each_rank"
 )
 def loop_as_advised(accelerator):
     """An optimizer that is prepared with its model, ``accelerator.backward``, and ``zero_grad`` once for each step."""
@@ -161,7 +166,7 @@ def listed_after_the_first_forward(accelerator):
     return fit(accelerator, model, optimizer, batches, before=clamp)
 
 
-@script(follows="gradient_norm_by_hand step_hook_measures_gradients")
+@script(follows="gradient_norm_by_hand step_hook_measures_gradients gradient_norms_seen_by_hook")
 def gradient_norm_by_the_accelerator(accelerator):
     """The norm of all gradients, which ``clip_grad_norm_`` measures with ``math.inf``, sets the learning rate."""
     model, optimizer, batches = start(accelerator)
@@ -196,7 +201,10 @@ def weights_of_the_state_dict_logged(accelerator):
     return losses, weights | ({"seen": torch.tensor(seen)} if accelerator.is_main_process else {})
 
 
-@script(follows="ema_copy ema_averaged_model ema_averaged_unwrapped averaged_from_the_first_step_on")
+@script(
+    follows="ema_copy ema_averaged_model ema_averaged_unwrapped averaged_from_the_first_step_on ema_of_parameters "
+    "ema_of_state_dict ema_foreach"
+)
 def average_of_the_state_dict(accelerator):
     """The average of all weights is a second model on the main process, that ``get_state_dict`` is loaded into."""
     model, optimizer, batches = start(accelerator)
@@ -226,7 +234,7 @@ class Parted(nn.Module):
         return found if part == "encode" else self.head(found)
 
 
-@script(follows="encode_then_head submodule_alone")
+@script(follows="encode_then_head submodule_alone clamped_between_two_ways_in layer_called_alone_clamps_itself_later")
 def forward_told_what_to_compute(accelerator):
     """``model(x, part="encode")`` gives what the body finds, without gradients, and ``model(x)`` trains."""
     model, optimizer, batches = start(accelerator, Parted)
@@ -237,7 +245,10 @@ def forward_told_what_to_compute(accelerator):
     return losses, weights
 
 
-@script(follows="a_mean_that_becomes_a_sum half_a_sum_of_squares divided_by_the_batch_size losses_of_rows_in_a_stack")
+@script(
+    follows="a_mean_that_becomes_a_sum half_a_sum_of_squares divided_by_the_batch_size losses_of_rows_in_a_stack "
+    "summed_over_the_batch"
+)
 def sums_divided_by_the_rows(accelerator):
     """Least squares as a sum over rows, divided by how many there are here."""
 
@@ -247,7 +258,10 @@ def sums_divided_by_the_rows(accelerator):
     return fit(accelerator, *start(accelerator), loss_of)
 
 
-@script(follows="temperature_not_prepared layers_in_a_list_not_prepared")
+@script(
+    follows="temperature_not_prepared layers_in_a_list_not_prepared temperature_in_the_models_optimizer "
+    "temperature_with_a_prepared_optimizer clipped_with_the_model clipped_with_two_optimizers"
+)
 def temperature_in_the_model(accelerator):
     """A temperature is a parameter of the model whose logits it divides."""
 
@@ -292,7 +306,8 @@ def fit_and_write(accelerator, write, kind=Net):
 
 @script(
     follows="layer_clamps_itself forward_clamps_a_layer_before_its_call forward_clamps_a_layer_after_its_call "
-    "clamped_by_later_forwards later_forwards_clamp_under_no_grad weights_scaled_in_place"
+    "clamped_by_later_forwards later_forwards_clamp_under_no_grad weights_scaled_in_place "
+    "weights_scaled_before_the_step"
 )
 def weights_clamped_after_the_step(accelerator):
     """Weights are clamped and scaled after each step, whole where they are shared out, and not in a forward."""
@@ -306,7 +321,8 @@ def weights_clamped_after_the_step(accelerator):
 
 @script(
     follows="data_assigned data_with_other_strides data_through_another_type forward_assigns_data "
-    "initialised_after_prepare"
+    "initialised_after_prepare data_exchanged data_between_forward_and_backward weights_as_one_vector "
+    "parameter_replaced weights_written_from_an_array"
 )
 def values_copied_into_weights(accelerator):
     """Other values are copied into the weights in place, after each step: ``p.copy_(values)``."""
@@ -327,7 +343,7 @@ def gradients_scaled_by_hooks(accelerator):
     return fit(accelerator, model, optimizer, batches)
 
 
-@script(follows="one_optimizer_of_two_models")
+@script(follows="one_optimizer_of_two_models ensemble cycle_of_generators")
 def an_optimizer_for_each_of_two_models(accelerator):
     """Two models, an optimizer and a backward for each."""
     models = [build(seed=seed) for seed in (1, 2)]
@@ -398,6 +414,548 @@ def parametrized_before_prepare_as_symmetric(accelerator):
     return fit(accelerator, *accelerator.prepare(model, optimizer, loader()))
 
 
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@script(follows="gradients_centralised gradients_edited_by_rows parts_of_gradients_scaled")
+def gradients_edited_by_hooks(accelerator):
+    """Hooks take the mean from gradients, and halve some rows: what they return is linear in the gradient."""
+    model, optimizer, batches = start(accelerator, momentum=0.9)
+    rows = torch.linspace(0.5, 1.0, 16)[:, None]
+    model.body[0].weight.register_hook(lambda grad: (grad - grad.mean(1, keepdim=True)) * rows)
+    model.head.weight.register_hook(lambda grad: grad - grad.mean(1, keepdim=True))
+    return fit(accelerator, model, optimizer, batches)
+
+
+@script(follows="gradients_dropped zero_grad_of_a_part_before_the_step")
+def gradients_of_one_layer_dropped_by_hooks(accelerator):
+    """A hook makes the gradients of the head zero."""
+    model, optimizer, batches = start(accelerator)
+    for p in model.head.parameters():
+        p.register_hook(torch.zeros_like)
+    return fit(accelerator, model, optimizer, batches)
+
+
+@script(follows="gradients_decayed")
+def decay_by_the_optimizer(accelerator):
+    """Weights decay by the optimizer's ``weight_decay``, with momentum."""
+    return fit(accelerator, *start(accelerator, momentum=0.9, weight_decay=0.1))
+
+
+@script(follows="backward_for_some_inputs")
+def body_frozen_for_some_losses(accelerator):
+    """The body does not require gradients in the forward of a loss that shall not train it."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        model.body.requires_grad_(step % 2 == 0)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+def clamped_after_plain_windows():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    batches = list(loader())
+    losses = []
+    for window in (batches[:2], batches[2:]):
+        for x, y in window:
+            loss = F.cross_entropy(model(x), y)
+            (loss / 2).backward()
+            losses.append(loss.item())
+        for p in model.parameters():
+            p.grad.clamp_(-0.02, 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+@script(
+    follows="gradients_clamped_in_windows gradients_clamped_in_windows_of_a_known_size "
+    "gradients_clamped_in_counted_windows hooks_after_accumulation_in_windows",
+    reference=clamped_after_plain_windows,
+    gradient_accumulation_steps=2,
+)
+def gradients_clamped_after_each_window(accelerator):
+    """Gradients are clamped when all batches of a window are added up, after the last ``accelerator.backward``."""
+    model, optimizer, batches = start(accelerator, lr=0.3)
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+class Moved(Net):
+    """Adds a vector to its input, which alone is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.prompt = nn.Parameter(noise(FEATURES))
+
+    def forward(self, x):
+        return super().forward(x + self.prompt)
+
+
+@script(follows="soft_prompt_before_a_frozen_model perturbation_by_hand perturbation_by_a_prepared_optimizer")
+def prompt_in_the_frozen_model(accelerator):
+    """What moves the inputs is a parameter of the model, all others of which are frozen."""
+    return fit(accelerator, *start(accelerator, Moved))
+
+
+@script(follows="perturbation_by_hand")
+def perturbation_by_a_prepared_optimizer(accelerator):
+    """What moves the inputs has an optimizer that is prepared, and the model is frozen."""
+    model, moved = build().requires_grad_(False), nn.Parameter(torch.zeros(FEATURES))
+    optimizer = torch.optim.SGD([moved], lr=0.3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses, weights = fit(
+        accelerator, model, optimizer, batches, lambda model, x, y: F.cross_entropy(model(x + moved), y)
+    )
+    return losses, weights | {"moved": moved.detach().clone()}
+
+
+# ---- what is built before prepare ------------------------------------------------------------------------------------
+
+
+@script(follows="double_after_prepare")
+def double_before_prepare(accelerator):
+    """``model.double()`` and ``model.to("cpu")`` before ``prepare``, and inputs to match."""
+    x, y = points()
+    return fit(accelerator, *start(accelerator, lambda: Net().double().to("cpu"), data=loader(x.double(), y)))
+
+
+class Adapted(Net):
+    """Has an adapter beside its head, whose second part is zero at first, and a buffer that scales it."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, CLASSES))
+        nn.init.zeros_(self.adapter[1].weight)
+        nn.init.zeros_(self.adapter[1].bias)
+        self.register_buffer("gain", torch.tensor(2.0))
+
+    def forward(self, x):
+        found = self.body(x)
+        return self.head(found) + self.gain * self.adapter(found)
+
+
+@script(follows="adapter_after_prepare layer_appended parameter_registered_later buffer_after_prepare")
+def adapter_frozen_until_it_is_used(accelerator):
+    """An adapter and a buffer are there before ``prepare``, and the adapter is frozen until the third step."""
+    model, optimizer, batches = start(accelerator, Adapted, lr=0.3)
+    model.adapter.requires_grad_(False)
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        if step == 2:
+            model.adapter.requires_grad_(True)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script(follows="initialised_from_each_ranks_seed")
+def initialised_from_one_seed(accelerator):
+    """The head is drawn anew after each step, from the same seed on every rank."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+        torch.manual_seed(step)
+        values = torch.randn(CLASSES) / 4
+        with written(model):
+            model.head.bias.copy_(values)
+    return result(accelerator, losses, model=model)
+
+
+# ---- one parameter under two names -----------------------------------------------------------------------------------
+
+
+def reconstruction(model, x, _):
+    return F.mse_loss(model(x), x)
+
+
+class Towers(nn.Module):
+    """Two towers of which one parameter is tied, and rows of one layer used as another; ``(B, F) -> (B, F)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(FEATURES, 16), nn.Linear(FEATURES, 16)
+        self.right.weight = self.left.weight
+        self.out = nn.Linear(16 + 4, FEATURES)
+
+    def forward(self, x):
+        both = torch.tanh(self.left(x)) - 0.5 * torch.tanh(self.right(2 * x))
+        narrow = F.linear(2 * x, self.left.weight[:4])
+        return self.out(torch.tanh(torch.cat([both, narrow], 1))) + 0.1 * both @ self.left.weight
+
+
+@script(
+    follows="towers_with_one_data part_of_a_larger_parameter buffer_in_the_memory_of_a_weight "
+    "two_models_with_one_memory prompt_in_the_memory_of_a_weight"
+)
+def one_parameter_for_all_that_share_it(accelerator):
+    """Two towers in one module share one parameter, whose rows are used as a smaller layer's and as they are."""
+    return fit(accelerator, *start(accelerator, Towers, momentum=0.9), reconstruction)
+
+
+@script(follows="slices_of_a_vector_that_is_scaled")
+def memory_of_each_parameter_its_own(accelerator):
+    """Parameters that lay in one vector get memory of their own before ``prepare``, and are shrunk themselves."""
+
+    def kind():
+        model = Net()
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        begin = 0
+        for p in model.parameters():
+            p.data = flat[begin : begin + p.numel()].view_as(p)
+            begin += p.numel()
+        for p in model.parameters():
+            p.data = p.data.clone()
+        return model
+
+    def write(model):
+        for p in model.parameters():
+            p.mul_(0.9)
+
+    return fit_and_write(accelerator, write, kind)
+
+
+class Vocabulary(nn.Module):
+    """Two embeddings of one parameter, frozen at first; ``(B,), (B,) -> (B, C)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Embedding.from_pretrained(torch.randn(20, FEATURES))
+        self.right = nn.Embedding(20, FEATURES)
+        self.right.weight = self.left.weight
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, left, right):
+        return self.head(torch.tanh(self.left(left) - 2 * self.right(right)))
+
+
+@script(follows="one_of_two_frozen_embeddings_is_trained_later")
+def frozen_embeddings_of_one_parameter_are_trained_later(accelerator):
+    """Two frozen embeddings are one parameter, which a new optimizer trains from the third step on."""
+    words = torch.arange(48) * 7 % 20
+    model, optimizer, batches = start(accelerator, Vocabulary, lr=0.5, data=loader(words, words.roll(5), points()[1]))
+    losses = []
+    for step, (left, right, y) in enumerate(batches):
+        if step == 2:
+            model.left.weight.requires_grad_(True)
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(left, right), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+# ---- what the forward computes ---------------------------------------------------------------------------------------
+
+
+class Margin(Net):
+    """A head of classes' centres, with the margin of ArcFace where labels are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, x, y):
+        cosine = F.linear(F.normalize(super().forward(x)), F.normalize(self.centres))
+        return 4 * (cosine - 0.2 * F.one_hot(y, CLASSES))
+
+
+@script(follows="head_beside_the_model head_with_a_prepared_optimizer loss_module_with_weights")
+def head_in_the_model(accelerator):
+    """ArcFace: the classes' centres are a parameter of the model, whose forward is given the labels."""
+    return fit(accelerator, *start(accelerator, Margin), lambda model, x, y: F.cross_entropy(model(x, y), y))
+
+
+class Weighed(nn.Module):
+    """Returns the loss of each row, two tasks weighed by parameters; ``(B, F), (B,) -> (B,)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.classes, self.value = nn.Linear(16, CLASSES), nn.Linear(16, 1)
+        self.log_variances = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x, y):
+        found = self.body(x)
+        classes = F.cross_entropy(self.classes(found), y, reduction="none")
+        value = (self.value(found)[:, 0] - x.sum(1)).pow(2)
+        weights = torch.exp(-self.log_variances)
+        return weights[0] * classes + weights[1] * value + self.log_variances.sum()
+
+
+@script(follows="learned_loss_weights loose_loss_weights loss_weights_in_windows")
+def loss_weights_in_the_forward(accelerator):
+    """Weights of two losses are parameters of the model, whose forward returns the loss of each row."""
+    return fit(accelerator, *start(accelerator, Weighed), lambda model, x, y: model(x, y).mean())
+
+
+class ModuleList(nn.Module):
+    """Layers in a list that torch knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.hidden = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        for layer in self.hidden:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+@script(follows="layers_in_a_list layers_in_a_list_with_a_prepared_optimizer")
+def layers_in_a_module_list(accelerator):
+    """Layers in an ``nn.ModuleList``, in the optimizer of the model."""
+    return fit(accelerator, *start(accelerator, ModuleList, momentum=0.9))
+
+
+class Experts(nn.Module):
+    """Each expert sees all rows, and a mask chooses what counts; ``(B, F) -> (B, C)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.body = nn.Linear(FEATURES, 2), nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh())
+        self.high, self.low = nn.Linear(16, CLASSES), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        found, share = self.body(x), self.router(x).softmax(1)
+        return torch.where(share[:, :1] > 0.5, share[:, :1] * self.high(found), share[:, 1:] * self.low(found))
+
+
+@script(
+    follows="experts_chosen_by_the_top_share routed_by_task forward_branches_on_values forward_swaps_rows_once "
+    "conditional_branches unused_parameters"
+)
+def experts_chosen_by_masks(accelerator):
+    """Both experts run on every rank, and ``torch.where`` takes the one that a row has chosen."""
+    return fit(accelerator, *start(accelerator, Experts))
+
+
+class Densities(nn.Module):
+    """Returns the parameters of a mixture; ``(B, F) -> (B, K), (B, K)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.shares, self.means = nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x):
+        found = self.body(x)
+        return self.shares(found), self.means(found)
+
+
+@script(follows="mixture_density custom_output")
+def tuple_of_the_parameters_of_a_mixture(accelerator):
+    """Forward returns a tuple, and the loss is the likelihood of the mixture that it describes."""
+
+    def loss_of(model, x, _):
+        shares, means = model(x)
+        squares = (x[:, :1] - means).pow(2) / 2
+        return -torch.logsumexp(shares.log_softmax(1) - squares, 1).mean()
+
+    return fit(accelerator, *start(accelerator, Densities), loss_of)
+
+
+# ---- calls of a pipelined model --------------------------------------------------------------------------------------
+
+
+@script(follows="several_forwards triplets mean_teacher")
+def batches_stacked_in_one_call(accelerator):
+    """A batch and a noisy one go through the model together, ``(B, 2, F)``, and a loss compares their outputs."""
+    x, y = points()
+
+    def loss_of(model, x, y, z):
+        clean, near = model(torch.stack((x, x + 0.1 * z), 1)).unbind(1)
+        return F.cross_entropy(clean, y) + (near - clean).pow(2).mean()
+
+    return fit(accelerator, *start(accelerator, data=loader(x, y, noise(*x.shape))), loss_of)
+
+
+@script(follows="distillation_prepared")
+def distillation_of_one_call(accelerator):
+    """A teacher that is prepared, in eval mode, and one call of the student for both losses."""
+    teacher = build(lambda: Net(hidden=24), seed=6).eval().requires_grad_(False)
+    student = build()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.3)
+    teacher, student, optimizer, batches = accelerator.prepare(teacher, student, optimizer, loader())
+    teacher.eval()
+
+    def loss_of(model, x, y):
+        with torch.no_grad():
+            goal = F.softmax(teacher(x), dim=-1)
+        logits = model(x)
+        return F.cross_entropy(logits, y) + F.cross_entropy(logits, goal)
+
+    return fit(accelerator, student, optimizer, batches, loss_of)
+
+
+@script(follows="soft_update_by_state_dict")
+def target_moved_by_its_parameters(accelerator):
+    """A target network, prepared too and in eval mode, whose parameters are written after each step."""
+    model = build()
+    target = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, target, optimizer, batches = accelerator.prepare(model, target, optimizer, loader())
+    target.eval()
+    losses = []
+    for x, y in batches:
+        with torch.no_grad():
+            goal = target(x)
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + 0.1 * F.mse_loss(logits, goal)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        with written(model), written(target):
+            for mine, p in zip(target.parameters(), model.parameters(), strict=True):
+                mine.copy_(0.9 * mine + 0.1 * p)
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model, target=target)
+
+
+@script(follows="plateau_of_a_ranks_own_accuracy")
+def accuracy_read_in_its_step(accelerator):
+    """The share of right answers of each batch is read by ``.item()`` before the next call, and averaged."""
+    model, optimizer, batches = start(accelerator)
+    losses, right = [], []
+    for x, y in batches:
+        logits = model(x)
+        right.append(mean(accelerator, (logits.argmax(1) == y).float().mean()))
+        loss = F.cross_entropy(logits, y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses + right, model=model)
+
+
+class Adversaries(nn.Module):
+    """A generator and a critic, which answers for real and made rows; ``(B, F), (B, Z) -> (B, 2)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, FEATURES))
+        self.critic = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, real, z):
+        return self.critic(torch.stack((real, self.generator(z)), 1))[..., 0]
+
+
+@script(follows="gan gan_critic_frozen wgan_clamp")
+def gan_in_one_module(accelerator):
+    """A generator and a critic in one module, with an optimizer for each, of which each loss steps one."""
+    model = build(Adversaries)
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (model.critic, model.generator)]
+    model, *optimizers, batches = accelerator.prepare(model, *optimizers, loader(points()[0], noise(4 * BATCH, 4)))
+    losses = []
+    for real, z in batches:
+        for turn, optimizer in enumerate(optimizers):
+            scores = model(real, z)
+            loss = F.softplus(-scores[:, 1]).mean()
+            if turn == 0:
+                loss = F.softplus(-scores[:, 0]).mean() + F.softplus(scores[:, 1]).mean()
+            for each in optimizers:
+                each.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@script(follows="each_rank_skips_another_batch all_ranks_skip_a_batch")
+def broken_batches_skipped_by_all(accelerator):
+    """A batch is skipped where any sample of it, on any rank, is broken; the flag is reduced first."""
+    x, y = points()
+    x[BATCH + 1, 0] = math.nan
+    model, optimizer, batches = start(accelerator, data=loader(x, y))
+
+    def whole():
+        for x, y in batches:
+            if accelerator.reduce(x.isnan().any().float(), "sum") == 0:
+                yield x, y
+
+    return fit(accelerator, model, optimizer, whole())
+
+
+@script(follows="unseeded_augmentation stream_of_each_rank_marked")
+def augmented_by_the_index(accelerator):
+    """What is added to a sample is a function of its index."""
+
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + 0.1 * noise(FEATURES, seed=index), y
+
+    return fit(accelerator, *start(accelerator, data=DataLoader(Augmented(*points()), batch_size=BATCH)))
+
+
+@script(follows="replay_beside_a_single_row batch_and_memory_in_one_loss")
+def short_batch_dropped(accelerator):
+    """``drop_last=True`` leaves out a batch that not every rank has samples of, beside one that is kept."""
+    data = DataLoader(TensorDataset(*points(3 * BATCH + 1)), batch_size=BATCH, drop_last=True)
+    model, optimizer, batches = start(accelerator, data=data)
+    kept = None
+    for x, y in batches:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(x), y))
+        if kept is not None:
+            accelerator.backward(F.cross_entropy(model(kept[0]), kept[1]))
+        optimizer.step()
+        kept = kept or (x, y)
+    return result(accelerator, [], model=model)
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+def in_half_precision():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [], {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+@script(follows="own_grad_scaler scaler_of_torch", reference=in_half_precision, tolerance=3e-3, mixed_precision="fp16")
+def scaled_by_the_configuration(accelerator):
+    """``mixed_precision="fp16"`` scales losses: the weights are float32's, to the rounding of float16."""
+    _, weights = fit(accelerator, *start(accelerator))
+    return [], weights
+
+
 # ---- train_step ------------------------------------------------------------------------------------------------------
 
 
@@ -428,7 +986,7 @@ def loss_of_rows(output, batch):
 
 
 @script(
-    follows="losses_of_rows_in_a_stack losses_of_rows_joined one_loss_for_each_row",
+    follows="losses_of_rows_in_a_stack losses_of_rows_joined one_loss_for_each_row sum_over_several_losses",
     reference=lambda: by_hand(Net, loss_of_rows, loader()),
 )
 def losses_of_rows_in_train_step(accelerator):
@@ -464,3 +1022,29 @@ def ctc_loss(output, batch):
 def ctc_in_train_step(accelerator):
     """``F.ctc_loss`` reads the values of an output, in the ``loss_fn`` of ``train_step``."""
     return by_train_step(accelerator, Speech, ctc_loss, utterances())
+
+
+def loss_of_two_loaders(output, batch):
+    known, unknown = output.unbind(1)
+    return F.cross_entropy(known, batch[1]) + 0.1 * unknown.pow(2).mean()
+
+
+def two_loaders():
+    """Labelled batches beside others, of which there are more: ``(B, 2, F), (B,)``."""
+    labelled, others = loader(), loader(noise(5 * BATCH, FEATURES))
+    return [(torch.stack((x, z), 1), y) for (x, y), (z,) in zip(labelled, others, strict=False)]
+
+
+@script(
+    follows="two_loaders_zipped two_loaders_in_windows",
+    reference=lambda: by_hand(Net, loss_of_two_loaders, two_loaders(), lr=0.3),
+)
+def two_loaders_in_train_step(accelerator):
+    """Batches of two loaders are stacked into one for ``train_step``."""
+    model, optimizer, labelled = start(accelerator, lr=0.3)
+    others = accelerator.prepare(loader(noise(5 * BATCH, FEATURES)))
+    losses = []
+    for (x, y), (z,) in zip(labelled, others, strict=False):
+        losses.append(accelerator.train_step(model, (torch.stack((x, z), 1), y), loss_of_two_loaders).loss.item())
+    del optimizer
+    return result(accelerator, losses, model=model)

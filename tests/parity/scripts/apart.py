@@ -84,7 +84,7 @@ def stream_of_each_rank(accelerator):
     return train(accelerator, DataLoader(data, batch_size=BATCH))
 
 
-@script()
+@script(follows="stream_of_each_rank")
 def stream_of_each_rank_marked(accelerator):
     """The same, marked as this rank's part: the ranks' batches are one global batch. Ranks along tp or pp need one."""
     rank, world = accelerator.process_index, accelerator.num_processes

@@ -38,7 +38,7 @@ def temperature_in_the_models_optimizer(accelerator):
     )  # fmt: skip
 
 
-@script()
+@script(follows="temperature_in_the_models_optimizer loose_loss_weights")
 def temperature_with_a_prepared_optimizer(accelerator):
     """CLIP's temperature has an optimizer of its own, which is prepared too, and weight decay."""
     model, temperature = build(), nn.Parameter(torch.tensor(0.3))
@@ -65,7 +65,7 @@ def head_beside_the_model(accelerator):
     return fit(accelerator, model, [optimizer], batches, loss_of, {"head": head.weight})
 
 
-@script()
+@script(follows="head_beside_the_model")
 def head_with_a_prepared_optimizer(accelerator):
     """A head that was never prepared has a prepared optimizer of its own, with the bias in a group of its own."""
     model, head = build(), build(lambda: nn.Linear(CLASSES, CLASSES), seed=5)
@@ -90,7 +90,7 @@ def clipped_with_the_model(accelerator):
     )  # fmt: skip
 
 
-@script()
+@script(follows="clipped_with_the_model")
 def clipped_with_two_optimizers(accelerator):
     """One clipping norm over the parameters of two optimizers, of which one holds what stands beside the model."""
     model, scale = build(), nn.Parameter(torch.full((CLASSES,), 2.0))
@@ -147,7 +147,7 @@ def layers_in_a_list_not_prepared(accelerator):
     )  # fmt: skip
 
 
-@script()
+@script(follows="layers_in_a_list")
 def layers_in_a_list_with_a_prepared_optimizer(accelerator):
     """Layers in a plain list, with a prepared optimizer of their own."""
     model = build(ListOfLayers)
@@ -239,7 +239,7 @@ def replay_beside_a_single_row(accelerator):
     return replay(accelerator, 3 * BATCH + 1)
 
 
-@script()
+@script(follows="batch_and_memory_in_one_loss")
 def memory_beside_the_batch(accelerator):
     """A memory of some samples of each class, the same on every process, has a backward of its own."""
     model, memory = build(), points(5, seed=9)

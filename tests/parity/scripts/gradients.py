@@ -105,7 +105,7 @@ def torch_clip_grad_value(accelerator):
     return fit(accelerator, lambda model, step: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01))
 
 
-@script()
+@script(follows="torch_clip_grad_norm total_norm_then_clip window_by_hand_with_rest")
 def clip_grad_norm(accelerator):
     """``accelerator.clip_grad_norm_``; the norm is logged."""
     norms = []
@@ -117,7 +117,7 @@ def clip_grad_norm(accelerator):
     return losses + norms, weights
 
 
-@script()
+@script(follows="torch_clip_grad_value clipped_by_groups gradients_clamped_by_hook")
 def clip_grad_value(accelerator):
     """``accelerator.clip_grad_value_``."""
     return fit(accelerator, lambda model, step: accelerator.clip_grad_value_(model.parameters(), 0.01))
@@ -299,7 +299,7 @@ def gradients_taken(accelerator):
     return result(accelerator, losses, model=model)
 
 
-@script()
+@script(follows="gradients_taken gradients_of_listed_parameters")
 def gradients_taken_alone(accelerator):
     """``torch.autograd.grad`` inside ``no_sync``, averaged by ``accelerator.reduce``, and an update by hand."""
     model, _, batches = start(accelerator)
@@ -361,7 +361,7 @@ def meta_learning(accelerator):
     return learn_to_learn(accelerator, nullcontext)
 
 
-@script()
+@script(follows="meta_learning")
 def meta_learning_of_a_rank(accelerator):
     """As ``meta_learning``, where the script says that inner steps are each rank's own: ``no_sync`` around them."""
     return learn_to_learn(accelerator, accelerator.no_sync)
@@ -754,7 +754,7 @@ def hook_that_writes_in_place(accelerator):
     return fit_with_hook(accelerator, drop_first_row, "weight")
 
 
-@script()
+@script(follows="gradients_assigned")
 def hook_that_takes_signs(accelerator):
     """``register_hook(torch.sign)``, which is linear nowhere."""
     return fit_with_hook(accelerator, torch.sign)
@@ -766,7 +766,7 @@ def hook_that_takes_magnitudes(accelerator):
     return fit_with_hook(accelerator, torch.abs)
 
 
-@script()
+@script(follows="gradient_noise")
 def hook_that_shifts(accelerator):
     """A hook adds a number to each gradient, once, not once for each rank."""
     return fit_with_hook(accelerator, lambda gradient: gradient + 0.1)

@@ -143,6 +143,30 @@ def language_model_generates(accelerator):
     return result(accelerator, losses, model=model)
 
 
+@script(follows="language_model_generates")
+def language_model_generates_without_a_cache(accelerator):
+    """``model.generate(..., use_cache=False)`` after an epoch, and the training goes on."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(text()[0]))
+    losses = []
+    for _ in range(2):
+        for (ids,) in batches:
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        model.eval()
+        with torch.no_grad():
+            said = accelerator.unwrap_model(model).generate(
+                text()[0][:2], max_new_tokens=3, do_sample=False, use_cache=False
+            )
+        model.train()
+        losses.append(said.float().mean().item())
+    return result(accelerator, losses, model=model)
+
+
 @script()
 def sequence_to_sequence(accelerator):
     """A T5 with ragged labels: the decoder is fed the shifted labels by the model."""

@@ -154,7 +154,7 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@script()
+@script(follows="channels_last synchronised_batch_norm")
 def residual_network(accelerator):
     """Convolutions, group norm, a skip connection, dropout of 0."""
     return fit(accelerator, build(Residual), loader(noise(N, 1, 6, 6), points()[1]))
@@ -217,7 +217,7 @@ def batch_norm(accelerator):
     return fit(accelerator, build(BatchNormed), loader())
 
 
-@script()
+@script(follows="weights_tied_after_prepare")
 def weight_tying(accelerator):
     """Tied input and output embeddings."""
     return fit(accelerator, build(Tied), words(), lambda model, x, y: F.cross_entropy(model(x).transpose(1, 2), y))

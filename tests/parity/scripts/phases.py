@@ -213,8 +213,10 @@ def group_emptied(accelerator):
     return edited(accelerator, empty)
 
 
-
-@script(follows="unfreezing_adds_group groups_replaced group_put_in_by_hand groups_assigned group_taken_out")
+@script(
+    follows="unfreezing_adds_group groups_replaced group_put_in_by_hand groups_assigned group_taken_out "
+    "parameter_moved_between_groups"
+)
 def other_groups_by_a_new_optimizer(accelerator):
     """What a refused edit of groups advises: another optimizer, whose groups are other ones, prepared on the way."""
 
@@ -434,7 +436,7 @@ def head_first_then_all_with_the_model(accelerator):
     return in_phases(accelerator, everything, prepare_model=True)
 
 
-@script(follows="optimizer_swapped")
+@script(follows="optimizer_swapped old_optimizer_steps_again")
 def another_optimizer_of_the_same(accelerator):
     """AdamW of all parameters, then another AdamW of all of them with a lower rate for the body."""
 

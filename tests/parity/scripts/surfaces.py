@@ -265,7 +265,7 @@ def trained_in_eval_mode(accelerator):
     return trained(accelerator, model, before=lambda model: model.eval() and None)
 
 
-@script()
+@script(follows="trained_in_eval_mode")
 def trained_with_its_parts_in_eval_mode(accelerator):
     """The same where the model itself stays in training mode, as a pipeline asks for."""
 

@@ -136,7 +136,7 @@ def words():
     return loader(torch.arange(4 * BATCH) * 5 % 7, torch.arange(4 * BATCH) * 3 % CLASSES)
 
 
-@script()
+@script(follows="embedding_max_norm forward_bounds_the_rows_it_reads")
 def rows_shortened_after_each_step(accelerator):
     """``table.copy_(torch.renorm(table, ...))``, as the refusals of ``max_norm`` advise."""
 

@@ -78,13 +78,15 @@ class LocalGradients:
             return True
         if self._reduces():
             names = {id(one): name for name, one in self._module.named_parameters()}
+            # In a backward, gradients are enabled under create_graph=True alone.
+            penalty = " For a penalty on the gradient of all ranks use one process." if torch.is_grad_enabled() else ""
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {names.get(id(parameter), 'a parameter')} of "
                 f"{type(self._module).__name__}, and would return that of this rank's samples alone",
                 cure="Call accelerator.backward(loss), which leaves gradients over all ranks in p.grad. Where this "
                 "rank's own is meant, as in an inner step of meta-learning, write `with "
                 "accelerator.no_sync(model):` around torch.autograd.grad; accelerator.reduce(gradient, 'mean') "
-                "averages it over ranks.",
+                f"averages it over ranks.{penalty}",
             )
         return False
 

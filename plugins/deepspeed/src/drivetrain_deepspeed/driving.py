@@ -177,7 +177,7 @@ class Driver:
                 raise UnsupportedError(
                     f"{self._guard.named(id(each))} has a hook by register_post_accumulate_grad_hook, and ZeRO "
                     f"stage {self.stage} takes gradients out of the parameters while backward runs",
-                    cure="Use register_hook, which is given the gradient itself, or zero_stage: 0.",
+                    cure="Use register_hook, which is given the gradient itself, or distributed_type: ddp.",
                 )
         self._number_of_hooks = number
 
@@ -242,12 +242,14 @@ class Driver:
         """Raise where ``torch.autograd.grad`` returns a gradient that the script expects to be that of all ranks."""
         alone = self._topology.dp_size == 1 or not self.engine.is_gradient_accumulation_boundary()
         if not alone:
+            # In a backward, gradients are enabled under create_graph=True alone.
+            penalty = " For a penalty on the gradient of all ranks use one process." if torch.is_grad_enabled() else ""
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {self._guard.named(id(parameter))}, and would "
                 "return that of this rank's samples alone",
                 cure="Call accelerator.backward(loss) and optimizer.step(). Where this rank's own is meant, as in an "
                 "inner step of meta-learning, write `with accelerator.no_sync(model):` around torch.autograd.grad; "
-                "accelerator.reduce(gradient, 'mean') averages it over ranks.",
+                f"accelerator.reduce(gradient, 'mean') averages it over ranks.{penalty}",
             )
 
     def _arrive(self) -> None:

@@ -213,7 +213,7 @@ class Guard:
                 "ranks: this rank holds a part of it",
                 cure="For all values use accelerator.get_state_dict(model) or accelerator.save_model(model, folder); "
                 "to read or write some, on every rank, `with deepspeed.zero.GatheredParameters(parameters, "
-                "modifier_rank=0):`.",
+                "modifier_rank=0):`; zero_stage: 2 keeps them whole.",
             )
         if self._touched and parameter.ds_active_sub_modules:
             self._lent.setdefault(id(parameter), (parameter, parameter._version))  # noqa: SLF001

@@ -161,7 +161,7 @@ class DeepSpeedTrainable(Trainable):
                 f"{name} of {type(parent).__name__} has parameters that ZeRO did not share out when "
                 f"{type(self.module).__name__} was prepared, and would not train",
                 cure="Build the whole model before prepare. Values are written into the parameters that there are "
-                "(`p.copy_`, load_state_dict without assign=True); zero_stage: 0 takes new ones.",
+                "(`p.copy_`, load_state_dict without assign=True).",
             )
 
     def before_copy(self) -> None:

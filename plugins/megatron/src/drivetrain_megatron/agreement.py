@@ -76,8 +76,10 @@ def check(digests: Sequence[Tensor], names: Sequence[str], groups: Sequence[dist
 def _differs(names: Sequence[str]) -> UsageError:
     return UsageError(
         f"the processes that compute one batch together were given different values of {' and '.join(names)}: each "
-        "reads the batch for itself, and the dataset or the script draws random numbers that differ among them",
-        cure="Let one process read for all, DataLoaderConfiguration(dispatch_batches=True) or "
+        "reads the batch for itself, and the dataset or the script draws random numbers that differ among them, or "
+        "takes other samples on each",
+        cure="Leave out what takes a rank's part of the samples, or skips batches by the rank. Where numbers are "
+        "drawn, let one process read for all, DataLoaderConfiguration(dispatch_batches=True) or "
         "dataloader.dispatch_batches: true; or make what is drawn a function of the sample's index.",
     )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import UsageError
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron import agreement
 from drivetrain_sharding import laid_out_as
 
@@ -71,6 +71,7 @@ class Replicas:
         shards are passed over: torch has reduced their gradients.
 
         Raises:
+            UnsupportedError: a gradient is sparse.
             UsageError: the parameters themselves differ between replicas.
         """
         if self._size == 1:
@@ -103,6 +104,14 @@ class Replicas:
             )
 
     def _average(self, bucket: list[Tensor]) -> None:
+        for one in bucket:
+            if one.grad is not None and one.grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(one.shape)} has a sparse gradient, and several data-parallel ranks "
+                    "of megatron add up dense ones",
+                    cure="Make the embedding with sparse=False and step it by a dense optimizer, or use "
+                    "distributed_type: ddp.",
+                )
         lacking = [one for one in bucket if one.grad is None]
         # One number a parameter goes along, to tell "no gradient anywhere" from zero.
         present = torch.tensor([one.grad is not None for one in bucket], dtype=local_part(bucket[0]).dtype)

@@ -72,6 +72,11 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         self.recorded_only = False
         """A read is refused: whoever asked for the output can do with a function instead."""
 
+    @property
+    def model(self) -> object:
+        """Stands for the model: what runs all of its calls."""
+        return self._reader
+
     def outputs(self) -> Any:
         """The model's output with deferred tensors."""
         return rebuilt(

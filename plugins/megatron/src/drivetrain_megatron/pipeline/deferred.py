@@ -31,6 +31,10 @@ _REFUSED = frozenset({"register_hook", "retain_grad", "grad", "register_post_acc
 class Owner(Protocol):
     """A call of a model, which can say what a recorded value is."""
 
+    @property
+    def model(self) -> object:
+        """Stands for the model that was called; the same object in each of its calls."""
+
     def watch(self, tensor: Deferred) -> None:
         """The script was given a deferred tensor."""
 
@@ -131,7 +135,8 @@ class Deferred(Tensor):
         if name in {"backward", "autograd_grad"} or func in {torch.autograd.grad, torch.autograd.backward}:
             raise UsageError(
                 "backward of a pipelined model's loss was called past Drivetrain",
-                cure="Write accelerator.backward(loss).",
+                cure="Write accelerator.backward(loss), which leaves gradients in p.grad. For torch.autograd.grad and "
+                "gradients of gradients use distributed_type: ddp.",
             )
         if name in _IN_PLACE and len(args) == 2 and not kwargs and not args[0].dim():
             return _in_place(name, args[0], args[1])
@@ -150,10 +155,7 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, nodes: list[Node]) -
     unknown = [node for node in nodes if node.value is None]
     calls = {id(node.call): node.call for node in unknown}
     if len(calls) > 1:
-        raise UnsupportedError(
-            f"{name} joins the outputs of two calls of a pipelined model, whose values cannot be known together",
-            cure="Call the model once, on both batches concatenated.",
-        )
+        raise _joined(name, {id(call.model) for call in calls.values() if call is not None})
     try:
         absent = func(*_absents(args), **_absents(kwargs))
     except NO_VALUE:
@@ -172,6 +174,20 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, nodes: list[Node]) -
         call, absent, func, _nodes(args), _nodes(kwargs), grad=torch.is_grad_enabled(), autocast=_autocast(absent)
     )
     return outputs(node)
+
+
+def _joined(name: str, models: set[int]) -> UnsupportedError:
+    if len(models) > 1:
+        return UnsupportedError(
+            f"{name} joins the outputs of two pipelined models, whose values cannot be known together",
+            cure="Put both models into one module and prepare that; one that is not trained is called in eval mode, "
+            "where its output has values at once. Or use pipeline_parallel_size: 1.",
+        )
+    return UnsupportedError(
+        f"{name} joins the outputs of two calls of a pipelined model, whose values cannot be known together",
+        cure="Call the model once, on both batches: torch.cat((a, b)), or torch.stack((a, b), 1) where a loss compares "
+        "their outputs. Read numbers for a log by .item() before the next call. Or use pipeline_parallel_size: 1.",
+    )
 
 
 def _in_place(name: str, total: Tensor, other: Any) -> Deferred:

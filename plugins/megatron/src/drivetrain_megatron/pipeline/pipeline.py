@@ -128,7 +128,8 @@ class Pipeline:
             raise UnsupportedError(
                 "an input of a pipelined model requires a gradient, which would come back to the first stage's process "
                 "alone",
-                cure="Put what computes the input into the model's forward, or pass input.detach().",
+                cure="Put what computes the input into the model's forward, or pass input.detach(), or use "
+                "pipeline_parallel_size: 1.",
             )
         way = self._way(arguments)
         if schedules.wanted_parts(self._section, self.num_ranks) > 1:

@@ -157,7 +157,8 @@ class StageRun:
                 raise UsageError(
                     f"a value that {crossing.point!r} needs is {value.dtype} of {list(value.shape)}, but a forward "
                     f"without values foretold {meta.dtype} of {list(meta.shape)}",
-                    cure="The shapes in forward must depend on the shapes of the inputs alone.",
+                    cure="Let the shapes in forward depend on the shapes of the inputs alone, or use "
+                    "pipeline_parallel_size: 1.",
                 )
         return values
 

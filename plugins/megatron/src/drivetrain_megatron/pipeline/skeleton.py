@@ -212,8 +212,9 @@ class Elsewhere(FakeTensor):
             f"{name} lies on another pipeline stage, and {what}: a sum or norm over the model's parameters, or a copy "
             "of them, would be that of one stage",
             cure="Write accelerator.clip_grad_norm_(model.parameters(), max_norm), with math.inf to measure only; "
-            "weight_decay in the optimizer for a penalty; accelerator.get_state_dict(model) for values. Copy a model "
-            "for an average of its weights after its first forward.",
+            "parameter.register_hook to change gradients; weight_decay in the optimizer for a penalty; "
+            "accelerator.get_state_dict(model) for values. Copy a model for an average of its weights after its first "
+            "forward. pipeline_parallel_size: 1 keeps all parameters on every rank.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
