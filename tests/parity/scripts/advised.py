@@ -116,7 +116,7 @@ def optimizers_of_parameters_after_backward(accelerator):
     return result(accelerator, losses, model=model)
 
 
-@script(follows="two_losses_of_one_forward graph_kept_for_a_second_backward")
+@script(follows="two_losses_of_one_forward")
 def losses_of_one_forward_added_up(accelerator):
     """Two losses of one forward are added up, and one backward goes through it."""
 
@@ -180,7 +180,7 @@ def gradient_norm_by_the_accelerator(accelerator):
     return losses + norms, weights
 
 
-@script(follows="penalty_in_the_loss penalties penalty_with_a_backward_of_its_own penalty_with_its_own_backward")
+@script(follows="penalties penalty_with_a_backward_of_its_own penalty_with_its_own_backward")
 def penalty_by_weight_decay(accelerator):
     """A penalty on the squares of all weights is the optimizer's ``weight_decay``."""
     return fit(accelerator, *start(accelerator, weight_decay=2e-2))

@@ -173,7 +173,12 @@ def names_that_are_left_over(accelerator):
     return [*losses, first, size / (BATCH * 100), float(value.dim() + weight.dim())], weights
 
 
-@script()
+@script(
+    follows="data_that_was_listed_is_shrunk array_that_was_taken_is_written "
+    "state_dict_that_was_taken_is_logged state_dict_that_was_taken_is_loaded "
+    "teacher_in_the_memory_of_the_student samples_that_are_parameters "
+    "weight_that_a_forward_took_in_its_constructor"
+)
 def taken_again_after_prepare(accelerator):
     """What the refusals advise: first values are copied before ``prepare``, and the rest is taken after it."""
     model = build()
