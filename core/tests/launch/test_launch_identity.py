@@ -148,7 +148,7 @@ def test_what_is_each_machines_own_does_not_count():
     ("changes", "words"),
     [
         ({"mixed_precision": "bf16"}, "mixed_precision is not the same"),
-        ({"mesh.tp": 2}, "mesh is not the same"),
+        ({"mesh.dp_replicate": 4}, "mesh is not the same"),
         ({"num_processes": 8}, "num_processes is not the same"),
         ({"ddp.static_graph": True}, "the section ddp is not the same"),
         ({"command": ("train.py", "--lr", "2")}, "the command is not the same"),
