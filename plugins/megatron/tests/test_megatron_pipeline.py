@@ -310,7 +310,7 @@ def refusals(section):
         output["logits"].mean().backward()
     with pytest.raises(UsageError, match="one number"):
         made.backward(output["logits"])
-    with pytest.raises(UnsupportedError, match="concatenated"):
+    with pytest.raises(UnsupportedError, match="on both batches"):
         output["logits"] + model(ids, mask)["logits"]
     pooled = F.normalize(output["hidden"].mean(1), dim=-1)
     with pytest.raises(UnsupportedError, match="train_step"):
