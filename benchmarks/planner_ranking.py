@@ -1,4 +1,4 @@
-"""How the planner ranks layouts, against the seconds of real steps on this machine.
+"""Compares the planner's order of layouts with the seconds of real steps on this machine.
 
 Run it from the root of the repository as ``python -m benchmarks.planner_ranking``. The machine is measured first, as
 ``drivetrain plan measure`` does. Each layout that the planner offers for a model then trains in fresh processes on the
@@ -37,7 +37,7 @@ WARM_UP = 3
 """Steps of a turn before the clock runs: the first makes the optimizer's state, DeepSpeed learns in the second."""
 
 SECTIONS = {"deepspeed": {"reduce_bucket_size": 5_000_000}}
-"""Of DeepSpeed's own bucket, 2 GB, the CPU's memory would be full of."""
+"""Keeps DeepSpeed's bucket small: its default of 2 GB would fill the CPU's memory."""
 
 IMPORTS = {
     "transformers": [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "resnet", "vit")],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from toy_backend import Plugin
 
-from drivetrain.api import BackendInfo, Capabilities, ReplicatedBackend, hookimpl
+from drivetrain.api import BackendInfo, Capabilities, ReplicatedBackend
 from drivetrain.registry import get_registry
 
 INFO = BackendInfo(
@@ -32,15 +33,7 @@ class AveragingBackend(ReplicatedBackend):
             gradient.copy_(self.reduce(gradient, "mean"))
 
 
-class Plugin:
-    """What an installed plugin's module would be."""
-
-    @hookimpl
-    def drivetrain_backends(self) -> list[BackendInfo]:
-        return [INFO]
-
-
 def register() -> None:
     """Make ``averaging`` known to this process."""
     if INFO.name not in get_registry().names():
-        get_registry().register(Plugin(), name=INFO.name)
+        get_registry().register(Plugin(INFO), name=INFO.name)

@@ -17,16 +17,13 @@ from drivetrain.api import (
     Capabilities,
     DistributedBackend,
     LocalGradients,
-    Mesh,
     Topology,
     TorchEngine,
     TorchTrainable,
     Trainable,
     UnsupportedError,
     UsageError,
-    ensure_process_group,
     hookimpl,
-    pick_device,
     place_model,
 )
 from drivetrain.registry import get_registry
@@ -133,12 +130,8 @@ class ToyBackend(DistributedBackend):
     trainable: type[ToyTrainable] = ToyTrainable
 
     def start(self) -> Topology:
-        settings = self.settings
-        device = pick_device(settings.device_type, settings.process)
-        self.group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
-        self.topology = Topology(settings.process, mesh, device, self.group.communication_backend)
-        self.engine = TorchEngine(settings.precision, device)
+        self.group = self.join_replicas()
+        self.engine = TorchEngine(self.settings.precision, self.topology.device)
         self.scaler = self.engine.scaler
         self.trainables: list[ToyTrainable] = []
         self.joining, self.training, self.rounds = False, 0, 0
@@ -194,7 +187,7 @@ class ToyBackend(DistributedBackend):
 
 
 class Plugin:
-    """What an installed plugin's module would be."""
+    """Stands for the module of an installed plugin."""
 
     def __init__(self, *infos: BackendInfo) -> None:
         self.infos = list(infos)

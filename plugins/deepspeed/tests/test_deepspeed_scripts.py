@@ -1,4 +1,4 @@
-"""What only ZeRO has: writes into its partitions, copies, the parts of optimizers' states, and fingerprints.
+"""Tests what only ZeRO has: writes into its partitions, copies, the parts of optimizers' states, and fingerprints.
 
 Scripts that any backend could run stand in tests/parity/scripts. They run in each stage, with offload, and with
 parameters in parts on three ranks: the places of ``parity_worlds``.

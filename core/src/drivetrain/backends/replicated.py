@@ -1,4 +1,4 @@
-"""Base of backends that keep a replica of each model in every process and average gradients after a backward."""
+"""Implements the base of backends that keep a replica of each model in every process and average gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from drivetrain.backends.base import DistributedBackend
 from drivetrain.backends.local_gradients import LocalGradients
 from drivetrain.backends.torch_engine import TorchEngine, TorchTrainable, place_model
 from drivetrain.distributed import collectives
-from drivetrain.distributed.process_group import ensure_process_group, pick_device
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import hooks_of, try_hook
-from drivetrain.topology import Mesh, Topology
+from drivetrain.topology import Topology
 
 
 class ReplicatedBackend(DistributedBackend):
@@ -30,12 +29,8 @@ class ReplicatedBackend(DistributedBackend):
     """
 
     def start(self) -> Topology:
-        settings = self.settings
-        device = pick_device(settings.device_type, settings.process)
-        self._group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
-        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
-        self.engine = TorchEngine(settings.precision, device)
+        self._group = self.join_replicas()
+        self.engine = TorchEngine(self.settings.precision, self.topology.device)
         self.scaler = self.engine.scaler
         self._trained: list[ReplicatedTrainable] = []
         self._joining, self._rounds = False, 0
@@ -93,7 +88,8 @@ class ReplicatedBackend(DistributedBackend):
         flags = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float64)
         sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in parameters)
         # A rank that has run out of batches does not follow the others' steps.
-        total = 0.0 if self._joining else sum(float(each.detach().double().sum()) for each in parameters)
+        sums = [] if self._joining else [each.detach().double().sum() for each in parameters]
+        total = float(torch.stack(sums).sum()) if sums else 0.0
         said = torch.cat([torch.tensor([total, -total, float(sparse)], dtype=torch.float64), flags])
         largest, negated_least, some_sparse, *somewhere = self.reduce(said, "max").tolist()
         if some_sparse:

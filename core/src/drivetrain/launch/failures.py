@@ -283,11 +283,11 @@ _HINTS = {
     "pickle. Define its classes and functions at the top of a module, without lambdas, or leave "
     "multiprocessing_context='spawn' out.",
 }
-"""What to do about errors of Python's and torch's own that end a training often."""
+"""Maps errors of Python and torch that often end a training to what to do about them."""
 
 
 def _cause(first: Failure) -> str:
-    """What probably went wrong where the first rank did not end by an error of this library's, which says so itself."""
+    """Say what probably went wrong, unless the first rank ended by an error of this library, which says so itself."""
     if first.exit_code == -signal.SIGKILL and not first.message:
         return (
             "Signal 9 comes from the system, most often, when host memory is short (`dmesg` says so): fewer workers of "
@@ -311,7 +311,7 @@ def _behind(failures: list[Failure]) -> str:
 
 
 _LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket .*(closed|reset)", re.IGNORECASE)
-"""What communication libraries write on ranks whose neighbour is gone."""
+"""Matches what communication libraries write on ranks whose neighbour is gone."""
 
 
 def _ending(failure: Failure, first: Failure) -> str:

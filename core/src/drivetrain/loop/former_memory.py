@@ -34,10 +34,10 @@ _ABOUT = frozenset(
         *("untyped_storage", "data_ptr", "storage_offset", "is_shared", "is_pinned", "_backward_hooks"),
     }
 )
-"""What may be asked of any such tensor: no values."""
+"""Names attributes and methods that read no values, which any such tensor answers."""
 
 _EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
-"""What would go on reading and writing the memory in another library."""
+"""Names methods that hand the memory to another library, which would go on reading and writing it."""
 
 
 @final

@@ -460,7 +460,7 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the script writes, ``last_epoch`` or ``base_lrs``, is written to its scheduler, which reads it."""
+        """Write what the script sets, ``last_epoch`` or ``base_lrs``, to its scheduler, which reads it."""
         if name in _OF_PREPARED_SCHEDULER or name in PreparedScheduler.__dict__:
             object.__setattr__(self, name, value)
         else:

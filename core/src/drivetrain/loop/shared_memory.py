@@ -69,7 +69,7 @@ class Place:
 
 
 def place_of(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter: bool) -> Place | None:
-    """Where a tensor lies; ``None`` where it has no memory that another one could share."""
+    """Return where a tensor lies; ``None`` where it has no memory that another one could share."""
     wraps: Any = is_traceable_wrapper_subclass
     if is_lazy(tensor):  # It has no memory yet.
         return None
@@ -94,7 +94,7 @@ def place_of(name: str, owner: nn.Module | None, tensor: Tensor, *, is_parameter
 
 
 def places(module: nn.Module) -> list[Place]:
-    """Where the parameters and buffers of a module lie."""
+    """Return where the parameters and buffers of a module lie."""
     parameters = [place_of(name, module, each, is_parameter=True) for name, each in module.named_parameters()]
     buffers = [place_of(name, module, each, is_parameter=False) for name, each in module.named_buffers()]
     return [place for place in (*parameters, *buffers) if place is not None]

@@ -15,14 +15,11 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     DistributedBackend,
-    Mesh,
     StepResult,
     Topology,
     TorchEngine,
     TorchTrainable,
     Trainable,
-    ensure_process_group,
-    pick_device,
     place_model,
 )
 from drivetrain_ddp import hooks, private_names
@@ -110,12 +107,8 @@ class DDPBackend(DistributedBackend):
     capabilities = DDP.capabilities
 
     def start(self) -> Topology:
-        settings = self.settings
-        device = pick_device(settings.device_type, settings.process)
-        self._group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
-        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
-        self.engine = TorchEngine(settings.precision, device)
+        self._group = self.join_replicas()
+        self.engine = TorchEngine(self.settings.precision, self.topology.device)
         self.scaler = self.engine.scaler
         self.reducers: list[GradientReducer] = []
         return self.topology

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from drivetrain.api import (
     DistributedBackend,
     LocalGradients,
-    Mesh,
     PortableState,
     StepResult,
     Topology,
@@ -28,8 +27,6 @@ from drivetrain.api import (
     UnsupportedError,
     UsageError,
     collectives,
-    ensure_process_group,
-    pick_device,
     place_model,
 )
 from drivetrain_diloco import state
@@ -221,13 +218,9 @@ class DiLoCoBackend(DistributedBackend):
     capabilities = DILOCO.capabilities
 
     def start(self) -> Topology:
-        settings = self.settings
-        self.section: DiLoCoConfig = settings.section or DiLoCoConfig()
-        device = pick_device(settings.device_type, settings.process)
-        self._group = ensure_process_group(settings.process, device.partition(":")[0], settings.process_group)
-        mesh = Mesh(settings.mesh or {"dp_replicate": settings.process.world_size})
-        self.topology = Topology(settings.process, mesh, device, self._group.communication_backend)
-        self.engine = TorchEngine(settings.precision, device)
+        self.section: DiLoCoConfig = self.settings.section or DiLoCoConfig()
+        self._group = self.join_replicas()
+        self.engine = TorchEngine(self.settings.precision, self.topology.device)
         self.ended: list[RoundEnd] = []
         self.num_rounds = self.sent_bytes = 0
         self.trainables: list[DiLoCoTrainable] = []
