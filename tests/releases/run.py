@@ -32,7 +32,7 @@ OUTCOMES = ROOT / "tests/releases/outcomes.json"
 EXTRAS = {
     "plugins/megatron": "[core,plot]",
     "plugins/planner": "[plot]",
-    "plugins/trackers": "[mlflow,tensorboard,trackio,wandb]",
+    "plugins/trackers": "[mlflow,plot,tensorboard,trackio,wandb]",
 }
 """Extras with libraries of others. Those of drivetrain-xla need an environment of their own (``make test-xla``)."""
 

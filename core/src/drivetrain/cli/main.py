@@ -33,6 +33,7 @@ ELSEWHERE = {
     "check": ("convert", "Read a script without running it; say what to change."),
     "new-plugin": ("testing", "Write a package that brings a backend of your own."),
     "plan": ("planner", "Choose a backend and its settings for a model; show memory, layouts, schedules."),
+    "plot": ("plot", "Draw what runs logged, side by side: losses, metrics, rates, steps per second."),
 }
 """Subcommands that come with another distribution of ours: its extra, and their line in the help without it."""
 

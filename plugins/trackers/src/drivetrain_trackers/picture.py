@@ -1,0 +1,140 @@
+"""Draws the curves of runs, a panel for each logged value, the runs beside each other. Needs matplotlib, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.api import UsageError, pip_line
+from drivetrain_trackers.curves import SPEED, Curve, Run, with_speed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that people who tell red from green badly can tell apart (Okabe and Ito); further runs repeat them, dashed.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+STYLES = ("-", "--", ":", "-.")
+
+DECADES = 2
+"""A panel whose values span this many powers of ten, none of them negative, is drawn on a logarithmic scale."""
+
+MARKED = 40
+"""A curve of at most this many values shows a mark for each."""
+
+
+def write(
+    runs: Sequence[Run],
+    path: Path,
+    *,
+    metrics: Sequence[str] = (),
+    over: str = "step",
+    scale: str = "auto",
+    smooth: int = 1,
+) -> list[str]:
+    """Draw a panel for each logged value, with a line for each run that logged it, and return the panels' names.
+
+    Args:
+        runs: their names stand in the legend.
+        path: its suffix decides the format.
+        metrics: which values, in this order; all of them by default, losses first and speed last.
+        over: ``"step"``, or ``"time"`` for minutes since each run's first value.
+        scale: of the values: ``"linear"``, ``"log"``, or ``"auto"``, which is ``"log"`` where none of a panel's
+            values is negative and they span a factor of 100.
+        smooth: draw means over this many neighbouring values, with the values themselves pale behind them; a curve of
+            fewer than four times as many is drawn as it is.
+
+    Raises:
+        UsageError: matplotlib is not installed, no run logged one of ``metrics``, nothing was logged at all, or the
+            file cannot be written so.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "a picture needs matplotlib, which is not installed", cure=f"Type: {pip_line('plot')}"
+        ) from error
+    curves = [with_speed(run.curves) for run in runs]
+    names = _chosen(list(dict.fromkeys(name for each in curves for name in each)), metrics)
+    # No pyplot: nothing global is touched, no window system is asked for.
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(4.2 * columns if columns > 1 else 6.4, 0.6 + 2.9 * rows), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
+        raise UsageError(f"{path.name!r} has no suffix of a picture", cure="Use .png or .svg.")
+    styles = [(colour, style) for style in STYLES for colour in COLOURS]
+    looks = list(islice(cycle(styles), len(runs)))
+    for place, name in enumerate(names, start=1):
+        axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if figure.axes else None)
+        shown = [(each[name], look) for each, look in zip(curves, looks, strict=True) if name in each]
+        for curve, (colour, style) in shown:
+            _draw(axes, curve, colour, style, over=over, smooth=smooth)
+        _decorate(axes, name, [curve for curve, _ in shown], over=over, scale=scale)
+    _legend(figure, [run.name for run in runs], looks)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}", cure="Name a file elsewhere.") from error
+    return names
+
+
+def _chosen(logged: list[str], metrics: Sequence[str]) -> list[str]:
+    """Names of panels in their order."""
+    if not logged:
+        raise UsageError("these runs logged no numbers", cure="Call accelerator.log({...}, step=n) while they train.")
+    for name in metrics:
+        if name not in logged:
+            raise UsageError(f"no run logged {name!r}", cure=f"There are: {', '.join(logged)}.")
+    return list(metrics) or sorted(logged, key=lambda name: 0 if "loss" in name.lower() else 2 if name == SPEED else 1)
+
+
+def _draw(axes: Axes, curve: Curve, colour: str, style: str, *, over: str, smooth: int) -> None:
+    places = curve.steps if over == "step" else [(time - curve.times[0]) / 60 for time in curve.times]
+    mark = "o" if len(places) <= MARKED else ""
+    if 1 < smooth <= len(places) // 4:
+        axes.plot(places, curve.values, color=colour, linewidth=0.6, alpha=0.3)
+        axes.plot(places, _means(curve.values, smooth), color=colour, linestyle=style, linewidth=1.3)
+    else:
+        axes.plot(places, curve.values, color=colour, linestyle=style, linewidth=1.3, marker=mark, markersize=3)
+    for place, value in zip(places, curve.values, strict=True):
+        if not math.isfinite(value):
+            axes.axvline(place, color=colour, linewidth=0.8, linestyle=":")
+            # The first alone: where a run diverges, thousands follow.
+            where: dict[str, object] = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+            axes.annotate(str(value), (place, 1), fontsize=7, color=colour, **where)
+            break
+
+
+def _means(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and of its neighbours, as many before as behind; at the ends of those that there are."""
+    half = width // 2
+    windows = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scale: str) -> None:
+    finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    above = [value for value in finite if value > 0]
+    wide = bool(above) and min(finite) >= 0 and max(above) >= 10**DECADES * min(above)
+    if scale == "log" or (scale == "auto" and wide):
+        # A value that such a scale has no place for leads the line out at the bottom, in place of a gap.
+        axes.set_yscale("log", nonpositive="clip")
+    axes.set_title(name, fontsize=10, loc="left")
+    axes.set_xlabel("step" if over == "step" else "minutes", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(figure: Figure, names: Sequence[str], looks: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], color=colour, linestyle=style) for colour, style in looks]
+    figure.legend(lines, list(names), loc="outside lower left", ncols=4, fontsize=8, frameon=False)

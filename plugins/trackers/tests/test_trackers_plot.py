@@ -1,0 +1,202 @@
+"""``drivetrain plot``: what is read is what trackers wrote, and the picture shows each run and each value."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from drivetrain.api import UsageError
+from drivetrain.tracking.jsonl import JSONLTracker
+from drivetrain_trackers.commands import plot
+from drivetrain_trackers.curves import SPEED, Curve, read_runs, with_speed
+
+VALUES = {0: 2.0, 10: 1.0, 20: 0.5}
+
+
+def jsonl(folder, values=VALUES, name="loss"):
+    tracker = JSONLTracker(folder.name, folder.parent)
+    tracker.start()
+    for step, value in values.items():
+        tracker.log({name: value, "note": "text is no curve"}, step=step)
+    return folder
+
+
+def drawn(*arguments):
+    done = CliRunner().invoke(plot, [str(each) for each in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_lines_are_read_as_they_were_logged(tmp_path):
+    (run,) = read_runs([jsonl(tmp_path / "one")])
+    assert run.name == "one"
+    assert list(run.curves) == ["loss"]
+    assert dict(zip(run.curves["loss"].steps, run.curves["loss"].values, strict=True)) == VALUES
+    assert run.curves["loss"].times == sorted(run.curves["loss"].times)
+
+
+def test_tensorboards_files_are_read_like_lines(tmp_path):
+    pytest.importorskip("tensorboard", reason="event files are read by TensorBoard")
+    from drivetrain_trackers.tensorboard import TensorBoardTracker
+
+    trackers = [JSONLTracker("lines", tmp_path), TensorBoardTracker("events", tmp_path)]
+    for tracker in trackers:
+        tracker.start()
+        for step, value in VALUES.items():
+            tracker.log({"train/loss": value, "accuracy": {"test": 1 - value, "train": 1.0}}, step=step)
+        tracker.finish()
+    events, lines = read_runs([tmp_path])
+    assert [events.name, lines.name] == ["events", "lines"]
+    assert sorted(events.curves) == sorted(lines.curves) == ["accuracy/test", "accuracy/train", "train/loss"]
+    for name, curve in lines.curves.items():
+        assert (events.curves[name].steps, events.curves[name].values) == (curve.steps, curve.values)
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
+    folder = jsonl(tmp_path / "run", {1: 5.0, 2: 4.0, 3: 3.0})
+    jsonl(folder, {2: 40.0})
+    (run,) = read_runs([folder])
+    assert (run.curves["loss"].steps, run.curves["loss"].values) == ([1, 2], [5.0, 40.0])
+
+
+def test_values_without_a_step_stand_in_their_order(tmp_path):
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    for value in (3.0, 2.0, math.nan):
+        tracker.log({"loss": value})
+    (run,) = read_runs([tmp_path])
+    assert run.curves["loss"].steps == [1, 2, 3]
+    assert math.isnan(run.curves["loss"].values[2])
+
+
+def test_a_line_that_is_not_finished_is_left_out(tmp_path):
+    folder = jsonl(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 30, "ti')
+    (run,) = read_runs([folder])
+    assert run.curves["loss"].steps == [0, 10, 20]
+
+
+def test_speed_follows_from_steps_and_times():
+    curve = Curve()
+    for step in range(0, 1000, 10):
+        # Twice as fast from step 500 on.
+        curve.add(step, step / 10 if step < 500 else 50 + (step - 500) / 20, 1.0)
+    speed = with_speed({"loss": curve})[SPEED]
+    found = dict(zip(speed.steps, speed.values, strict=True))
+    assert found[490] == pytest.approx(10)
+    assert found[990] == pytest.approx(20)
+
+
+def test_names_tell_runs_of_one_name_apart(tmp_path):
+    for parent in ("monday", "tuesday"):
+        jsonl(tmp_path / parent / "run")
+    assert [run.name for run in read_runs([tmp_path])] == ["monday/run", "tuesday/run"]
+    assert [run.name for run in read_runs([tmp_path / "monday", tmp_path / "monday/run"])] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda folder: folder / "nowhere", "there is no .*nowhere"),
+        (lambda folder: folder, "no run is at or below"),
+        (
+            lambda folder: damaged(folder / "metrics.jsonl"),
+            r"line 1 of .*metrics\.jsonl.* is none that the jsonl tracker writes",
+        ),
+    ],
+    ids=["absent", "empty", "damaged"],
+)
+def test_what_holds_no_run_is_an_error(build, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        read_runs([build(tmp_path)])
+
+
+def damaged(file):
+    file.write_text('["loss", 1]\n{"step": 1, "time": 2, "loss": 1}\n', encoding="utf-8")
+    return file.parent
+
+
+class TestPicture:
+    @pytest.fixture(autouse=True)
+    def matplotlib(self, monkeypatch):
+        pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+        import matplotlib as mpl
+
+        with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text, so that a test can find it
+            yield
+
+    def test_it_shows_each_run_and_each_value(self, tmp_path):
+        jsonl(tmp_path / "runs/first")
+        jsonl(tmp_path / "runs/second", {0: 1.0, 10: math.inf, 20: 1e-3})
+        jsonl(tmp_path / "runs/second", {0: 0.1}, name="learning rate")
+        told = drawn(tmp_path / "runs", "-o", tmp_path / "curves.svg")
+        assert f"{tmp_path / 'curves.svg'}: loss, learning rate" in told
+        text = (tmp_path / "curves.svg").read_text(encoding="utf-8")
+        for word in (">first<", ">second<", ">loss<", ">learning rate<", ">inf<", ">step<"):
+            assert word in text
+
+    def test_the_values_that_are_asked_for_over_time(self, tmp_path):
+        jsonl(jsonl(tmp_path / "run"), name="accuracy")
+        told = drawn(tmp_path, "--metric", "accuracy", "--over", "time", "--smooth", 2, "-o", tmp_path / "one.svg")
+        assert "one.svg: accuracy of 1 run\n" in told
+        text = (tmp_path / "one.svg").read_text(encoding="utf-8")
+        assert ">minutes<" in text
+        assert ">loss<" not in text
+
+    def test_a_png_holds_the_colour_of_each_run(self, tmp_path):
+        from matplotlib.image import imread
+
+        from drivetrain_trackers.picture import COLOURS
+
+        for name in ("one", "two", "three"):
+            jsonl(tmp_path / name)
+        drawn(tmp_path, "-o", tmp_path / "curves.png")
+        pixels = (imread(tmp_path / "curves.png")[:, :, :3] * 255).round().astype(int)
+        for colour in COLOURS[:3]:
+            wanted = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+            assert (abs(pixels - wanted).max(axis=2) <= 1).sum() > 20
+        assert not (abs(pixels - [0xCC, 0x79, 0xA7]).max(axis=2) <= 1).any()
+
+    @pytest.mark.parametrize(
+        ("values", "scale"),
+        [
+            ([1.0, 99.0], "linear"),
+            ([1.0, 100.0], "log"),
+            ([0.0, 1.0, 1e17], "log"),
+            ([-1.0, 1e9], "linear"),
+            ([math.nan], "linear"),
+        ],
+    )
+    def test_wide_values_stand_on_a_logarithmic_scale(self, values, scale):
+        from matplotlib.figure import Figure
+
+        from drivetrain_trackers.picture import _decorate
+
+        axes = Figure().add_subplot()
+        curve = Curve(list(range(len(values))), list(range(len(values))), values)
+        _decorate(axes, "loss", [curve], over="step", scale="auto")
+        assert axes.get_yscale() == scale
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--metric", "los"), "no run logged 'los'. There are: loss"),
+            (("-o", "curves.pict"), "'curves.pict' has no suffix of a picture. Use .png or .svg."),
+            (("-o", "nowhere/curves.png"), "'nowhere/curves.png' cannot be written"),
+        ],
+    )
+    def test_what_cannot_be_drawn_is_an_error(self, arguments, words, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UsageError, match=words):
+            drawn(jsonl(tmp_path / "run"), *arguments)
+
+
+def test_a_run_without_numbers_says_what_to_log(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 2, "note": "x"}) + "\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="these runs logged no numbers"):
+        drawn(tmp_path)
