@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm as original
 
+from drivetrain import Accelerator, progress
 from drivetrain.logging import set_rank
 from drivetrain.progress import tqdm
 
@@ -20,3 +26,51 @@ def test_it_is_tqdms_own_object():
     with tqdm(total=4, desc="train", disable=True) as bar:
         bar.update(2)
     assert isinstance(bar, original)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves, so that no machine's speed is measured."""
+    at = [0.0]
+    monkeypatch.setattr(progress, "perf_counter", lambda: at[0])
+    return at
+
+
+class Slow(Dataset):
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.clock[0] += 0.1
+        return torch.ones(2)
+
+
+@pytest.fixture
+def loader(clock):
+    return Accelerator(cpu=True).prepare(DataLoader(Slow(clock), batch_size=4))
+
+
+def test_over_a_prepared_loader_it_says_where_the_time_goes(loader, clock, capsys):
+    bar = tqdm(loader, mininterval=0, miniters=1, ncols=200)
+    for _ in bar:
+        clock[0] += 0.6
+        bar.set_postfix(loss=0.5)
+    # Four samples of 0.1 s each, then 0.6 s of work; the prepared loader reads a batch ahead, but one for each batch.
+    assert "4.0 samples/s, 1000 ms/batch, 40% waiting for data" in capsys.readouterr().err
+    assert re.search(r"data, \d+ MiB, loss=0.5$", bar.format_dict["postfix"])
+
+
+def test_its_numbers_begin_anew_with_each_epoch(loader, clock, capsys):
+    for work in (0.6, 3.6):
+        capsys.readouterr()
+        for _ in tqdm(loader, mininterval=0, miniters=1, ncols=200):
+            clock[0] += work
+    assert "1.0 samples/s, 4000 ms/batch, 10% waiting for data" in capsys.readouterr().err
+
+
+def test_a_loader_that_is_not_prepared_has_tqdms_bar(clock, capsys):
+    assert len(list(tqdm(DataLoader(Slow(clock), batch_size=4)))) == 10
+    assert "samples/s" not in capsys.readouterr().err
