@@ -51,6 +51,7 @@ accelerator.end_training()
 PREPARE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 BACKWARD = "    accelerator.backward(loss)\n"
 DDP = "distributed_type: ddp\nnum_processes: 2\nuse_cpu: true\n"
+TWO = DDP.replace("ddp", "megatron")
 
 
 TEXTS = Path(__file__).with_name("said.txt").read_text(encoding="utf-8").split("\n== ")[1:]
@@ -156,6 +157,11 @@ COMMANDS = {
     "a key of a section": (f"{DDP}cpu_offload: true\n", []),
     "an axis that the backend has not": (f"{DDP}mesh: {{tp: 2}}\n", []),
     "a mesh of another size": (f"{DDP}mesh: {{dp_replicate: 3}}\n", []),
+    "degrees that do not fit the processes": (
+        f"{TWO}megatron:\n  tensor_parallel_size: 2\n  pipeline_parallel_size: 3\n",
+        [],
+    ),
+    "a degree that is written twice": (f"{TWO}mesh: {{pp: 2}}\nmegatron:\n  pipeline_parallel_size: 4\n", []),
     "several processes of a backend of one": ("distributed_type: single\nnum_processes: 2\n", []),
     "a script that is not there": (DDP, ["trian.py"]),
 }

@@ -258,14 +258,38 @@ def _check_mesh(backend: str, world_size: int, resolved: ResolvedConfig) -> None
             whose=places,
             cure=f"Remove it from `mesh:`{f', or write distributed_type: {others[0]}' if others else ''}.",
         )
+    keys = {axis: f"mesh.{axis}" for axis in sizes}
+    for axis, key, size in _sizes_of_section(backend, resolved):
+        if sizes.setdefault(axis, size) != size:
+            raise ConfigError(
+                f"{key}: {size} contradicts {keys[axis]}: {sizes[axis]}",
+                whose=f"{resolved.origin(keys[axis])}, {resolved.origin(key)}",
+                cure="Write it in one place.",
+            )
+        keys.setdefault(axis, key)
     product = math.prod(sizes.values())
     if world_size > 1 and world_size % product:  # one process may drive several devices as a mesh
         written = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise ConfigError(
             f"a mesh of {written} = {product} does not divide {world_size} processes",
-            whose=", ".join(str(resolved.origin(f"mesh.{axis}")) for axis in sizes),
-            cure=f"Start a multiple of {product}, or change `mesh:`.",
+            whose=", ".join(str(resolved.origin(key)) for key in keys.values()),
+            cure=f"Start a multiple of {product}, or change {', '.join(keys.values())}.",
         )
+
+
+def _sizes_of_section(backend: str, resolved: ResolvedConfig) -> list[tuple[str, str, int]]:
+    """Sizes of mesh axes that a backend's section sets: axis, dotted key, size.
+
+    The section marks such a field by ``json_schema_extra={"mesh_axis": AXIS}``.
+    """
+    section = resolved.sections.get(backend)
+    kind = get_registry().load_section(get_registry().info(backend)) if section else None
+    found = []
+    for name, declared in ({} if kind is None else kind.model_fields).items():
+        extra, size = declared.json_schema_extra, (section or {}).get(name)
+        if isinstance(extra, dict) and isinstance(axis := extra.get("mesh_axis"), str) and isinstance(size, int):
+            found.append((axis, f"{backend}.{name}", size))
+    return found
 
 
 def _has_axes(name: str, axes: Iterable[str]) -> bool:

@@ -38,10 +38,16 @@ class MegatronConfig(BaseModel):
         "models that it knows.",
     )
     tensor_parallel_size: Count | None = Field(
-        None, ge=1, description="Ranks that share each layer's matrices; null = the axis tp of `mesh:`, else 1."
+        None,
+        ge=1,
+        description="Ranks that share each layer's matrices; null = the axis tp of `mesh:`, else 1.",
+        json_schema_extra={"mesh_axis": "tp"},
     )
     pipeline_parallel_size: Count | None = Field(
-        None, ge=1, description="Ranks that share the model's depth; null = the axis pp of `mesh:`, else 1."
+        None,
+        ge=1,
+        description="Ranks that share the model's depth; null = the axis pp of `mesh:`, else 1.",
+        json_schema_extra={"mesh_axis": "pp"},
     )
     data_parallel: DataParallel = Field(
         "ddp",
