@@ -40,6 +40,7 @@ def _measuring(bar: Any) -> Any:
     class MeasuringBar(bar):  # type: ignore[misc]
         """A bar over a prepared loader."""
 
+        iterable: Any
         _begun: float | None = None
         _ended = _waited = 0.0
 
@@ -62,7 +63,7 @@ def _measuring(bar: Any) -> Any:
 
         @property
         def format_dict(self) -> dict[str, Any]:
-            parts = super().format_dict
+            parts: dict[str, Any] = super().format_dict
             batches = parts["n"] - (parts["initial"] or 0)
             if self._begun is None or batches < 1 or self._ended <= self._begun:
                 return parts

@@ -41,7 +41,7 @@ SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds=6"
 )
 def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script, end, code, words, watched):
     done = launch(f"{SETTINGS} desync_watchdog={watched}", script(SCRIPT.format(end=end)))
-    ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
+    ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was|lost)", line)]
     assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
     assert ranks[0].endswith("last call: backward at job.py:9, its 5th]")
     # It may not have come so far yet, or be ending already because the connection is lost.

@@ -80,5 +80,5 @@ def test_models_and_layouts(one):
     assert not estimate.refused, estimate.refused
     seen = one.count(estimate)
     # A pipeline's rank holds up to 120 kB that are not predicted, which shows where it has parts of its stages alone.
-    tolerance = 0.03 if " x " in one.title else 0.01
+    tolerance = 0.03 if " x " in one.title else 0.02 if one.title.startswith("pp") else 0.01
     assert abs(estimate.peak / seen - 1) <= tolerance, (estimate.peak, seen, estimate.memory, estimate.moment)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.api import UsageError, pip_line
 from drivetrain_trackers.curves import SPEED, Curve, Run, with_speed
@@ -67,13 +67,13 @@ def write(
     canvas = FigureCanvasAgg(figure)
     if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
         raise UsageError(f"{path.name!r} has no suffix of a picture", cure="Use .png or .svg.")
-    styles = [(colour, style) for style in STYLES for colour in COLOURS]
-    looks = list(islice(cycle(styles), len(runs)))
+    styles = [{"color": colour, "linestyle": style} for style in STYLES for colour in COLOURS]
+    looks: list[dict[str, Any]] = list(islice(cycle(styles), len(runs)))
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if figure.axes else None)
         shown = [(each[name], look) for each, look in zip(curves, looks, strict=True) if name in each]
-        for curve, (colour, style) in shown:
-            _draw(axes, curve, colour, style, over=over, smooth=smooth)
+        for curve, look in shown:
+            _draw(axes, curve, look, over=over, smooth=smooth)
         _decorate(axes, name, [curve for curve, _ in shown], over=over, scale=scale)
     _legend(figure, [run.name for run in runs], looks)
     try:
@@ -93,20 +93,20 @@ def _chosen(logged: list[str], metrics: Sequence[str]) -> list[str]:
     return list(metrics) or sorted(logged, key=lambda name: 0 if "loss" in name.lower() else 2 if name == SPEED else 1)
 
 
-def _draw(axes: Axes, curve: Curve, colour: str, style: str, *, over: str, smooth: int) -> None:
+def _draw(axes: Axes, curve: Curve, look: dict[str, Any], *, over: str, smooth: int) -> None:
     places = curve.steps if over == "step" else [(time - curve.times[0]) / 60 for time in curve.times]
     mark = "o" if len(places) <= MARKED else ""
     if 1 < smooth <= len(places) // 4:
-        axes.plot(places, curve.values, color=colour, linewidth=0.6, alpha=0.3)
-        axes.plot(places, _means(curve.values, smooth), color=colour, linestyle=style, linewidth=1.3)
+        axes.plot(places, curve.values, color=look["color"], linewidth=0.6, alpha=0.3)
+        axes.plot(places, _means(curve.values, smooth), linewidth=1.3, **look)
     else:
-        axes.plot(places, curve.values, color=colour, linestyle=style, linewidth=1.3, marker=mark, markersize=3)
+        axes.plot(places, curve.values, linewidth=1.3, marker=mark, markersize=3, **look)
     for place, value in zip(places, curve.values, strict=True):
         if not math.isfinite(value):
-            axes.axvline(place, color=colour, linewidth=0.8, linestyle=":")
+            axes.axvline(place, color=look["color"], linewidth=0.8, linestyle=":")
             # The first alone: where a run diverges, thousands follow.
-            where: dict[str, object] = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
-            axes.annotate(str(value), (place, 1), fontsize=7, color=colour, **where)
+            where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+            axes.annotate(str(value), (place, 1), fontsize=7, color=look["color"], **where)
             break
 
 
@@ -133,8 +133,8 @@ def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scal
         axes.spines[side].set_visible(False)
 
 
-def _legend(figure: Figure, names: Sequence[str], looks: Sequence[tuple[str, str]]) -> None:
+def _legend(figure: Figure, names: Sequence[str], looks: Sequence[dict[str, Any]]) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=style) for colour, style in looks]
+    lines = [Line2D([], [], **look) for look in looks]
     figure.legend(lines, list(names), loc="outside lower left", ncols=4, fontsize=8, frameon=False)
