@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from time import perf_counter
@@ -87,11 +88,9 @@ def _short(number: float) -> str:
 
 def _most_memory() -> int:
     """Bytes: the peak of this process's accelerator where it has one, else its largest resident set."""
-    import torch
-
+    torch = sys.modules["torch"]  # imported by whoever prepared the loader; this module is one that does without
     if torch.accelerator.is_available():
         return int(torch.accelerator.max_memory_allocated())
     import resource
-    import sys
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
