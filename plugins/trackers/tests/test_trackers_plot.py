@@ -8,20 +8,26 @@ import math
 import pytest
 from click.testing import CliRunner
 
+from drivetrain import Accelerator
 from drivetrain.api import UsageError
-from drivetrain.tracking.jsonl import JSONLTracker
 from drivetrain_trackers.commands import plot
 from drivetrain_trackers.curves import SPEED, Curve, read_runs, with_speed
 
 VALUES = {0: 2.0, 10: 1.0, 20: 0.5}
 
 
-def jsonl(folder, values=VALUES, name="loss"):
-    tracker = JSONLTracker(folder.name, folder.parent)
-    tracker.start()
-    for step, value in values.items():
-        tracker.log({name: value, "note": "text is no curve"}, step=step)
+def logged(folder, rows, trackers="jsonl"):
+    """Log rows, each with its step, as a script does."""
+    accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=str(folder.parent))
+    accelerator.init_trackers(folder.name)
+    for step, row in rows:
+        accelerator.log(row, step=step)
+    accelerator.end_training()
     return folder
+
+
+def jsonl(folder, values=VALUES, name="loss"):
+    return logged(folder, [(step, {name: value, "note": "text is no curve"}) for step, value in values.items()])
 
 
 def drawn(*arguments):
@@ -40,14 +46,11 @@ def test_lines_are_read_as_they_were_logged(tmp_path):
 
 def test_tensorboards_files_are_read_like_lines(tmp_path):
     pytest.importorskip("tensorboard", reason="event files are read by TensorBoard")
-    from drivetrain_trackers.tensorboard import TensorBoardTracker
-
-    trackers = [JSONLTracker("lines", tmp_path), TensorBoardTracker("events", tmp_path)]
-    for tracker in trackers:
-        tracker.start()
-        for step, value in VALUES.items():
-            tracker.log({"train/loss": value, "accuracy": {"test": 1 - value, "train": 1.0}}, step=step)
-        tracker.finish()
+    rows = [
+        (step, {"train/loss": value, "accuracy": {"test": 1 - value, "train": 1.0}}) for step, value in VALUES.items()
+    ]
+    logged(tmp_path / "lines", rows)
+    logged(tmp_path / "events", rows, "tensorboard")
     events, lines = read_runs([tmp_path])
     assert [events.name, lines.name] == ["events", "lines"]
     assert sorted(events.curves) == sorted(lines.curves) == ["accuracy/test", "accuracy/train", "train/loss"]
@@ -63,10 +66,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_values_without_a_step_stand_in_their_order(tmp_path):
-    tracker = JSONLTracker("run", tmp_path)
-    tracker.start()
-    for value in (3.0, 2.0, math.nan):
-        tracker.log({"loss": value})
+    logged(tmp_path / "run", [(None, {"loss": value}) for value in (3.0, 2.0, math.nan)])
     (run,) = read_runs([tmp_path])
     assert run.curves["loss"].steps == [1, 2, 3]
     assert math.isnan(run.curves["loss"].values[2])
