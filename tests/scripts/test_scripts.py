@@ -495,8 +495,9 @@ STARTS = {
 }
 
 
+# Of this, README's script is started by hand in the gate too.
+@pytest.mark.slow
 @pytest.mark.parametrize("how", STARTS)
-@pytest.mark.gate("torchrun")
 def test_started_by_hand(tmp_path, how):
     command = [*STARTS[how], str(FOLDER / "text_classification.py"), "--num_epochs", "1", "--output_dir", "out"]
     command += ["--checkpointing_steps", "epoch", "--with_tracking"]

@@ -57,6 +57,7 @@ CROSSED = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_at_two_lines_are_told_so(launch, script):
     done = launch(f"{SETTINGS} process_group.timeout_seconds=6", script(CROSSED))
     assert done.returncode, done.stderr

@@ -311,8 +311,9 @@ def test_an_error_of_memory_shows_what_holds_less(folder):
     assert "is the fastest that fits; write it as " in told
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("how", "shown"), [("from", True), pytest.param("words", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("how", "shown"), [("from", True), ("words", False)])
 def test_an_error_is_known_by_its_type(folder, how, shown):
     done = launch(folder, {"distributed_type": "ddp"}, 1, how)
     assert done.returncode == 1

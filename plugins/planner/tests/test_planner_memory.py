@@ -50,6 +50,7 @@ def test_gpt2_under_each_backend(title, ranks):
     check("gpt2", title, ranks, tolerance=0.005, windows=2 if title.startswith(("tp", "pp")) else 1)
 
 
+@pytest.mark.slow
 def test_stages_of_layers_that_are_cut():
     check("gpt2", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4)
 
