@@ -100,19 +100,26 @@ def parity() -> str:
     folder = ROOT / "tests/parity/scripts"
     outcomes = json.loads((folder / "outcomes.json").read_text(encoding="utf-8"))
     words: dict[str, list[str]] = {}
-    table, partial = [], []
+    shown, partial, every = [], [], Counter[str]()
     for path in sorted(folder.glob("*.py")):
-        table += ["", f"**{purpose(path).rstrip('.')}**", "", "| script | " + " | ".join(COLUMNS) + " |"]
-        table.append("|---" * (len(COLUMNS) + 1) + "|")
+        rows, alike = [], []
         for name, says, whole in scripts_of(path):
             cells = [parity_cell(outcomes.get(name, {}), places, f"`{name}`", words) for places in COLUMNS.values()]
-            table.append(f"| `{name}`: {says} | " + " | ".join(cells) + " |")
+            every.update("defects" if "**" in cell else cell.partition(" ")[0] for cell in cells)
+            if set(cells) == {"same"}:
+                alike.append(f"`{name}` ({says})")
+            else:
+                rows.append(f"| `{name}`: {says} | " + " | ".join(cells) + " |")
             if whole:
                 partial.append(f"- `{name}` is empty where data are shared out: {whole}.")
-    counts = {kind: sum(row.count(f"| {kind}") for row in table) for kind in ("same", "refused", "**")}
-    total = f"{counts['same']} cells are the same, {counts['refused']} refused, {counts['**']} defects."
+        shown += ["", f"**{purpose(path).rstrip('.')}**"]
+        if rows:
+            shown += ["", "| script | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|", *rows]
+        if alike:
+            shown += ["", f"The same everywhere: {'; '.join(alike)}."]
+    total = f"{every['same']} cells are the same, {every['refused']} refused, {every['defects']} defects."
     told = [f"{number}. {text} ({', '.join(names)})" for number, (text, names) in enumerate(words.items(), 1)]
-    return "\n".join([total, *table, "", *partial, "", "## The words", "", *told])
+    return "\n".join([total, *shown, "", *partial, "", "## The words", "", *told])
 
 
 def parity_cell(row: dict[str, Any], places: tuple[str, ...], name: str, words: dict[str, list[str]]) -> str:
