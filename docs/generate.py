@@ -464,7 +464,7 @@ def documents() -> dict[Path, str]:
     tutorial = ROOT / "docs/tutorial/one-line.md"
     kit = ROOT / "docs/explanation/conformance.md"
     scripts = ROOT / "docs/explanation/parity.md"
-    launching = ROOT / "docs/how-to/launching.md"
+    launching = ROOT / "docs/reference/launchers.md"
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
