@@ -80,7 +80,7 @@ class Accelerator(ProcessControl):
         dataloader_config: how loaders share out samples.
         rng_types: generators synchronised with the main process at each epoch: of ``"torch"``, ``"generator"``, ...
         log_with: experiment trackers, names or instances, or ``"all"``.
-        project_dir: folder for checkpoints and logs.
+        project_dir: folder for checkpoints and logs; an address of fsspec is for checkpoints alone.
         project_config: the same and more; wins over ``project_dir``.
         gradient_accumulation_plugin: in place of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: schedulers move once per applied update; ``False``: at every call.
@@ -576,7 +576,8 @@ class Accelerator(ProcessControl):
 
         Args:
             output_dir: the folder; ``None`` takes the next number under ``automatic_checkpoint_naming``. It belongs to
-                this run until :meth:`end_training`.
+                this run until :meth:`end_training`. An address, as ``"s3://bucket/run"``, names a folder on a storage
+                that fsspec reaches; it is text, not a ``Path``, and nobody guards it against a second run.
             safe_serialization: nothing in a checkpoint is a pickle; ``False`` warns.
             blocking: ``False`` returns once the state is copied into host memory, and a thread writes it. The next
                 :meth:`save_state`, :meth:`load_state`, :meth:`wait_for_checkpoint` or :meth:`end_training` waits for it
@@ -584,11 +585,12 @@ class Accelerator(ProcessControl):
             save_model_func_kwargs: none has a meaning here; any raises.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder, or its address.
 
         Raises:
-            CheckpointError: this save failed, or the one before did in the background; then this one was not begun. Or
-                another living run saves in the folder; nothing was changed then.
+            CheckpointError: this save failed, or no file system is installed for the address, or the save before failed
+                in the background; then this one was not begun. Or another living run saves in the folder; nothing was
+                changed then.
             UnsupportedError: the backend cannot save with ``blocking=False``.
         """
         if not safe_serialization:
@@ -603,8 +605,9 @@ class Accelerator(ProcessControl):
     def _save_interrupted(self) -> str:
         """Save an interrupted run. Collective."""
         project = self._project
-        folder = None if project.automatic_checkpoint_naming else Path(str(project.project_dir), "interrupted")
-        return self.save_state(folder)
+        if project.automatic_checkpoint_naming:
+            return self.save_state()
+        return self.save_state(str(checkpoint.folder_of(str(project.project_dir)) / "interrupted"))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until what ``save_state(..., blocking=False)`` began is complete; at once when nothing runs.
@@ -629,7 +632,7 @@ class Accelerator(ProcessControl):
         """Load a saved run after ``prepare``; loaders continue where they were. Collective; changes all or nothing.
 
         Args:
-            input_dir: the folder; ``None`` takes the newest complete one under automatic naming.
+            input_dir: the folder or its address; ``None`` takes the newest complete one under automatic naming.
             load_kwargs: none has a meaning here: ``map_location`` warns, any other raises, as any
                 ``load_model_func_kwargs``.
             strict: raise when names of the model and the checkpoint differ.

@@ -180,14 +180,15 @@ def drivetrain_step_ended(accelerator: Any, step: int, skipped: bool) -> None:
 
 @hookspec
 def drivetrain_checkpoint_saved(accelerator: Any, path: Path) -> None:
-    """Observe that a checkpoint is complete on disk.
+    """Observe that a checkpoint is complete on disk, or on the storage that it was written to.
 
-    Called on every rank after the rename that completes it. An exception is reported with the plugin's name and
-    training goes on.
+    Called on every rank after the rename, or the manifest, that completes it. An exception is reported with the
+    plugin's name and training goes on.
 
     Args:
         accelerator: the user's accelerator.
-        path: the checkpoint's folder.
+        path: the checkpoint's folder. On a remote storage no ``Path`` but ``drivetrain.checkpoint.RemoteFolder``, whose
+            ``str`` is the address.
 
     .. versionadded:: 0.1
     """

@@ -86,7 +86,8 @@ class ProjectConfiguration:
     """Where a run keeps its files.
 
     Args:
-        project_dir: folder for checkpoints and, unless ``logging_dir`` says otherwise, for logs.
+        project_dir: folder for checkpoints and, unless ``logging_dir`` says otherwise, for logs. An address, as
+            ``"s3://bucket/run"``, is for checkpoints alone: trackers that write files need a ``logging_dir`` then.
         logging_dir: folder for experiment trackers.
         automatic_checkpoint_naming: ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<n>``.
         total_limit: how many of those to keep; ``None`` keeps all.
@@ -111,9 +112,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Take ``project_dir``, and use it for logs too when no ``logging_dir`` was given."""
+        """Take ``project_dir``, and use it for logs too when it is a local folder and no ``logging_dir`` was given."""
+        if isinstance(project_dir, str):
+            project_dir = project_dir.removeprefix("file://")
         self.project_dir = project_dir
-        if self.logging_dir is None:
+        if self.logging_dir is None and "://" not in str(project_dir):
             self.logging_dir = project_dir
 
 

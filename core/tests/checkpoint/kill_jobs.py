@@ -1,4 +1,6 @@
-"""Jobs that save without end, and a driver that kills them: ``kill_jobs.py FOLDER rank|launcher KILLS``.
+"""Jobs that save without end, and a driver that kills them: ``kill_jobs.py FOLDER rank|launcher KILLS [PLACE]``.
+
+A FOLDER that is an address lies on a remote storage; PLACE is then a local folder, where ranks find each other.
 
 The driver forks every job from one process that has imported torch, so that a kill costs tenths of a second. It prints
 what it found after each kill as JSON.
@@ -19,10 +21,12 @@ from functools import partial
 from pathlib import Path
 
 import checkpoint_jobs
+import object_store  # noqa: F401 (brings `bucket://`)
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Naming, Saver, inspect, load
+from drivetrain.checkpoint import Naming, Saver, folder_of, inspect, load
+from drivetrain.checkpoint.manifest import MANIFEST
 from drivetrain.checkpoint.tensors import read_tensor
 from drivetrain.errors import CheckpointError
 
@@ -168,12 +172,21 @@ def kill_once(folder, meeting, victim, number):
     found = inspect(path)
     manifest = found.manifest
     gain = read_tensor(path, "model.gain", manifest.tensors["model.gain"]).item()
-    hidden = sum(one.name.startswith(".") for one in folder.iterdir())
-    return [list(found.problems), manifest.info["iteration"], gain, manifest.world_size, hidden]
+    return [list(found.problems), manifest.info["iteration"], gain, manifest.world_size, unfinished(folder)]
+
+
+def unfinished(folder):
+    """How many saves lie there that are not complete."""
+    if isinstance(folder, Path):
+        return sum(one.name.startswith(".") for one in folder.iterdir())
+    return sum(len(one.subfolders()) > 1 or not (one / MANIFEST).exists() for one in folder.subfolders())
 
 
 def highest(folder):
-    return max((int(path.name.split("_")[1]) for path in folder.glob("checkpoint_*")), default=-1)
+    """Number of the newest checkpoint; a remote folder is there before it is one."""
+    if isinstance(folder, Path):
+        return max((int(path.name.split("_")[1]) for path in folder.glob("checkpoint_*")), default=-1)
+    return max((one.number for one in Naming(folder).complete()), default=-1)
 
 
 @contextlib.contextmanager
@@ -253,14 +266,16 @@ def load_job(folder):
         return resumed(backend, folder)[3].counters["step"]
 
 
-def main(folder, victim, kills):
-    folder.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo", init_method=f"file://{folder.parent}/warm", rank=0, world_size=1)
+def main(folder, victim, kills, place=None):
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    place = place or folder.parent
+    dist.init_process_group("gloo", init_method=f"file://{place}/warm", rank=0, world_size=1)
     checkpoint_jobs.train(*checkpoint_jobs.build("sharded", 0), 1)  # The first step of an optimizer imports much.
     dist.destroy_process_group()
-    reports = [kill_once(folder, folder.parent / f"meet-{number}", victim, number) for number in range(kills)]
+    reports = [kill_once(folder, f"{place}/meet-{number}", victim, number) for number in range(kills)]
     print(json.dumps(reports))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(folder_of(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -1,7 +1,8 @@
 """Checkpoints that belong to the training run, not to the backend that wrote them.
 
-A checkpoint is a folder: ``manifest.json`` and tensors as safetensors under the names of the original module. Nothing
-in it is ever unpickled. The names below are imported when they are used: the manifest can be read without torch.
+A checkpoint is a folder, on a disk or on a storage that fsspec reaches: ``manifest.json`` and tensors as safetensors
+under the names of the original module. Nothing in it is ever unpickled. The names below are imported when they are
+used: the manifest can be read without torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
-    from drivetrain.checkpoint.folder import Inspection, Naming, check_file, commit, data_folder, inspect, stage
+    from drivetrain.checkpoint.folder import (
+        Inspection,
+        Naming,
+        abandon,
+        check_file,
+        commit,
+        data_folder,
+        inspect,
+        stage,
+    )
     from drivetrain.checkpoint.loader import load
     from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest, stored_name
+    from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of, local_folder
     from drivetrain.checkpoint.saver import Saver, TrainingState, library_versions, save
     from drivetrain.checkpoint.tensors import (
         DrivetrainReader,
@@ -28,9 +39,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "export": ("export_checkpoint", "export_model", "save_object"),
-    "folder": ("Inspection", "Naming", "check_file", "commit", "data_folder", "inspect", "stage"),
+    "folder": ("Inspection", "Naming", "abandon", "check_file", "commit", "data_folder", "inspect", "stage"),
     "loader": ("load",),
     "manifest": ("Chunk", "FileEntry", "Manifest", "TensorEntry", "read_manifest", "stored_name"),
+    "remote": ("Folder", "RemoteFolder", "folder_of", "local_folder"),
     "saver": ("Saver", "TrainingState", "library_versions", "save"),
     "tensors": (
         "DrivetrainReader",
@@ -57,14 +69,17 @@ __all__ = [
     "DrivetrainReader",
     "Encoder",
     "FileEntry",
+    "Folder",
     "Inspection",
     "Manifest",
     "Naming",
+    "RemoteFolder",
     "Saver",
     "Source",
     "TensorEntry",
     "TensorFile",
     "TrainingState",
+    "abandon",
     "check_file",
     "commit",
     "data_folder",
@@ -72,9 +87,11 @@ __all__ = [
     "dtype_name",
     "export_checkpoint",
     "export_model",
+    "folder_of",
     "inspect",
     "library_versions",
     "load",
+    "local_folder",
     "read_manifest",
     "read_tensor",
     "save",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
+from drivetrain.checkpoint.remote import Folder, folder_of, local_folder
 from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
@@ -67,14 +68,14 @@ def export_model(
         CheckpointError: a dtype that safetensors does not know; with ``backend`` any failure, on every rank.
         OSError: from the disk, when there is no ``backend``. The older export is whole then.
     """
-    limit = _parse_size(max_shard_size)
+    limit, folder = _parse_size(max_shard_size), local_folder(directory, "a model is written into")
 
     def work() -> list[Path]:
         if not is_main:
             for _ in named_tensors:
                 pass
             return []
-        export = _Export(Path(directory), limit, safe_serialization, dict(tied or {}), dict(metadata or {}))
+        export = _Export(folder, limit, safe_serialization, dict(tied or {}), dict(metadata or {}))
         return export.run(named_tensors)
 
     if backend is None:
@@ -84,12 +85,12 @@ def export_model(
 
 
 def export_checkpoint(
-    checkpoint: str | Path, directory: str | Path, *, max_shard_size: int | str = "10GB", index: int = 0
+    checkpoint: str | Folder, directory: str | Path, *, max_shard_size: int | str = "10GB", index: int = 0
 ) -> list[Path]:
     """Write the model of a checkpoint as :func:`export_model` does, one tensor in memory at a time. Not collective.
 
     Args:
-        checkpoint: folder that ``save_state`` wrote; every file that is read is checked first.
+        checkpoint: folder that ``save_state`` wrote, or its address; every file that is read is checked first.
         directory: see :func:`export_model`.
         max_shard_size: see :func:`export_model`.
         index: which of the run's models.
@@ -100,7 +101,7 @@ def export_checkpoint(
     Raises:
         CheckpointError: not found, damaged, no such model, or ``save_state`` left its weights to a hook.
     """
-    folder = Path(checkpoint).absolute()
+    folder = folder_of(checkpoint).absolute()
     manifest = read_manifest(folder)
     wanted = {own.removeprefix("model."): own for own in manifest.specs(index) if own.startswith("model.")}
     if not wanted:

@@ -8,7 +8,11 @@ folder stands inside it: its parts, whose names are new, are moved next to the o
 ``manifest.json`` makes the new checkpoint valid. The files that the old manifest named are deleted only then; all
 other files stay.
 
-The process that writes owns the target, or the folder in which it numbers its checkpoints (:class:`Owner`).
+A remote storage has no rename. There a save writes into a new data folder of the target itself, and ``manifest.json``,
+put last by one request, makes the checkpoint valid; what has no manifest is no checkpoint.
+
+The process that writes owns the target, or the folder in which it numbers its checkpoints (:class:`Owner`). A remote
+folder has no owner: two runs that save in it are found when the second completes a checkpoint of the same name.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import socket
 import threading
 import time
 import zlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +37,7 @@ from types import TracebackType
 from typing import Self
 
 from drivetrain.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
+from drivetrain.checkpoint.remote import Folder, RemoteFolder, delete, folder_of, subfolders
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -336,7 +342,7 @@ class Named:
 
     number: int
     run: str
-    path: Path
+    path: Folder
 
 
 class Naming:
@@ -350,38 +356,30 @@ class Naming:
     """
 
     def __init__(
-        self, folder: str | Path, total_limit: int | None = None, iteration: int = 0, run: str = ""
+        self, folder: str | Folder, total_limit: int | None = None, iteration: int = 0, run: str = ""
     ) -> None:
         if total_limit is not None and total_limit < 1:
             raise CheckpointError(f"total_limit must be at least 1, not {total_limit}", cure="None keeps all of them.")
-        self.folder, self.total_limit, self.iteration, self.run = Path(folder), total_limit, iteration, run
+        self.folder, self.total_limit, self.iteration, self.run = folder_of(folder), total_limit, iteration, run
 
     def complete(self) -> list[Named]:
         """The complete checkpoints, oldest first. Folders with another name or without our manifest are skipped."""
-        found = []
-        for path, number in self._numbered():
-            try:
-                manifest = read_manifest(path)
-            except CheckpointError:
-                # Half-written by a dead process, damaged, or not ours: it can neither be the newest nor be pruned.
-                continue
-            found.append(Named(number, str(manifest.info.get("run", "")), path))
-        return sorted(found, key=lambda one: (one.number, one.path.name))
+        return [named for path, number in self._numbered() if (named := self._named(path, number)) is not None]
 
-    def latest(self) -> Path:
+    def latest(self) -> Folder:
         """Folder of the newest complete checkpoint. Raises :class:`CheckpointNotFoundError` when there is none."""
-        complete = self.complete()
-        if not complete:
-            raise CheckpointNotFoundError(
-                f"{self.folder} holds no complete checkpoint",
-                cure="Save one first, or give load_state the folder of another run's checkpoint.",
-            )
-        return complete[-1].path
+        for path, number in reversed(self._numbered()):
+            if self._named(path, number) is not None:
+                return path
+        raise CheckpointNotFoundError(
+            f"{self.folder} holds no complete checkpoint",
+            cure="Save one first, or give load_state the folder of another run's checkpoint.",
+        )
 
     def claim_next(self, *, begun_anew: bool = False) -> int:
         """Claim the folder and return the number of the next save, which :attr:`iteration` then is.
 
-        For the main process.
+        For the main process. A remote folder is not claimed.
 
         Args:
             begun_anew: the run goes on from no checkpoint; warn where the folder holds another's.
@@ -389,8 +387,9 @@ class Naming:
         Raises:
             CheckpointError: another living process saves in the folder.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        claim(self.folder, beside=True)
+        if isinstance(self.folder, Path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            claim(self.folder, beside=True)
         self.iteration = max(self.iteration, self._highest() + 1)
         complete = self.complete() if begun_anew else []
         if complete:
@@ -405,21 +404,22 @@ class Naming:
         return self.iteration
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Folder:
         """Folder of the checkpoint with the number :attr:`iteration`."""
         return self.folder / f"checkpoint_{self.iteration}"
 
-    def prune(self, newest: Path) -> list[Path]:
+    def prune(self, newest: Folder) -> list[Folder]:
         """Delete this run's oldest complete checkpoints beyond ``total_limit``; returns those.
 
-        Only what is older than ``newest``, which was just written, can be deleted, and nothing of other runs.
+        Only what is older than ``newest``, which was just written, can be deleted, and nothing of other runs. On a
+        remote storage this deletes, too, what older numbers hold without a manifest: a save that was interrupted.
 
         Raises:
             CheckpointError: another process has taken the folder over, or ``newest`` is gone.
         """
         if self.total_limit is None:
             return []
-        if holds(self.folder):
+        if isinstance(self.folder, Path) and holds(self.folder):
             check(self.folder)
         complete = self.complete()
         if newest.name not in (one.path.name for one in complete):
@@ -429,6 +429,11 @@ class Naming:
         removed = older[: max(len(older) + 1 - self.total_limit, 0)]
         for path in removed:
             discard(path)
+        if isinstance(self.folder, RemoteFolder):
+            number = complete[names.index(newest.name)].number
+            for path, older_number in self._numbered():
+                if older_number < number and not (path / MANIFEST).exists():
+                    delete(path)
         return removed
 
     def resumed(self, manifest: Manifest) -> int:
@@ -442,11 +447,23 @@ class Naming:
     def _highest(self) -> int:
         return max((number for _, number in self._numbered()), default=-1)
 
-    def _numbered(self) -> list[tuple[Path, int]]:
-        if not self.folder.is_dir():
-            return []
-        names = ((path, _NAME.fullmatch(path.name)) for path in self.folder.iterdir() if path.is_dir())
-        return [(path, int(match[1])) for path, match in names if match]
+    def _named(self, path: Folder, number: int) -> Named | None:
+        """The complete checkpoint in a folder; ``None`` where there is none."""
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as problem:
+            no_answer = isinstance(problem.__cause__, OSError) and not isinstance(problem, CheckpointNotFoundError)
+            if no_answer and isinstance(path, RemoteFolder):
+                raise  # Else a storage that is out of reach for a moment would make an older checkpoint the newest.
+            # Half-written by a dead process, damaged, or not ours: it can neither be the newest nor be pruned.
+            return None
+        return Named(number, str(manifest.info.get("run", "")), path)
+
+    def _numbered(self) -> list[tuple[Folder, int]]:
+        """The folders with a number, lowest first."""
+        names = ((path, _NAME.fullmatch(path.name)) for path in subfolders(self.folder))
+        found = [(path, int(match[1])) for path, match in names if match]
+        return sorted(found, key=lambda one: (one[1], one[0].name))
 
 
 # ---- Atomic files and folders
@@ -457,10 +474,14 @@ _BLOCK = 4 << 20  # Checksum and write in blocks that stay in the processor's ca
 
 
 class CheckedFile:
-    """A new file that is counted and checksummed while it is written, and is on the disk when the ``with`` ends."""
+    """A new file that is counted and checksummed while it is written, and is on the disk when the ``with`` ends.
 
-    def __init__(self, path: Path) -> None:
+    On a remote storage it is there when the ``with`` ends.
+    """
+
+    def __init__(self, path: Folder) -> None:
         self._file = path.open("xb", buffering=1 << 16)
+        self._on_disk = isinstance(path, Path)
         self.size, self.crc32 = 0, 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -492,12 +513,12 @@ class CheckedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._file:
-            if kind is None:
+            if kind is None and self._on_disk:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
 
-def check_file(folder: Path, name: str, expected: FileEntry) -> None:
+def check_file(folder: Folder, name: str, expected: FileEntry) -> None:
     """Compare one file with its entry. Raises :class:`CheckpointCorruptError` that names the file."""
     path = folder / name
     cure = "Load an older checkpoint, or fetch this file again from where it came."
@@ -525,16 +546,42 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def stage(target: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class RemoteStaging(RemoteFolder):
+    """The target of a save on a remote storage, which is a checkpoint only when its manifest is put.
+
+    Args:
+        url: of the target.
+        data: name of the new folder in it that takes the files.
+        before: checksum of the manifest that was there, which the commit replaces; 0 without one.
+    """
+
+    data: str
+    before: int
+
+    @property
+    def name(self) -> str:
+        """Name of the save, which no other has, as that of a local staging folder."""
+        return self.data
+
+
+def stage(target: Folder) -> Folder:
     """Claim ``target``, make a staging folder for it and clear away what dead saves left there.
 
     Returns:
-        The staging folder, with a new, empty ``data-...`` folder in it.
+        The staging folder, with a new, empty ``data-...`` folder in it. On a remote storage the target itself, which
+        is not claimed.
 
     Raises:
         CheckpointError: ``target`` is a file, its ``manifest.json`` is another program's, or another living process
             saves there; nothing was changed then.
     """
+    if isinstance(target, RemoteFolder):
+        _refuse_another_programs(target)
+        _clear_unreferenced(target)
+        remote = RemoteStaging(target.url, f"data-{secrets.token_hex(6)}", _manifest_checksum(target))
+        (remote / remote.data).make()
+        return remote
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file", cure="Give a folder; it is made when it does not exist.")
     inside, numbered = target.is_dir(), holds(target.parent)
@@ -558,13 +605,35 @@ def stage(target: Path) -> Path:
     return staging
 
 
-def data_folder(staging: Path) -> Path:
+def data_folder(staging: Folder) -> Folder:
     """The one ``data-...`` folder of a staging folder."""
+    if isinstance(staging, RemoteStaging):
+        return staging / staging.data
+    assert isinstance(staging, Path), "stage has made it"
     (folder,) = (path for path in staging.iterdir() if _DATA.fullmatch(path.name))
     return folder
 
 
-def commit(staging: Path, target: Path, manifest: Manifest) -> None:
+def written_sizes(staging: Folder, names: Collection[str]) -> dict[str, int]:
+    """Sizes of those of these files, named from the staging folder, that this process sees."""
+    if isinstance(staging, RemoteStaging):
+        return {f"{staging.data}/{name}": size for name, size in (staging / staging.data).sizes().items()}
+    return {name: (staging / name).stat().st_size for name in names if (staging / name).exists()}
+
+
+def abandon(staging: Folder) -> None:
+    """Remove what a save that failed has written; nothing of a checkpoint that is complete."""
+    if isinstance(staging, Path):
+        shutil.rmtree(staging, ignore_errors=True)  # Gone already when only the last sync failed.
+        return
+    try:
+        # The manifest may have been put although the storage's answer was lost: then it names the files.
+        _clear_unreferenced(RemoteFolder(staging.url))
+    except Exception as problem:  # noqa: BLE001 (the storage's own; what the save failed of is raised)
+        logger.warning("%s keeps files of a save that failed, until the next one: %s", staging, problem)
+
+
+def commit(staging: Folder, target: Folder, manifest: Manifest) -> None:
     """Turn a staging folder, whose files are on the disk, into the checkpoint ``target``.
 
     A crash at any point leaves what was at ``target`` before, or the new checkpoint; never a mixture.
@@ -572,6 +641,11 @@ def commit(staging: Path, target: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: another process took the folder over, or saved at a new ``target`` first.
     """
+    if isinstance(staging, RemoteStaging):
+        _commit_remote(staging, manifest)
+        return
+    assert isinstance(staging, Path), "stage has made it"
+    assert isinstance(target, Path), "of the same storage"
     numbered, new = holds(target.parent), staging.parent != target
     if numbered or not new:
         check(target.parent if numbered else target)
@@ -595,6 +669,27 @@ def commit(staging: Path, target: Path, manifest: Manifest) -> None:
     _clear_unreferenced(target)
 
 
+def _commit_remote(staging: RemoteStaging, manifest: Manifest) -> None:
+    target = RemoteFolder(staging.url)
+    if _manifest_checksum(target) != staging.before:
+        raise CheckpointError(
+            f"another run has saved at {target} since this save began; its checkpoint stays",
+            cure="Let one run save in a folder, or give each its own.",
+        )
+    (target / MANIFEST).put(manifest.to_json().encode())
+    try:
+        _clear_unreferenced(target)
+    except Exception as problem:  # noqa: BLE001 (the storage's own; the checkpoint is complete)
+        logger.warning("%s is complete and keeps older files, until the next save there: %s", target, problem)
+
+
+def _manifest_checksum(target: RemoteFolder) -> int:
+    try:
+        return zlib.crc32((target / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return 0
+
+
 def _appear(staging: Path, target: Path) -> None:
     try:
         staging.rename(target)
@@ -605,16 +700,23 @@ def _appear(staging: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Folder) -> None:
     """Delete a checkpoint so that a crash on the way leaves no folder that looks whole."""
+    if isinstance(folder, RemoteFolder):
+        (folder / MANIFEST).delete()
+        folder.delete()
+        return
     trash = folder.parent / _hidden_name("trash", folder)
     folder.rename(trash)
     shutil.rmtree(trash)
 
 
-def sweep(parent: Path) -> None:
-    """Delete staging folders whose process, on this machine, is dead. Other machines' are left alone."""
-    if not parent.is_dir():
+def sweep(parent: Folder) -> None:
+    """Delete staging folders whose process, on this machine, is dead. Other machines' are left alone.
+
+    A remote folder has none; see :meth:`Naming.prune`.
+    """
+    if not isinstance(parent, Path) or not parent.is_dir():
         return
     for path in parent.iterdir():
         match = _STAGING.fullmatch(path.name)
@@ -622,7 +724,7 @@ def sweep(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)  # Two jobs may sweep at once.
 
 
-def _refuse_another_programs(target: Path) -> None:
+def _refuse_another_programs(target: Folder) -> None:
     """Raise :class:`CheckpointError` when a save would overwrite what is not of this format."""
     try:
         read_manifest(target)
@@ -635,7 +737,7 @@ def _refuse_another_programs(target: Path) -> None:
         ) from problem
 
 
-def _clear_unreferenced(target: Path) -> None:
+def _clear_unreferenced(target: Folder) -> None:
     """Delete ``data-...`` folders that the manifest does not name: of saves that died, or of the checkpoint before."""
     try:
         named = {name.partition("/")[0] for name in read_manifest(target).files}
@@ -643,9 +745,9 @@ def _clear_unreferenced(target: Path) -> None:
         named = set()
     except CheckpointCorruptError:
         return
-    for path in target.iterdir():
+    for path in subfolders(target):
         if _DATA.fullmatch(path.name) and path.name not in named:
-            shutil.rmtree(path)
+            delete(path)
 
 
 def _move_over(source: Path, target: Path) -> None:
@@ -680,13 +782,13 @@ class Inspection:
         problems: one sentence for each file that is missing, truncated or altered; empty when it is whole.
     """
 
-    path: Path
+    path: Folder
     manifest: Manifest
     num_bytes: int
     problems: tuple[str, ...] = ()
 
 
-def inspect(path: str | Path) -> Inspection:
+def inspect(path: str | Folder) -> Inspection:
     """Read a checkpoint's manifest and check every file. Not collective.
 
     Raises:
@@ -694,7 +796,7 @@ def inspect(path: str | Path) -> Inspection:
         CheckpointCorruptError: the manifest itself is damaged.
         CheckpointError: the manifest is another program's or of a newer format.
     """
-    folder = Path(path).absolute()
+    folder = folder_of(path).absolute()
     manifest = read_manifest(folder)
     problems = []
     for name, entry in manifest.files.items():

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -31,6 +33,7 @@ from torch.optim import Optimizer
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.checkpoint.folder import check_file
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored_name
+from drivetrain.checkpoint.remote import Folder, folder_of
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
@@ -347,7 +350,7 @@ LoadHooks = Callable[[Path], Collection[int]]
 
 
 def load(
-    path: str | Path,
+    path: str | Folder,
     state: TrainingState,
     backend: Backend,
     *,
@@ -359,12 +362,14 @@ def load(
     Nothing of the run is changed unless all of it was found sound on every rank. Nothing is unpickled.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its address; of a remote one each rank reads its share of all files, and then
+            the rows that it needs.
         state: what to fill.
         backend: for collectives and the topology.
         strict: names in the checkpoint and here must be the same; otherwise differences are passed over with a warning.
             Shapes and parameter groups must always fit.
-        hooks: called on every rank with the folder once its files were checked. Returns the indices of trainables whose
+        hooks: called on every rank with the folder once its files were checked; with a local copy of what the
+            manifest does not name, where the folder is remote. Returns the indices of trainables whose
             ``model.*`` tensors are left as they are.
 
     Returns:
@@ -378,11 +383,14 @@ def load(
             was. Only a file that cannot be read any more after it was checked, and an engine that refuses what fits,
             fail with the weights replaced; the message says so.
     """
-    folder = Path(path).absolute()
+    folder = folder_of(path).absolute()
     ranks = Ranks(backend)
     manifest = Manifest.from_json(ranks.on_main("read the manifest", lambda: read_text(folder)), str(folder / MANIFEST))
     ranks.agree("check its share of the files", lambda: _check_share(folder, manifest, ranks))
-    skipped = frozenset(hooks(folder)) if hooks is not None else frozenset[int]()
+    skipped = frozenset[int]()
+    if hooks is not None:
+        with _readable(folder, manifest) as readable:
+            skipped = frozenset(hooks(readable))
     work = _Load(folder, manifest, state, backend, skipped)
     differences = joined(ranks.agree("compare the checkpoint", work.compare))
     passed_over = judge(differences, str(folder), strict=strict)
@@ -407,7 +415,18 @@ def load(
     return manifest
 
 
-def _check_share(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+@contextmanager
+def _readable(folder: Folder, manifest: Manifest) -> Iterator[Path]:
+    """A folder with the files that save hooks have written: the checkpoint's, or a copy of them that goes again."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="drivetrain-hooks-") as copy:
+        folder.download([name for name in folder.sizes() if name not in {*manifest.files, MANIFEST}], Path(copy))
+        yield Path(copy)
+
+
+def _check_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:
     """Check this rank's share of the files, dealt out by their size so that no rank gets all large ones."""
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     for name in by_size[ranks.rank :: ranks.world_size]:
@@ -418,7 +437,7 @@ class _Load:
     """One rank's part of one load. Its methods run in the order written here."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, state: TrainingState, backend: Backend, skip_models: frozenset[int]
+        self, folder: Folder, manifest: Manifest, state: TrainingState, backend: Backend, skip_models: frozenset[int]
     ) -> None:
         self._folder, self._manifest, self._state = folder, manifest, state
         self._topology, self._skip_models = backend.topology, skip_models
@@ -645,7 +664,7 @@ def _tied_names(specs: Mapping[str, TensorSpec], tied: Mapping[str, str]) -> dic
     return names
 
 
-def _read_rng(path: Path, device: str) -> Any:
+def _read_rng(path: Folder, device: str) -> Any:
     """A file's random state. Raises where the generators do not accept it; they are left unchanged."""
     file, before = TensorFile(path), capture_rng(device)
     try:

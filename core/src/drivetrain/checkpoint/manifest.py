@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from drivetrain.backend import TensorSpec
+from drivetrain.checkpoint.remote import Folder, folder_of
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST = "manifest.json"
@@ -238,16 +239,17 @@ def stored_name(own: str, index: int) -> str:
     return f"{kind}_{index}.{rest}" if index else own
 
 
-def read_text(folder: Path) -> str:
+def read_text(folder: Folder) -> str:
     """Text of a checkpoint's manifest. Raises :class:`CheckpointNotFoundError` when there is none."""
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # Reading a pipe or a device would never end.
+        # Reading a pipe or a device would never end.
+        if isinstance(path, Path) and path.exists() and not path.is_file():
             raise CheckpointCorruptError("the manifest is no regular file", whose=str(path), cure=_RESAVE)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as problem:
         what = f"{folder} holds no complete checkpoint" if folder.exists() else f"there is no checkpoint at {folder}"
-        newest = _newest_below(folder)
+        newest = _newest_below(folder) if isinstance(folder, Path) else None
         cure = f"A checkpoint is a folder with a {MANIFEST}; save_state writes it last."
         if newest is not None:
             cure = f"Name a checkpoint in it; the newest is {newest}."
@@ -264,9 +266,9 @@ def _newest_below(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Folder) -> Manifest:
     """Read a checkpoint's manifest. Not collective, imports no torch. Raises as :func:`read_text` and ``from_json``."""
-    folder = Path(folder)
+    folder = folder_of(folder)
     return Manifest.from_json(read_text(folder), str(folder / MANIFEST))
 
 

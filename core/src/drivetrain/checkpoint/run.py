@@ -18,6 +18,7 @@ from drivetrain.checkpoint import folder
 from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.remote import Folder, folder_of
 from drivetrain.checkpoint.saver import Saver, TrainingState
 from drivetrain.distributed import call_monitor
 from drivetrain.distributed.collectives import Ranks
@@ -63,7 +64,7 @@ class RunCheckpoints:
         self.load_hooks: Hooks = OrderedDict()
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
         self._saver = Saver(backend)
-        self._num_loaders: dict[Path, int] = {}
+        self._num_loaders: dict[Folder, int] = {}
         """Counts the loaders that were prepared by the time of each checkpoint that this accelerator wrote."""
         topology = backend.topology
         # Where the main process holds all that the others hold, it could save without them.
@@ -96,7 +97,7 @@ class RunCheckpoints:
             )
         self.custom.extend(objects)
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Folder | None:
         """Wait for the background save; returns its folder, or ``None``. Raises when it failed."""
         return self._saver.wait()
 
@@ -105,14 +106,15 @@ class RunCheckpoints:
         self._saver.close()
         folder.release()
 
-    def save(self, output_dir: str | Path | None, *, blocking: bool = True) -> Path:
+    def save(self, output_dir: str | Folder | None, *, blocking: bool = True) -> Folder:
         """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.
 
         Where every rank holds everything, the main process may also be the only one that calls it, as scripts for other
         libraries do: it then writes what it has.
 
         Args:
-            output_dir: the folder; ``None`` takes the next one under automatic naming, which alone are counted.
+            output_dir: the folder or its address; ``None`` takes the next one under automatic naming, which alone are
+                counted.
             blocking: see ``Accelerator.save_state``.
         """
         if not blocking and not self._backend.capabilities.async_save:
@@ -126,7 +128,7 @@ class RunCheckpoints:
         if self._run is None:
             self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
         naming = self._naming() if automatic and output_dir is None else None
-        path = Path(self._given(output_dir, "save_state")) if naming is None else naming.folder
+        path = folder_of(self._given(output_dir, "save_state")) if naming is None else naming.folder
         self._num_loaders[path.absolute()] = len(self._loaders)
         alone = not self._called_by_all(self._saving)
         if alone and self._backend.topology.rank != 0:
@@ -162,7 +164,7 @@ class RunCheckpoints:
         call_monitor.saved(path)
         return path
 
-    def load(self, input_dir: str | Path | None, *, strict: bool = True) -> tuple[Path, Manifest]:
+    def load(self, input_dir: str | Folder | None, *, strict: bool = True) -> tuple[Folder, Manifest]:
         """Read one checkpoint, the newest when none is named. Collective over all ranks."""
         check_collective("load_state")
         self._catch_up()
@@ -174,7 +176,7 @@ class RunCheckpoints:
         if input_dir is None and naming is not None:
             path = ranks.on_main("find the newest checkpoint", naming.latest)
         else:
-            path = Path(str(input_dir))
+            path = folder_of(str(input_dir))
         before = self._num_loaders.get(path.absolute(), len(self._loaders))
         newer = frozenset(f"loader.{index}" for index in range(before, len(self._loaders)))
         state = replace(self._state(), newer=newer, ended=_ended)
@@ -239,7 +241,7 @@ class RunCheckpoints:
         )
 
     def _naming(self) -> Naming:
-        folder = Path(self._given(self._project.project_dir, "automatic checkpoint naming")) / "checkpoints"
+        folder = folder_of(self._given(self._project.project_dir, "automatic checkpoint naming")) / "checkpoints"
         return Naming(folder, self._project.total_limit, self._project.iteration, self._run or "")
 
     @staticmethod

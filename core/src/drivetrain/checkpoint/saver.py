@@ -12,6 +12,7 @@ import logging
 import math
 import platform
 import shutil
+import tempfile
 import threading
 import time
 import warnings
@@ -32,8 +33,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from drivetrain.checkpoint.folder import commit, data_folder, stage
+from drivetrain.checkpoint.folder import abandon, commit, data_folder, stage, written_sizes
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
+from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of
 from drivetrain.checkpoint.tensors import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.distributed.collectives import Ranks
@@ -291,7 +293,7 @@ class _Offer:
 
     marks: dict[str, int]
     kept: str
-    staging: Path | None
+    staging: Folder | None
 
 
 class SaveWork:
@@ -305,10 +307,11 @@ class SaveWork:
         ranks: all that save.
     """
 
-    def __init__(self, path: str | Path, backend: Backend, ranks: Ranks) -> None:
-        self.target = Path(path).absolute()
+    def __init__(self, path: str | Folder, backend: Backend, ranks: Ranks) -> None:
+        self.target = folder_of(path).absolute()
         self._backend, self._ranks = backend, ranks
-        self._staging: Path | None = None  # Of the main process only, until all have agreed on it.
+        self._staging: Folder | None = None  # Of the main process only, until all have agreed on it.
+        self._of_hooks: Path | None = None  # For a remote checkpoint: holds this rank's hooks' files until they go.
         self._files: list[PlannedFile] = []
         self._failure: Exception | None = None  # To be raised with the others.
         self._manifest: Manifest  # Without files, until they are written.
@@ -320,7 +323,9 @@ class SaveWork:
             yield
         except BaseException as problem:
             if self._ranks.is_main and self._staging is not None:
-                shutil.rmtree(self._staging, ignore_errors=True)  # Gone already when only the last sync failed.
+                abandon(self._staging)
+            if self._of_hooks is not None:
+                shutil.rmtree(self._of_hooks, ignore_errors=True)  # Gone already when they were written.
             if isinstance(problem, CheckpointError):
                 self._ranks.gather(None)  # Every rank raises only after the files of this save are gone.
             raise
@@ -347,8 +352,10 @@ class SaveWork:
         skip_models = frozenset[int]()
         if hooks is not None:
             act = hooks
-            folder = self._staging = _present(ranks.agree("make the folder", self._stage)[0])
-            skip_models = ranks.agree("run the save hooks", lambda: frozenset(act(folder)))[ranks.rank]
+            staging = self._staging = _present(ranks.agree("make the folder", self._stage)[0])
+            skip_models = ranks.agree(
+                "run the save hooks", lambda: frozenset(act(self._folder_of_hooks(staging)))
+            )[ranks.rank]
         found: list[tuple[Collected, Layout]] = []
 
         def offer() -> _Offer:
@@ -413,8 +420,17 @@ class SaveWork:
         parts = self._ranks.agree("write its part of the checkpoint", self._write)
         self._ranks.agree("complete the checkpoint", lambda: self._complete(parts))
 
-    def _stage(self) -> Path | None:
-        """On the main process: make the staging folder, once."""
+    def _folder_of_hooks(self, staging: Folder) -> Path:
+        """The folder that hooks write into: the staging folder, or one of this machine whose files are sent."""
+        if isinstance(staging, Path):
+            return staging
+        self._of_hooks = Path(tempfile.mkdtemp(prefix="drivetrain-hooks-"))
+        return self._of_hooks
+
+    def _stage(self) -> Folder | None:
+        """On the main process: make the staging folder, once. All find out whether they can reach a remote one."""
+        if isinstance(self.target, RemoteFolder):
+            self.target.check_installed()
         if self._ranks.is_main and self._staging is None:
             try:
                 self._staging = stage(self.target)
@@ -422,7 +438,7 @@ class SaveWork:
                 raise
             except OSError as problem:
                 raise CheckpointError(
-                    f"{self.target} cannot be made: {problem.strerror}",
+                    f"{self.target} cannot be made: {problem.strerror or problem}",
                     cure="Name a folder that can be written to, or free some space.",
                 ) from problem
         return self._staging
@@ -432,12 +448,14 @@ class SaveWork:
         if self._failure is not None:
             raise self._failure
         data = data_folder(_present(self._staging))
+        if isinstance(data, RemoteFolder):
+            if self._of_hooks is not None:
+                data.parent.upload(self._of_hooks)
+                shutil.rmtree(self._of_hooks)
+            return self._write_files(data)
         free = shutil.disk_usage(data).free
         try:
-            return {
-                f"{data.name}/{file.name}": write_tensors(data / file.name, file.sources, file.metadata)
-                for file in self._files
-            }
+            return self._write_files(data)
         except OSError as problem:
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -450,20 +468,28 @@ class SaveWork:
                 "ProjectConfiguration(total_limit=2) keeps the newest two and deletes older ones.",
             ) from problem
 
+    def _write_files(self, data: Folder) -> dict[str, FileEntry]:
+        return {
+            f"{data.name}/{file.name}": write_tensors(data / file.name, file.sources, file.metadata)
+            for file in self._files
+        }
+
     def _complete(self, parts: list[dict[str, FileEntry]]) -> None:
         """On the main process: check that all parts are written, write the manifest, commit the folder."""
         if not self._ranks.is_main:
             return
         folder = _present(self._staging)
+        files = {name: entry for part in parts for name, entry in sorted(part.items())}
+        seen = written_sizes(folder, files)
         for rank, part in enumerate(parts):
             for name, entry in part.items():
-                if not (folder / name).exists() or (folder / name).stat().st_size != entry.size:
+                if seen.get(name) != entry.size:
                     raise CheckpointError(
                         f"the main process does not see {name}, which rank {rank} wrote",
-                        cure="All machines must share the file system of the checkpoint's folder.",
+                        cure="All machines must share the file system of the checkpoint's folder"
+                        + ("." if isinstance(folder, Path) else ", and one run alone may save there."),
                     )
         data = data_folder(folder).name
-        files = {name: entry for part in parts for name, entry in sorted(part.items())}
         tensors = {}
         for name, planned in self._manifest.tensors.items():
             chunks = [Chunk(one.offsets, one.shape, f"{data}/{one.file}", one.key) for one in planned.chunks]
@@ -477,7 +503,7 @@ def _rng_file(coordinate: int) -> str:
     return f"rng-{coordinate:05d}.safetensors"
 
 
-def _present(folder: Path | None) -> Path:
+def _present(folder: Folder | None) -> Folder:
     assert folder is not None, "the main process has made it"
     return folder
 
@@ -558,18 +584,18 @@ class Saver:
         self._plan: WritePlan | None = None  # Of the save before.
         self._group: Any = None
         self._thread: threading.Thread | None = None
-        self._target: Path | None = None
+        self._target: Folder | None = None
         self._failure: BaseException | None = None
 
     def save(
         self,
-        path: str | Path,
+        path: str | Folder,
         state: TrainingState,
         *,
         info: Mapping[str, Any] | None = None,
         hooks: SaveHooks | None = None,
         alone: bool = False,
-    ) -> Path:
+    ) -> Folder:
         """Write a checkpoint. Collective over all ranks, which must share the file system.
 
         The folder appears whole or not at all; an older checkpoint at ``path`` stays whole until the new one is
@@ -577,12 +603,13 @@ class Saver:
         parameter more. The save before this one must have been waited for.
 
         Args:
-            path: the checkpoint's folder; other files in it stay.
+            path: the checkpoint's folder, or its address; other files in it stay.
             state: what to write.
             info: plain JSON to note in the manifest; the main process's counts.
             hooks: called on every rank, before the state is collected, with the folder that will become ``path``; files
-                it leaves there appear with the checkpoint, which neither lists nor checks them. Returns the indices of
-                trainables whose ``model.*`` tensors are left out, since it wrote them its own way.
+                it leaves there appear with the checkpoint, which neither lists nor checks them. Where ``path`` is
+                remote it is a local folder, whose files are sent. Returns the indices of trainables whose ``model.*``
+                tensors are left out, since it wrote them its own way.
             alone: only the main process calls this, on a backend that replicates; the random state of the others is
                 lost.
 
@@ -600,14 +627,14 @@ class Saver:
 
     def start(
         self,
-        path: str | Path,
+        path: str | Folder,
         state: TrainingState,
         *,
         info: Mapping[str, Any] | None = None,
         hooks: SaveHooks | None = None,
         alone: bool = False,
         afterwards: Callable[[], object] | None = None,
-    ) -> Path:
+    ) -> Folder:
         """Copy the state and begin to write it. Collective over all ranks, until the state is collected.
 
         The save before this one must have been waited for.
@@ -644,7 +671,7 @@ class Saver:
         returned.set()
         return work.target
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Folder | None:
         """Wait until the current save is complete; not collective, yet every rank's thread waits for the others'.
 
         Returns:
@@ -694,15 +721,17 @@ class Saver:
                 ranks.on_main("remove older checkpoints", afterwards)
         except BaseException as problem:  # noqa: BLE001  The main thread raises it at its next call.
             self._failure = problem
+            if not threading.main_thread().is_alive():
+                logger.error("the last save, of %s, failed after the script had ended: %s", self._target, problem)  # noqa: TRY400
 
 
 def save(
-    path: str | Path,
+    path: str | Folder,
     state: TrainingState,
     backend: Backend,
     *,
     info: Mapping[str, Any] | None = None,
     hooks: SaveHooks | None = None,
-) -> Path:
+) -> Folder:
     """Write one checkpoint; see :meth:`Saver.save`. Collective over all ranks."""
     return Saver(backend).save(path, state, info=info, hooks=hooks)

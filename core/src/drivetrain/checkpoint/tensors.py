@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from drivetrain.checkpoint.folder import CheckedFile
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest
+from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of
 from drivetrain.errors import CheckpointCorruptError, CheckpointError
 
 _CODES = {
@@ -57,6 +58,7 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """Safetensors' name of each dtype."""
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 """Complex dtypes, which safetensors does not have, and the one that each is stored in, with a last dim of 2."""
 
@@ -151,8 +153,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return memoryview(view)
 
 
-def write_tensors(path: Path, sources: Sequence[Source], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Write a new file, with one tensor in memory at a time, and put it on the disk.
+def write_tensors(path: Folder, sources: Sequence[Source], metadata: Mapping[str, str] | None = None) -> FileEntry:
+    """Write a new file, with one tensor in memory at a time, and put it on the disk, or on a remote storage.
 
     Raises:
         CheckpointError: a dtype that safetensors does not know; nothing is written then.
@@ -174,13 +176,15 @@ def write_tensors(path: Path, sources: Sequence[Source], metadata: Mapping[str, 
 class TensorFile:
     """A safetensors file open for reading; the bytes are mapped, not read, until they are copied.
 
+    On a remote storage only the header is read, and then the rows that are asked for.
+
     Raises:
         CheckpointCorruptError: not a safetensors file. Nothing in it is executed, whatever it is.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Folder) -> None:
         self.path = path
-        untyped: Any = safe_open
+        untyped: Any = safe_open if isinstance(path, Path) else _RemoteFile
         try:
             self._file = untyped(path, framework="pt")
             self._keys = frozenset(map(str, self._file.keys()))
@@ -222,17 +226,112 @@ class TensorFile:
         tensor: Tensor = self._file.get_tensor(key) if whole else part[tuple(box or ())]
         return torch.view_as_complex(tensor) if dtype in _REAL else tensor
 
+    def position(self, key: str) -> int:
+        """Where a tensor of a remote file begins; 0 where there is none of this name, which :meth:`check` refuses."""
+        return int(self._file.entry(key)["data_offsets"][0]) if key in self._keys else 0
+
     def sources(self) -> dict[str, Source]:
         """Every tensor in the file by name; each is read on access."""
-        dtypes = {code: dtype for dtype, code in _CODES.items()}
         found = {}
         for key in sorted(self._keys):
             part = self._file.get_slice(key)
-            dtype = dtypes.get(part.get_dtype())
+            dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise CheckpointError(f"{key} in {self.path.name} has the dtype {part.get_dtype()}, which is not read")
             found[key] = Source(key, dtype, tuple(part.get_shape()), partial(self._file.get_tensor, key))
         return found
+
+
+_HEAD_BYTES = 256 << 10
+"""A remote file's first request asks for so many bytes: the header of about 2,000 tensors."""
+
+_MOST_HEAD_BYTES = 100_000_000
+"""Safetensors' own limit of a header."""
+
+
+class _RemoteFile:
+    """Stands in for ``safetensors.safe_open`` where a file cannot be mapped: reads ranges of it.
+
+    Raises:
+        SafetensorError: no header of safetensors.
+        OSError: from the storage.
+    """
+
+    def __init__(self, path: RemoteFolder, framework: str) -> None:
+        assert framework == "pt"
+        self._path = path
+        self._open: Any = None
+        head = path.read_bytes(0, _HEAD_BYTES)
+        length = int.from_bytes(head[:8], "little")
+        if len(head) < 8 or length > _MOST_HEAD_BYTES:
+            raise SafetensorError("it does not begin with the length of a header")
+        if len(head) < 8 + length:
+            head += path.read_bytes(len(head), 8 + length)
+        self._start = 8 + length
+        try:
+            self._entries: dict[str, Any] = json.loads(head[8 : self._start])
+            self._metadata: dict[str, str] = self._entries.pop("__metadata__", {})
+            for entry in self._entries.values():
+                first, last = entry["data_offsets"]
+                size = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
+                if not 0 <= first <= last or last - first != size:
+                    raise SafetensorError(f"a tensor of {size} bytes lies from {first} to {last}")
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise SafetensorError(f"its header makes no sense: {type(problem).__name__}: {problem}") from problem
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def metadata(self) -> dict[str, str]:
+        return self._metadata
+
+    def get_tensor(self, key: str) -> Tensor:
+        return _RemoteSlice(self, key)[()]
+
+    def get_slice(self, key: str) -> _RemoteSlice:
+        return _RemoteSlice(self, key)
+
+    def entry(self, key: str) -> Any:
+        return self._entries[key]
+
+    def read(self, start: int, end: int) -> bytearray:
+        """A range of the tensors' bytes. The first is asked for by itself, further ones from an open file."""
+        start, end = self._start + start, self._start + end
+        if self._open is None:
+            self._open = False
+            found = bytearray(self._path.read_bytes(start, end))
+        else:
+            self._open = self._open or self._path.open("rb")
+            self._open.seek(start)
+            found = bytearray(self._open.read(end - start))
+        if len(found) != end - start:
+            raise CheckpointCorruptError(f"{self._path.name} is truncated", whose=str(self._path.parent))
+        return found
+
+
+class _RemoteSlice:
+    """Stands in for what ``safe_open(...).get_slice`` returns; reads all columns of the rows asked for."""
+
+    def __init__(self, file: _RemoteFile, key: str) -> None:
+        self._file, self._entry = file, file.entry(key)
+
+    def get_dtype(self) -> str:
+        return str(self._entry["dtype"])
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry["shape"])
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        shape, dtype = self.get_shape(), _DTYPES[self.get_dtype()]
+        first, last = self._entry["data_offsets"]
+        if box and shape:
+            at, stop, _ = box[0].indices(shape[0])
+            row = math.prod(shape[1:]) * dtype.itemsize
+            first, last, shape[0] = first + at * row, first + stop * row, stop - at
+        if first == last:
+            return torch.empty(shape, dtype=dtype)[(slice(None), *box[1:])[: len(box)]]
+        rows = torch.frombuffer(self._file.read(first, last), dtype=dtype).reshape(shape)
+        return rows[(slice(None), *box[1:])[: len(box)]]
 
 
 # ---- Reading
@@ -242,12 +341,12 @@ class DrivetrainReader(StorageReader):
     """Reads the tensors of a Drivetrain checkpoint for `torch.distributed.checkpoint`. Read only, nothing unpickled.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or its address on a remote storage.
         manifest: its manifest when it was read already.
     """
 
-    def __init__(self, folder: str | Path, manifest: Manifest | None = None) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Folder, manifest: Manifest | None = None) -> None:
+        self.folder = folder_of(folder)
         self.manifest = manifest or read_manifest(self.folder)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -297,6 +396,8 @@ class DrivetrainReader(StorageReader):
         dtypes: dict[str, torch.dtype] = {}
         for name, items in by_file.items():
             file = TensorFile(self.folder / name)
+            if isinstance(self.folder, RemoteFolder):  # Tensors that lie side by side share a request.
+                items.sort(key=lambda each: file.position(each[1].key))
             for item, chunk in items:
                 spelled = self.manifest.tensors[item.dest_index.fqn].dtype
                 if spelled not in dtypes:
@@ -308,7 +409,7 @@ class DrivetrainReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Switch to another checkpoint, if one is named."""
         if checkpoint_id is not None:
-            self.folder = Path(checkpoint_id)
+            self.folder = folder_of(checkpoint_id)
             self.manifest = read_manifest(self.folder)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
@@ -325,10 +426,11 @@ class DrivetrainReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a folder."""
-        return Path(checkpoint_id).is_dir()
+        folder = folder_of(checkpoint_id)
+        return folder.is_dir() if isinstance(folder, Path) else folder.exists()
 
 
-def read_tensor(folder: Path, name: str, entry: TensorEntry) -> torch.Tensor:
+def read_tensor(folder: Folder, name: str, entry: TensorEntry) -> torch.Tensor:
     """One whole tensor, put together from its chunks. Raises :class:`CheckpointCorruptError`."""
     dtype = torch_dtype(name, entry.dtype)
     whole = torch.empty(entry.shape, dtype=dtype)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,10 +47,12 @@ def convert(**_: Any) -> None:
 
 
 @checkpoint.command(short_help="Print what a checkpoint holds and whether it is whole.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
-def inspect(path: Path, as_json: bool) -> None:
+def inspect(path: str, as_json: bool) -> None:
     """Print what a checkpoint holds and whether it is whole; every file is checked.
+
+    PATH is a folder, or an address such as s3://bucket/run, which is read over the network.
 
     Ends with 1 when it is damaged.
     """
@@ -63,12 +64,15 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @checkpoint.command(short_help="Write a checkpoint's model as safetensors.")
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("path")
+@click.argument("out")
 @click.option("--max_shard_size", default="10GB", show_default=True, metavar="SIZE", help="Largest file.")
 @click.option("--model", "index", default=0, show_default=True, metavar="INDEX", help="Which of the run's models.")
-def export(path: Path, out: Path, max_shard_size: str, index: int) -> None:
-    """Write a checkpoint's model as safetensors that Transformers and plain torch load."""
+def export(path: str, out: str, max_shard_size: str, index: int) -> None:
+    """Write a checkpoint's model as safetensors that Transformers and plain torch load.
+
+    PATH is a folder, or an address such as s3://bucket/run. OUT is a folder of this machine.
+    """
     from drivetrain.checkpoint import export_checkpoint
 
     for file in export_checkpoint(path, out, max_shard_size=max_shard_size, index=index):

@@ -185,7 +185,7 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> dict[s
         if logging_dir is None and _needs_directory(kind):
             raise UsageError(
                 f"the tracker {name!r} writes files and was given no folder",
-                cure="Pass project_dir to the Accelerator (or logging_dir in a ProjectConfiguration).",
+                cure="Pass a local project_dir to the Accelerator (or logging_dir in a ProjectConfiguration).",
             )
         found[name] = kind
     return found
@@ -195,7 +195,7 @@ def _everything(logging_dir: str | os.PathLike[str] | None) -> dict[str, Kind]:
     able = {name: _load(name, target) for name, target in known_trackers().items()}
     left_out = [name for name, kind in able.items() if logging_dir is None and _needs_directory(kind)]
     if left_out:
-        _logger.warning("log_with='all' leaves out %s: there is no project_dir to write to.", listed(left_out))
+        _logger.warning("log_with='all' leaves out %s: there is no local project_dir to write to.", listed(left_out))
     return {name: kind for name, kind in able.items() if name not in left_out}
 
 

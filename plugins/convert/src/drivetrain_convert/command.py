@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import IO
 
 import click
 
 
 @click.command(short_help="Write another library's checkpoint as ours, or ours as another's.")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("source")
+@click.argument("out")
 @click.option(
     "--from",
     "kind",
@@ -29,8 +28,8 @@ import click
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="With --to: an option of that format.")
 @click.option("--model", "index", default=0, show_default=True, metavar="INDEX", help="With --to: which of the models.")
 def convert(
-    source: Path,
-    out: Path,
+    source: str,
+    out: str,
     kind: str,
     parameters: IO[str] | None,
     target: str | None,
@@ -41,7 +40,7 @@ def convert(
 
     Reads save_state folders of Accelerate (FSDP's too, full or sharded), files of torch.save and safetensors, what
     Lightning Fabric saves, and the formats of installed plugins. Nothing in them is executed: pickles are read as
-    weights only.
+    weights only. What is ours may lie at an address such as s3://bucket/run; another library's lies on this machine.
     """
     if target is not None:
         _write(source, out, target, options, index)
@@ -59,7 +58,7 @@ def convert(
         click.echo(f"  left out: {sentence}")
 
 
-def _write(source: Path, out: Path, target: str, options: tuple[str, ...], index: int) -> None:
+def _write(source: str, out: str, target: str, options: tuple[str, ...], index: int) -> None:
     from drivetrain_convert.writing import convert_to
 
     pairs = [option.partition("=") for option in options]

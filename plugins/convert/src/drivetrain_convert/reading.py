@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ class Converted:
         left_out: sentences about what is not, and why.
     """
 
-    path: Path
+    path: checkpoint.Folder
     kind: str
     carried: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -74,13 +73,13 @@ class _Trainable:
 
 
 def convert(
-    source: str | Path, target: str | Path, kind: str = "auto", *, parameters: Sequence[str] = ()
+    source: str | Path, target: str | checkpoint.Folder, kind: str = "auto", *, parameters: Sequence[str] = ()
 ) -> Converted:
     """Read a checkpoint of another library and write it as ours. Not collective; nothing in it is executed.
 
     Args:
         source: the file or folder that the library wrote.
-        target: folder of the new checkpoint; must not exist.
+        target: folder of the new checkpoint, or its address; must not exist.
         kind: ``"accelerate"``, ``"torch"``, ``"fabric"``, the name of a plugin's format, or ``"auto"`` to look.
         parameters: names of the (first) model's parameters in its own order, as ``named_parameters()`` gives them: what
             ties the numbers in an optimizer's state to names when the model's file does not keep the order.
@@ -92,10 +91,10 @@ def convert(
         CheckpointNotFoundError: nothing at ``source``.
         CheckpointError: no model can be read from it, or ``target`` exists.
     """
-    path = Path(target).absolute()
+    path = checkpoint.folder_of(target).absolute()
     if path.exists():
         raise CheckpointError(f"{path} exists already", cure="Name a folder that does not; nothing was written.")
-    foreign = _read(Path(source), kind)
+    foreign = _read(checkpoint.local_folder(source, "another library's checkpoint is read from"), kind)
     trainables = [
         _Trainable(tensors, dict(tied), ordered)
         for tensors, tied, ordered in zip(foreign.models, foreign.tied, foreign.ordered, strict=True)
@@ -224,7 +223,9 @@ def _equal(one: Source, other: Source) -> bool:
     return torch.equal(one.produce(), other.produce())
 
 
-def _write(path: Path, foreign: ForeignCheckpoint, trainables: Sequence[_Trainable], report: Converted) -> None:
+def _write(
+    path: checkpoint.Folder, foreign: ForeignCheckpoint, trainables: Sequence[_Trainable], report: Converted
+) -> None:
     encoder = checkpoint.Encoder()
     sources: Tensors = {}
     entries = []
@@ -286,12 +287,12 @@ def _write(path: Path, foreign: ForeignCheckpoint, trainables: Sequence[_Trainab
         )
         checkpoint.commit(staging, path, manifest)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)  # Renamed already when only the last sync failed.
+        checkpoint.abandon(staging)
         raise
 
 
 def _write_tensors(
-    staging: Path, prefix: str, sources: Tensors
+    staging: checkpoint.Folder, prefix: str, sources: Tensors
 ) -> tuple[dict[str, checkpoint.FileEntry], dict[str, checkpoint.TensorEntry]]:
     files: dict[str, checkpoint.FileEntry] = {}
     tensors: dict[str, checkpoint.TensorEntry] = {}

@@ -37,13 +37,13 @@ class SavedModel:
     objects: Mapping[str, Any]
 
 
-def read_saved(source: str | Path, index: int = 0) -> SavedModel:
+def read_saved(source: str | checkpoint.Folder, index: int = 0) -> SavedModel:
     """Check every file and read everything but the tensors. Not collective.
 
     Raises:
         CheckpointError: not found, damaged, or no such model.
     """
-    folder = Path(source).absolute()
+    folder = checkpoint.folder_of(source).absolute()
     manifest = checkpoint.read_manifest(folder)
     if index >= len(manifest.trainables):
         raise CheckpointError(f"the checkpoint holds {len(manifest.trainables)} model(s)", whose=str(folder))
@@ -69,13 +69,18 @@ def read_saved(source: str | Path, index: int = 0) -> SavedModel:
 
 
 def convert_to(
-    source: str | Path, target: str | Path, name: str, options: Mapping[str, str] | None = None, *, index: int = 0
+    source: str | checkpoint.Folder,
+    target: str | Path,
+    name: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    index: int = 0,
 ) -> list[str]:
     """Write one of our checkpoints in a plugin's format. Not collective.
 
     Args:
-        source: folder that ``save_state`` wrote; every file is checked first.
-        target: folder of the other program's checkpoint; must not exist, and appears whole or not at all.
+        source: folder that ``save_state`` wrote, or its address; every file is checked first.
+        target: local folder of the other program's checkpoint; must not exist, and appears whole or not at all.
         name: of the format.
         options: see the format's ``options``.
         index: which of the run's models.
@@ -86,7 +91,8 @@ def convert_to(
     Raises:
         CheckpointError: nothing to read, no such writer, an unknown option, or ``target`` exists.
     """
-    path, given = Path(target).absolute(), dict(options or {})
+    path = checkpoint.local_folder(target, "another program's checkpoint is written into").absolute()
+    given = dict(options or {})
     if path.exists():
         raise CheckpointError(f"{path} exists already", cure="Name a folder that does not; nothing was written.")
     writer = load_format(name)
