@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.pipeline import hooks
-from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
+from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh, writable
 from drivetrain_megatron.pipeline.skeleton import is_absent, known_elsewhere
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 from drivetrain_megatron.tensor.sharded import full_tensor
@@ -141,7 +141,8 @@ class StageRun:
         self._same_way(crossing)
         self._began = True
         torch.set_grad_enabled(self._grad)
-        self.between.depend(list(self.received))
+        self.received = [writable(one) for one in self.received]
+        self.between.depend(self.received)
         for key, value in zip(crossing.keys, self.received, strict=True):
             setattr(self._values[key], _FILLED, value)
             self._values[key] = value

@@ -35,6 +35,21 @@ NO_VALUE = (
 """Raised where a program asks for a value that is not there."""
 
 
+_MEMORY = "_drivetrain_memory"
+"""The attribute of an absent tensor under which the memory is found that it stands for."""
+
+
+def memory_of(value: Any) -> Any:
+    """The memory that an absent tensor stands for, which modules of a stage return in its place; else the value."""
+    return vars(value).get(_MEMORY, value) if isinstance(value, Tensor) else value
+
+
+def forget_memory(value: Any) -> None:
+    """Let go of the memory that an absent tensor stands for, after the forward that made it."""
+    if isinstance(value, Tensor):
+        vars(value).pop(_MEMORY, None)
+
+
 _TRACED: list[Callable[[Tensor], bool]] = []
 """Of what is traced without values, which tensors stand for what another rank has."""
 
@@ -409,6 +424,10 @@ class Skeleton:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
+    def is_written(self, value: Any) -> bool:
+        """Whether the forward that runs has written an absent value into the memory of this tensor."""
+        return self._written is not None and self._written.holds(value)
+
     def _make_robust(self, module: nn.Module, name: str) -> None:
         inner = module.forward
 
@@ -457,17 +476,25 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def seen(self, output: Any) -> Any:
         """What a module returned, as the code that follows may see it."""
         found = leaves(output) if self._storages else []
-        return rebuilt(output, [self._shown(one) for one in found]) if any(map(self._is_written, found)) else output
+        if not any(map(self.holds, found)):
+            return output
+        # In a stage the module returns the memory itself: code that counts the calls of forward must not see these.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
+            shown = [self._shown(one) for one in found]
+        for one, each in zip(found, shown, strict=True):
+            if each is not one:
+                setattr(each, _MEMORY, one)
+        return rebuilt(output, shown)
 
-    def _is_written(self, value: Any) -> bool:
-        return (
-            type(value) in (Tensor, nn.Parameter)
-            and value.layout is torch.strided
-            and value.untyped_storage()._cdata in self._storages  # noqa: SLF001 (torch has no public name for it)
-        )
+    def holds(self, value: Any) -> bool:
+        """Whether this is a tensor with a value in memory into which an absent value was written."""
+        if type(value) not in (Tensor, nn.Parameter):
+            return False
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
+            return value.layout is torch.strided and value.untyped_storage()._cdata in self._storages  # noqa: SLF001
 
     def _shown(self, value: Any) -> Any:
-        if not self._is_written(value):
+        if not self.holds(value):
             return value
         return self._mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
 
