@@ -658,8 +658,11 @@ class Accelerator(ProcessControl):
 
     @property
     def trackers(self) -> list[Any]:
-        """The experiment trackers in use."""
-        return list(self._trackers.running)
+        """The experiment trackers in use, in the order of ``log_with``.
+
+        A process that does not feed one has a stand-in, whose attributes and methods are all there and do nothing.
+        """
+        return list(self._trackers.shown)
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
