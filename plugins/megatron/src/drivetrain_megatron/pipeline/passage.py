@@ -208,6 +208,10 @@ class Survey:
         self._origins: dict[int, tuple[Key, int]] = {}
         self._needed: list[dict[Key, Tensor]] = [{} for _ in points]
 
+    def skips(self, name: str) -> bool:
+        """Whether a module lies in one stage."""
+        return name in self._stubs
+
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module's call does in this run."""
         if name in self._points:
@@ -310,7 +314,7 @@ def whole_output(skeleton: Skeleton, timeline: Timeline) -> Any:
 def writable(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that forward may change in place, which autograd refuses of a leaf and its views."""
     trained = tensor.requires_grad and torch.is_grad_enabled()
-    return _Writable.apply(tensor) if trained else tensor  # type: ignore[no-any-return, no-untyped-call]
+    return _Writable.apply(tensor) if trained else tensor  # type: ignore[no-untyped-call]
 
 
 class _Writable(torch.autograd.Function):
@@ -319,5 +323,5 @@ class _Writable(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient

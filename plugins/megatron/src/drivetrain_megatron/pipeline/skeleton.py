@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
@@ -163,8 +163,14 @@ class Elsewhere(FakeTensor):
     def grad(self, value: Any) -> None:
         """Its own stage does it."""
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Its own stage does it. Torch asks no function of a subclass."""
+        return self
+
     def passed_over(self, func: Any, args: Any, kwargs: Any) -> Elsewhere:
         """Write nothing. What its own stage draws to write into it is drawn, so that the next numbers are alike."""
+        if getattr(func, "__name__", "") == "detach_":
+            self.requires_grad_(False)
         if getattr(func, "__name__", "") not in _DRAWS:
             return self
         drawn = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -277,6 +283,38 @@ class Elsewhere(FakeTensor):
                 if type(one) is FakeTensor:
                     Elsewhere.of(one, absent.fqn)
             return found
+
+
+class StatesHere(defaultdict[Any, Any]):
+    """State of an optimizer by parameter, that of parameters of other stages being asked for by mistake."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__(dict, values)
+
+    def __missing__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        self._check(key)
+        return super().get(key, default)
+
+    def _check(self, key: Any) -> None:
+        if isinstance(key, Elsewhere) and not _KNOWN[0]:
+            raise UsageError(
+                f"{key.fqn} lies on another pipeline stage, and so does the optimizer's state of it, which was asked "
+                "for: a sum over the states would be that of one stage",
+                cure="accelerator.save_state(folder) writes the states of all stages. pipeline_parallel_size: 1 keeps "
+                "all parameters, with their states, on every rank.",
+            )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return defaultdict, (dict, dict(self))
 
 
 @contextmanager
