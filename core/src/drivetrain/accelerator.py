@@ -685,7 +685,10 @@ class Accelerator(ProcessControl):
     # ---- end of training --------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object."""
+        """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object.
+
+        What is warned of, or looked at, once for each model begins anew with the next one.
+        """
         self._loop.release()
         self._preparer.clear()
         self._dataloaders.clear()
