@@ -7,6 +7,7 @@ activation, waits for Python's garbage collector, which may run many updates lat
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import weakref
 from collections.abc import Mapping
@@ -113,6 +114,135 @@ def search(config: Mapping[str, Any]) -> list[str]:
 def test_nothing_outlives_a_trial(layout: str) -> None:
     place = LAYOUTS[layout]
     assert spawn(search, place.world_size, place.config, timeout=100) == [[]] * place.world_size
+
+
+class Breaking(torch.autograd.Function):
+    """The same value, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.value = value  # as functions do that keep more than they should
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+LIVES = ("in windows", "an error in backward", "an interrupt", "a break from workers", "two models")
+
+
+def live(accelerator: Accelerator, life: str) -> Refs:
+    """A trial that ends as its name says; all strong references end with the call."""
+    model, optimizer, loader, scheduler, refs = made()
+    if life == "a break from workers":
+        data = loader.dataset
+        loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+        refs["loader"] = weakref.ref(loader)
+    prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = prepared
+    refs |= {f"prepared {index}": weakref.ref(one) for index, one in enumerate(prepared)}
+    second: Any = None
+    if life == "two models":
+        other, its, *_ = made()
+        second = accelerator.prepare(other, its)
+        refs |= {f"second {index}": weakref.ref(one) for index, one in enumerate(second)}
+    try:
+        for x, y in loader:
+            # A window of two that is left open.
+            with accelerator.accumulate(model):
+                output = model(x)
+                if life == "an error in backward":
+                    output = Breaking.apply(output)
+                accelerator.backward(F.cross_entropy(output, y))
+                if life == "an interrupt":
+                    raise KeyboardInterrupt
+                optimizer.step()
+                optimizer.zero_grad()
+            if second is not None:
+                accelerator.backward(F.cross_entropy(second[0](x), y))
+                second[1].step()
+                second[1].zero_grad()
+            if life == "a break from workers":
+                break
+    except (ZeroDivisionError, KeyboardInterrupt):
+        return refs
+    return refs
+
+
+def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
+    """What is alive after each of ten trials."""
+    settings = {**config, "use_cpu": True, "gradient_accumulation_steps": 2}
+    accelerator = Accelerator(config=load_config(overrides=settings, environ={}))
+    alive: list[str] = []
+    for trial in range(10):
+        life = which[trial % len(which)]
+        refs = live(accelerator, life)
+        accelerator.free_memory()
+        gc.collect()
+        alive += [f"after {life}: {name}" for name, one in refs.items() if one() is not None]
+    accelerator.end_training()
+    return alive
+
+
+@pytest.mark.gate("ddp-2", "deepspeed-2", "pp-2")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_outlives_trials_that_end_in_other_ways(layout: str) -> None:
+    place = LAYOUTS[layout]
+    # A stage whose neighbour's backward fails waits for it, as it does without us.
+    which = tuple(life for life in LIVES if not (layout == "pp-2" and life == "an error in backward"))
+    assert spawn(lives, place.world_size, place.config, which, timeout=200) == [[]] * place.world_size
+
+
+def said_twice(config: Mapping[str, Any]) -> list[list[str]]:
+    """What is warned of in each of two trials."""
+    settings = {**config, "use_cpu": True, "gradient_accumulation_steps": 2}
+    accelerator = Accelerator(config=load_config(overrides=settings, environ={}))
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for name in ("drivetrain", "drivetrain_megatron"):
+        logging.getLogger(name).addHandler(listener)
+    trials = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = torch.randn(8, 8, requires_grad=config["distributed_type"] == "ddp")
+        loss = F.cross_entropy(model(x), torch.arange(8) % 4)
+        if config["distributed_type"] == "megatron" and "pipeline_parallel_size" in config["megatron"]:
+            loss.item()
+        accelerator.backward(loss)
+        optimizer.step()  # without `accumulate`, in a window of two
+        optimizer.zero_grad()
+        begun = time.monotonic()
+        while config["distributed_type"] == "ddp" and time.monotonic() - begun < 20 and not _has_same_inputs(said):
+            time.sleep(0.1)
+        trials.append(sorted(said))
+        said.clear()
+        accelerator.free_memory()
+    accelerator.end_training()
+    return trials
+
+
+def _has_same_inputs(said: list[str]) -> bool:
+    return any("All ranks have given the same inputs" in sentence for sentence in said)
+
+
+SENTENCES = {
+    "ddp-2": ["All ranks have given the same inputs", "a leaf of shape", "An optimizer stepped"],
+    "pp-2": ["An optimizer stepped", "The output of a pipelined model is read"],
+}
+
+
+@pytest.mark.parametrize("layout", SENTENCES)
+def test_what_is_said_once_of_a_model_is_said_of_the_next(layout: str) -> None:
+    place = LAYOUTS[layout]
+    first, second = spawn(said_twice, place.world_size, place.config, timeout=100)[0]
+    assert first == second
+    for sentence in SENTENCES[layout]:
+        assert any(sentence in each for each in first), (sentence, first)
 
 
 def waiting(config: Mapping[str, Any]) -> list[str]:

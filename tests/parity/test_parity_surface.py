@@ -21,9 +21,9 @@ RECORDED = f"torch=={torch.__version__.partition('+')[0]}" in _LOCK.read_text(en
 
 ELSEWHERE = [name for name in surface.NAMES if name != "single"]
 STEP = 5
-"""Every method in each place takes a quarter of an hour; a fifth of them, each in one place, half a minute."""
+"""Every method in each place takes half an hour; a fifth of them, each in one place, half a minute."""
 
-FEW = {"fsdp-2": 6, "tp-2": 6}
+FEW = {"fsdp-2": 6, "tp-2": 6, "pp-2": 4}
 """Places of ``make test``, and how many methods are called in each."""
 
 

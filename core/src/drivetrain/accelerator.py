@@ -661,8 +661,11 @@ class Accelerator(ProcessControl):
 
     @property
     def trackers(self) -> list[Any]:
-        """The experiment trackers in use."""
-        return list(self._trackers.running)
+        """The experiment trackers in use, in the order of ``log_with``.
+
+        A process that does not feed one has a stand-in, whose attributes and methods are all there and do nothing.
+        """
+        return list(self._trackers.shown)
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
@@ -685,7 +688,10 @@ class Accelerator(ProcessControl):
     # ---- end of training --------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object."""
+        """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object.
+
+        What is warned of, or looked at, once for each model begins anew with the next one.
+        """
         self._loop.release()
         self._preparer.clear()
         self._dataloaders.clear()

@@ -77,6 +77,87 @@ except DrivetrainError as error:
     assert done.stderr == ""
 
 
+ENDINGS = {
+    "it ends the process": """
+def ends(rank):
+    if rank == 1:
+        sys.exit("no data here")
+""",
+    "a worker of a loader": """
+def ends(rank):
+    from torch.utils.data import DataLoader
+    class Data:
+        def __len__(self):
+            return 8
+        def __getitem__(self, index):
+            raise KeyError("no data here")
+    if rank == 1:
+        list(DataLoader(Data(), num_workers=1))
+""",
+    "an import": """
+def ends(rank):
+    if rank == 1:
+        open("broken_module.py", "w").write("raise KeyError('no data here')")
+        sys.path.insert(0, os.getcwd())
+        import broken_module
+""",
+    "an exception that is none": """
+class Stop(BaseException):
+    pass
+
+def ends(rank):
+    if rank == 1:
+        raise Stop("no data here")
+""",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_functions_own_words_come_first(run, ending, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = run(
+        ENDINGS[ending]
+        + """
+def train():
+    import torch, torch.distributed as dist
+    dist.init_process_group()
+    rank = dist.get_rank()
+    ends(rank)
+    dist.all_reduce(torch.ones(1))
+
+try:
+    debug_launcher(train)
+except DrivetrainError as error:
+    print(error)
+"""
+    )
+    assert "no data here" in done.stdout
+    first = re.search(r"^rank \d .*$", done.stdout, flags=re.MULTILINE)
+    assert first is not None
+    assert first[0].startswith("rank 1 failed: "), done.stdout
+    assert "onnection closed" not in done.stdout.partition(first[0])[0]
+
+
+def test_a_collective_end_in_finally_hides_nothing(run):
+    done = run("""
+def train():
+    from drivetrain import Accelerator
+    accelerator = Accelerator(cpu=True)
+    try:
+        if accelerator.process_index == 1:
+            raise KeyError("no data here")
+        accelerator.gather(__import__("torch").ones(1))
+    finally:
+        accelerator.end_training()
+
+try:
+    debug_launcher(train)
+except DrivetrainError as error:
+    print(error)
+""")
+    assert "no data here" in done.stdout
+
+
 def test_a_closure_runs_with_the_precision_of_the_notebook(run):
     done = run("""
 inside = []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 
 import pytest
@@ -110,6 +111,43 @@ def test_on_other_processes_a_trackers_own_methods_are_there_and_do_nothing(unwr
     trackers.finish()
 
 
+def test_every_process_lists_the_same_trackers():
+    listed = {}
+    for rank in (0, 1):
+        set_rank(rank, 2)
+        trackers = Trackers([Everywhere, Memory])
+        assert trackers.shown == []
+        trackers.init("run")
+        listed[rank] = [tracker.name for tracker in trackers.shown]
+        trackers.shown[1].tracker.append("own")
+        trackers.shown[1].log_images({"samples": [1]}) if rank else None
+        trackers.finish()
+        assert trackers.shown == []
+    assert listed == {0: ["everywhere", "memory"], 1: ["everywhere", "memory"]}
+
+
+READ = {
+    "compared": lambda run: max(run.summary["best"], 0.5),
+    "added": lambda run: 1 + run.step,
+    "a path": lambda run: os.path.join(run.dir, "samples"),  # noqa: PTH118 (as guides write it)
+    "a number": lambda run: float(run.summary["best"]),
+    "formatted": lambda run: f"{run.summary['best']:.3f}",
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_a_value_of_a_run_is_the_main_process_s(read):
+    set_rank(1, 2)
+    trackers = Trackers(Memory)
+    trackers.init("run")
+    run = trackers.get("memory", unwrap=True)
+    assert f"{run.url}" == repr(run)
+    assert len(run.history) == 0
+    with pytest.raises(UsageError, match=r"read on rank 1.*\n?.*if accelerator.is_main_process"):
+        READ[read](run)
+    trackers.finish()
+
+
 def test_a_second_init_ends_the_first_run():
     trackers = Trackers(Memory)
     trackers.init("one")
@@ -174,6 +212,8 @@ def test_words_about_what_goes_nowhere(caplog):
         "log() was called while no tracker runs; call init_trackers(project_name) before.",
         "init_kwargs names wandb, which this run does not feed.",
     ]
+    Trackers(Memory).log({"a": 1})
+    assert len(caplog.records) == 3  # another run
 
 
 @pytest.mark.parametrize(

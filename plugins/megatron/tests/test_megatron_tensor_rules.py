@@ -23,7 +23,7 @@ from drivetrain.api import UnsupportedError
 from drivetrain_megatron.tensor import rules
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.layout import Layout, follow_view
-from drivetrain_megatron.tensor.sharded import Sharded, full_tensor, sharded
+from drivetrain_megatron.tensor.sharded import Sharded, by_gathering, full_tensor, sharded, warn_anew
 from drivetrain_testing import spawn
 
 assert rules
@@ -383,3 +383,12 @@ def test_the_vocabulary_loss_on_a_device() -> None:
     found = F.cross_entropy(sharded(logits * 1, Layout((256, 4096), 1), Ring(None)), labels)
     torch.testing.assert_close(found, right)
     torch.testing.assert_close(torch.autograd.grad(found, logits)[0], gradient)
+
+
+def test_an_operation_without_a_rule_is_named_once_for_each_model(caplog) -> None:
+    for _ in range(2):
+        warn_anew()  # as where a model is released
+        for _ in range(3):
+            by_gathering(torch.trapezoid, (torch.ones(3),), {})
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["trapezoid", "trapezoid"]
+    warn_anew()

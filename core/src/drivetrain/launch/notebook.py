@@ -181,7 +181,10 @@ def _work(function: Callable[..., Any], args: Sequence[Any], environment: Mappin
     worker.leave_traces()
     try:
         function(*args)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - recorded for the launching process, which raises it
+    except SystemExit as error:
+        worker.record_exit(error)
+        raise
+    except BaseException as error:  # noqa: BLE001 - recorded for the launching process, which raises it
         worker.record_failure(type(error), error, error.__traceback__)
         sys.exit(1)
 

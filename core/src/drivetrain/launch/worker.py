@@ -65,8 +65,7 @@ def run(arguments: list[str]) -> None:
     try:
         _execute(arguments)
     except SystemExit as error:
-        if error.code:
-            _write_record(f"SystemExit: {error.code}", "", error.code if isinstance(error.code, int) else 1)
+        record_exit(error)
         raise
 
 
@@ -87,6 +86,12 @@ def _execute(arguments: list[str]) -> None:
         return
     sys.modules["__main__"] = module
     exec(code, module.__dict__)  # noqa: S102 - running the user's program is what this file is for
+
+
+def record_exit(error: SystemExit) -> None:
+    """Record for the launcher that the script ended this process, unless it ended it well."""
+    if error.code:
+        _write_record(f"SystemExit: {error.code}", "", error.code if isinstance(error.code, int) else 1)
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -118,9 +123,12 @@ def _debugs() -> bool:
 
 
 def _is_of_the_script(error: BaseException) -> bool:
-    """Whether an error was raised from one of the script's own code, such as a hook, whose lines are then shown."""
-    libraries = (_PACKAGE, "<", str(Path(os.__file__).parent))
-    cause = error.__cause__
+    """Whether an error was raised from one of the script's own code, such as a hook, whose lines are then shown.
+
+    Or while that one ended the script, as by a call of ours in its ``finally``.
+    """
+    libraries = (_PACKAGE, "<frozen", str(Path(os.__file__).parent))
+    cause = error.__cause__ if error.__suppress_context__ else error.__context__
     frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
     files = [frame.filename for frame in frames if "site-packages" not in frame.filename]
     return any(not file.startswith(libraries) and "/drivetrain_" not in file for file in files)

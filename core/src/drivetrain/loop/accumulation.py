@@ -908,6 +908,20 @@ class TrainingLoop:
         for model in self.models:
             model.trainable.release()
 
+    def forget(self) -> None:
+        """Forget the models and optimizers, which are no longer prepared, and what was found of them.
+
+        Whatever is looked at or warned of once for a model is looked at anew for the next.
+        """
+        for kept in (self.models, self.optimizers, self.called, self.unprepared, self._windows):
+            kept.clear()
+        for known in (self._looked_at, self._judged, self._searched, self._holds_none, self._linear_hooks):
+            known.clear()
+        self.manual.reset()
+        self.window, self._last_norm, self.clipped_to = self.manual, None, 0.0
+        self._num_backwards = 0
+        self._warned_length = self._warned_inputs = False
+
 
 _LOOSE = (
     "Prepare the optimizer that steps it, which averages its gradient over the ranks: optimizer = "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any, final
 
 import torch
@@ -36,6 +36,9 @@ from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler, watc
 from drivetrain.loop.placeholders import DummyScheduler, refuse_without_engine, scheduler_without_engine
 from drivetrain.loop.shared_memory import SharedMemory
 from drivetrain.loop.wrappers import take_off_parallel
+
+_NUMBERS = count()
+"""Of the models of this process, the same on every rank: what is compared once for each is compared for the next."""
 
 
 @final
@@ -170,7 +173,7 @@ class Preparer:
             numbers=ForwardNumbers(topology.dp_rank, topology.device) if topology.dp_size > 1 else None,
             evaluates_only=not training,
             first_inputs=(
-                FirstInputs(self._backend, len(self._loop.models), plain_class.__name__)
+                FirstInputs(self._backend, next(_NUMBERS), plain_class.__name__)
                 if topology.dp_size > 1 and training
                 else None
             ),
@@ -302,8 +305,9 @@ class Preparer:
         """Drop all prepared objects; models get their own classes back."""
         for model in self._loop.models:
             restore(model.source)
-        for kept in (self.optimizers, self.schedulers, self._loop.models, self._memory):
-            kept.clear()
+        self._loop.forget()
+        self.schedulers.clear()
+        self._memory.clear()
 
     def _check_memory(self, modules: Sequence[nn.Module]) -> None:
         if self._backend.capabilities.replicated:

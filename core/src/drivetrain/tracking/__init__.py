@@ -10,7 +10,7 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from drivetrain.errors import UsageError, did_you_mean, listed, sentences
 from drivetrain.logging import current_rank, get_logger
@@ -67,6 +67,7 @@ class _Nothing:
     """Stands for a tracking library's object on a process that does not feed it.
 
     Every attribute, call and item is this object again and does nothing, so that a script needs no ``if`` around them.
+    Where a number or a path is asked of it, it raises: only the main process has one.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -97,6 +98,27 @@ class _Nothing:
 
     def __bool__(self) -> bool:
         return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __format__(self, how: str) -> str:
+        if how:
+            self._refuse()
+        return repr(self)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UsageError(
+            f"a value of a tracker's run was read on rank {current_rank()}, which has a stand-in without values: the "
+            "main process alone feeds the tracker",
+            cure="Read it under `if accelerator.is_main_process:`; drivetrain.broadcast_object_list hands it to the "
+            "other processes.",
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __neg__ = __abs__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __round__ = _refuse
+    __int__ = __float__ = __index__ = __fspath__ = _refuse
 
 
 class _BlankTracker(GeneralTracker):
@@ -253,6 +275,8 @@ class Trackers:
 
     Attributes:
         running: the trackers between ``init`` and ``finish``, on the processes that use them.
+        shown: those of the run in the order of ``log_with``, with a stand-in that does nothing for each that this
+            process does not feed.
     """
 
     def __init__(
@@ -265,6 +289,8 @@ class Trackers:
         self._asked = resolve(log_with, logging_dir)
         self._is_main = current_rank() == 0 if is_main_process is None else is_main_process
         self.running: list[GeneralTracker] = []
+        self.shown: list[GeneralTracker] = []
+        self._warned: set[str] = set()
         self._failures: Counter[str] = Counter()
 
     @property
@@ -295,6 +321,7 @@ class Trackers:
             if self._fed_here(tracker):
                 tracker.start()
                 self.running.append(tracker)
+            self.shown.append(tracker if self._fed_here(tracker) else _BlankTracker(_name(asked)))
         if config is not None:
             for tracker in self.running:
                 tracker.store_init_configuration(dict(config))
@@ -318,7 +345,7 @@ class Trackers:
         if not self._asked:
             return
         if not self.running and self._is_main:
-            _logger.warning_once("log() was called while no tracker runs; call init_trackers(project_name) before.")
+            self._warn_once("log() was called while no tracker runs; call init_trackers(project_name) before.")
         chosen = self._of_each(log_kwargs, "log_kwargs")
         for tracker in self.running:
             kwargs = chosen.get(_name(tracker).lower(), {})
@@ -345,6 +372,7 @@ class Trackers:
     def finish(self) -> None:
         """End every tracker; one that raises is named in the log, as in :meth:`log`. May be called twice."""
         running, self.running = self.running, []
+        self.shown.clear()
         for tracker in reversed(running):
             self._guard(tracker, "finish", tracker.finish)
         for name, count in self._failures.items():
@@ -368,8 +396,13 @@ class Trackers:
         chosen = {name.lower(): kwargs for name, kwargs in (given or {}).items()}
         strangers = chosen.keys() - self._asked.keys()
         if strangers and self._is_main:
-            _logger.warning_once("%s names %s, which this run does not feed.", argument, listed(strangers))
+            self._warn_once(f"{argument} names {listed(strangers)}, which this run does not feed.")
         return chosen
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            _logger.warning("%s", sentence)
 
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -33,11 +34,12 @@ from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.deferred import Deferred, Node
 from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign, without_absent
 from drivetrain_megatron.pipeline.pipeline import Pipeline
-from drivetrain_megatron.pipeline.skeleton import Elsewhere, passing_over
+from drivetrain_megatron.pipeline.skeleton import Elsewhere, StatesHere, passing_over
 from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
 from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
+from drivetrain_megatron.tensor.sharded import warn_anew
 from drivetrain_megatron.whole import WholeState, refuse_pickling
 from drivetrain_sharding import AssignmentRefusal, FormerParameters
 
@@ -203,7 +205,10 @@ class PipelinedTrainable(Trainable):
             )
         self.pipeline.changed()
         with without_absent(optimizer):
-            return self._stepping.step(optimizer, None)
+            result = self._stepping.step(optimizer, None)
+        if type(optimizer.state) is defaultdict:  # what a script has loaded replaces it
+            optimizer.state = StatesHere(optimizer.state)
+        return result
 
     @passing_over
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -289,6 +294,7 @@ class PipelinedTrainable(Trainable):
 
     def release(self) -> None:
         """Give the module its own classes back; the stages of other ranks stay without values."""
+        warn_anew()
         self.pipeline.release()
         self._assignment.remove()
         if self.whole is not None:

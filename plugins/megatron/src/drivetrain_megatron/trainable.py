@@ -33,6 +33,7 @@ from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor.cut import engine_side
+from drivetrain_megatron.tensor.sharded import warn_anew
 from drivetrain_megatron.tensor_parallel import whole_tensors
 from drivetrain_megatron.whole import WholeState, refuse_pickling
 from drivetrain_sharding import FormerParameters
@@ -188,6 +189,7 @@ class MegatronTrainable(Trainable):
 
     def release(self) -> None:
         """Nothing holds the process group but the mesh, which is the backend's."""
+        warn_anew()
         self._replicas.forget(self.module)
         if self.whole is not None:
             self.whole.remove()

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drivetrain.api import UsageError
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.pipeline.randomness import Draws
-from drivetrain_megatron.pipeline.skeleton import Skeleton, is_absent
+from drivetrain_megatron.pipeline.skeleton import Skeleton, forget_memory, is_absent, memory_of
 from drivetrain_megatron.pipeline.timeline import Timeline
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
 
@@ -93,11 +94,17 @@ class Between(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._before((args, kwargs or {}))
         result = func(*args, **kwargs)
-        if any(id(leaf) in self._dependent or isinstance(leaf, nn.Parameter) for leaf in leaves((args, kwargs))):
+        if any(self._depends(leaf) for leaf in leaves((args, kwargs))):
+            if func is Tensor.__setitem__:  # what it changes is its result
+                self.made(args[0])
+                return result
             found = leaves(result)
             if any(isinstance(leaf, Tensor) for leaf in found):
                 self.made(result)
         return result
+
+    def _depends(self, leaf: Any) -> bool:
+        return isinstance(leaf, nn.Parameter) or id(memory_of(leaf)) in self._dependent
 
     def made(self, result: Any) -> None:
         """Count a call, of torch or of a module that is skipped as a whole."""
@@ -148,6 +155,8 @@ def stubs_of(timeline: Timeline, points: Sequence[str]) -> dict[str, Stub]:
         last = sum(call.ended >= began for began in times)
         if not name or first != last or not all(_skippable(leaf) for leaf in leaves(call.output)):
             continue
+        for leaf in leaves(call.output):
+            forget_memory(leaf)
         loss = first == len(times) and any(call.began < time < call.ended for time in timeline.losses)
         stubs[name] = Stub(first, call.output, loss)
     return stubs
@@ -178,15 +187,30 @@ class Survey:
     Args:
         points: where stages begin.
         stubs: what is passed over.
+        is_written: tells memory with a value into which an absent value was written.
+        existing: tensors that live longer than a forward: the model's arguments and buffers.
     """
 
-    def __init__(self, points: Sequence[str], stubs: dict[str, Stub]) -> None:
+    def __init__(
+        self,
+        points: Sequence[str],
+        stubs: dict[str, Stub],
+        is_written: Callable[[Any], bool],
+        existing: Iterable[Any],
+    ) -> None:
         self.between, self.waits = Between(self._before, self._made), False
-        self._points, self._stubs = points, stubs
+        self._points, self._stubs, self._is_written = points, stubs, is_written
+        self._existing = {_storage(one) for one in existing if isinstance(one, Tensor)} - {0}
+        self._writers: dict[int, int] = {}
+        """The first stage that writes absent values into memory, by its storage."""
         self._stage = 0
         self._calls = [0 for _ in points]
         self._origins: dict[int, tuple[Key, int]] = {}
         self._needed: list[dict[Key, Tensor]] = [{} for _ in points]
+
+    def skips(self, name: str) -> bool:
+        """Whether a module lies in one stage."""
+        return name in self._stubs
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module's call does in this run."""
@@ -211,16 +235,39 @@ class Survey:
         return arguments
 
     def _used(self, tree: Any) -> None:
-        for leaf in leaves(tree):
-            if not is_absent(leaf) or id(leaf) not in self._origins:
+        for given in leaves(tree):
+            leaf = memory_of(given)
+            written = self._is_written(leaf)
+            if written:
+                self._check_memory(leaf)
+            if not (written or is_absent(leaf)) or id(leaf) not in self._origins:
                 continue
             key, stage = self._origins[id(leaf)]
             for cut in range(stage, self._stage):
                 self._needed[cut].setdefault(key, leaf)
 
+    def _check_memory(self, tensor: Tensor) -> None:
+        """Raise where a stage reads what an earlier one has written, and cannot be sent it."""
+        storage = _storage(tensor)
+        if self._writers.get(storage, self._stage) == self._stage:
+            return
+        if id(tensor) in self._origins and storage not in self._existing:
+            return
+        how = "a buffer or an argument of forward" if storage in self._existing else "memory, through a view of it,"
+        raise UnsupportedError(
+            f"forward writes what layers of one pipeline stage return into {how} and reads it where another stage has "
+            f"begun, at {self._points[self._stage - 1]!r}",
+            cure="Compute it without changing a tensor in place (torch.cat, torch.stack, torch.index_add), or assign "
+            "to the new tensor itself by an index (rows[:, :8] = h), not to a view of it; or name split_points before "
+            "the write or behind the read.",
+        )
+
     def _made(self, number: int, result: Any) -> None:
         for index, leaf in enumerate(leaves(result)):
-            if is_absent(leaf):
+            written = self._is_written(leaf)
+            if written:
+                self._writers.setdefault(_storage(leaf), self._stage)
+            if written or is_absent(leaf):
                 self._origins[id(leaf)] = ((number, index), self._stage)
 
     def crossings(self, output: Any) -> tuple[Crossing, ...]:
@@ -233,13 +280,23 @@ class Survey:
         )
 
 
+def _storage(tensor: Tensor) -> int:
+    """What tells memory apart; 0 for a tensor that has none."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
+        if is_absent(tensor) or tensor.layout is not torch.strided:
+            return 0
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
 def fresh(output: Any, which: Iterable[int]) -> Any:
     """The output of a skipped module with some of its tensors made anew: each run fills in values of its own."""
     found, chosen = leaves(output), set(which)
     return rebuilt(
         output,
         [
-            leaf.detach().requires_grad_(leaf.requires_grad) if index in chosen and isinstance(leaf, Tensor) else leaf
+            writable(leaf.detach().requires_grad_(leaf.requires_grad))
+            if index in chosen and isinstance(leaf, Tensor)
+            else leaf
             for index, leaf in enumerate(found)
         ],
     )
@@ -252,3 +309,19 @@ def whole_output(skeleton: Skeleton, timeline: Timeline) -> Any:
         for leaf in leaves(timeline.output)
     ]
     return rebuilt(timeline.output, found)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that forward may change in place, which autograd refuses of a leaf and its views."""
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    return _Writable.apply(tensor) if trained else tensor  # type: ignore[no-untyped-call]
+
+
+class _Writable(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -156,7 +156,8 @@ class Planner:
         stubs = stubs_of(timeline, points)
         for interception in (self.interception, self._bare):
             interception.install([*points, *stubs])
-        survey = Survey(points, stubs)
+        existing = [*leaves(arguments), *self.skeleton.module.buffers()]
+        survey = Survey(points, stubs, self.skeleton.is_written, existing)
         args, kwargs = arguments
         whole = whole_output(self.skeleton, timeline)
         try:

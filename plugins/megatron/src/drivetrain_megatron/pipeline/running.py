@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.pipeline import hooks
-from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh
+from drivetrain_megatron.pipeline.passage import Between, Crossing, Key, Passage, fresh, writable
 from drivetrain_megatron.pipeline.skeleton import is_absent, known_elsewhere
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 from drivetrain_megatron.tensor.sharded import full_tensor
@@ -44,11 +45,20 @@ class Run(Protocol):
     waits: bool
     """Forward begins with what belongs to other stages."""
 
+    def skips(self, name: str) -> bool:
+        """Whether a module lies in one stage, and is passed over as a whole by the others."""
+
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module's call does."""
 
     def end(self) -> None:
         """The model has returned."""
+
+
+def _uncompiled(kind: type[nn.Module]) -> Callable[..., Any]:
+    """What calls a module of which a stage runs a part: torch.compile does not see through what leaves it there."""
+    # Torch has no public name for what __call__ does without the compiler.
+    return nn.Module._call_impl if kind.__call__ is nn.Module.__call__ else kind.__call__  # noqa: SLF001
 
 
 def filled(tree: Any) -> Any:
@@ -85,6 +95,10 @@ class StageRun:
         self._values: dict[Key, Tensor] = {}
         self._began = self._inside = False
         self._grad = torch.is_grad_enabled()
+
+    def skips(self, name: str) -> bool:
+        """Whether a module lies in one stage, or is called by one that does."""
+        return self._inside or name in self._passage.stubs
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module's call does in this run."""
@@ -141,7 +155,8 @@ class StageRun:
         self._same_way(crossing)
         self._began = True
         torch.set_grad_enabled(self._grad)
-        self.between.depend(list(self.received))
+        self.received = [writable(one) for one in self.received]
+        self.between.depend(self.received)
         for key, value in zip(crossing.keys, self.received, strict=True):
             setattr(self._values[key], _FILLED, value)
             self._values[key] = value
@@ -253,7 +268,8 @@ class Interception:
                 # In backward, where activations are computed again from what was kept.
                 args, kwargs = filled((args, kwargs))
                 return original.__call__(module, *args, **kwargs)
-            return run.call(name, lambda *a, **k: original.__call__(module, *a, **k), args, kwargs)
+            forward = original.__call__ if run.skips(name) else _uncompiled(original)
+            return run.call(name, partial(forward, module), args, kwargs)
 
         def set_attribute(module: nn.Module, attribute: str, value: Any) -> None:
             if not interception.running and attribute != "training" and not isinstance(value, (nn.Module, Tensor)):
@@ -295,7 +311,8 @@ class Interception:
 
     def _whole(self, module: nn.Module, original: type[nn.Module], args: Any, kwargs: Any) -> Any:
         if self._outside is None or self.running:
-            return original.__call__(module, *args, **kwargs)
+            forward = original.__call__ if self._active is None else _uncompiled(original)
+            return forward(module, *args, **kwargs)
         if module is not self._module:
             raise UsageError(
                 f"a copy of a pipelined {original.__name__} was called; it has some of the stages, and no pipeline",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, final
@@ -33,6 +33,21 @@ NO_VALUE = (
     torch._subclasses.fake_tensor.DynamicOutputShapeException,  # noqa: SLF001
 )
 """Raised where a program asks for a value that is not there."""
+
+
+_MEMORY = "_drivetrain_memory"
+"""The attribute of an absent tensor under which the memory is found that it stands for."""
+
+
+def memory_of(value: Any) -> Any:
+    """The memory that an absent tensor stands for, which modules of a stage return in its place; else the value."""
+    return vars(value).get(_MEMORY, value) if isinstance(value, Tensor) else value
+
+
+def forget_memory(value: Any) -> None:
+    """Let go of the memory that an absent tensor stands for, after the forward that made it."""
+    if isinstance(value, Tensor):
+        vars(value).pop(_MEMORY, None)
 
 
 _TRACED: list[Callable[[Tensor], bool]] = []
@@ -148,8 +163,14 @@ class Elsewhere(FakeTensor):
     def grad(self, value: Any) -> None:
         """Its own stage does it."""
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Its own stage does it. Torch asks no function of a subclass."""
+        return self
+
     def passed_over(self, func: Any, args: Any, kwargs: Any) -> Elsewhere:
         """Write nothing. What its own stage draws to write into it is drawn, so that the next numbers are alike."""
+        if getattr(func, "__name__", "") == "detach_":
+            self.requires_grad_(False)
         if getattr(func, "__name__", "") not in _DRAWS:
             return self
         drawn = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -262,6 +283,38 @@ class Elsewhere(FakeTensor):
                 if type(one) is FakeTensor:
                     Elsewhere.of(one, absent.fqn)
             return found
+
+
+class StatesHere(defaultdict[Any, Any]):
+    """State of an optimizer by parameter, that of parameters of other stages being asked for by mistake."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__(dict, values)
+
+    def __missing__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        self._check(key)
+        return super().get(key, default)
+
+    def _check(self, key: Any) -> None:
+        if isinstance(key, Elsewhere) and not _KNOWN[0]:
+            raise UsageError(
+                f"{key.fqn} lies on another pipeline stage, and so does the optimizer's state of it, which was asked "
+                "for: a sum over the states would be that of one stage",
+                cure="accelerator.save_state(folder) writes the states of all stages. pipeline_parallel_size: 1 keeps "
+                "all parameters, with their states, on every rank.",
+            )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return defaultdict, (dict, dict(self))
 
 
 @contextmanager
@@ -409,6 +462,10 @@ class Skeleton:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=device)
 
+    def is_written(self, value: Any) -> bool:
+        """Whether the forward that runs has written an absent value into the memory of this tensor."""
+        return self._written is not None and self._written.holds(value)
+
     def _make_robust(self, module: nn.Module, name: str) -> None:
         inner = module.forward
 
@@ -457,17 +514,25 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def seen(self, output: Any) -> Any:
         """What a module returned, as the code that follows may see it."""
         found = leaves(output) if self._storages else []
-        return rebuilt(output, [self._shown(one) for one in found]) if any(map(self._is_written, found)) else output
+        if not any(map(self.holds, found)):
+            return output
+        # In a stage the module returns the memory itself: code that counts the calls of forward must not see these.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
+            shown = [self._shown(one) for one in found]
+        for one, each in zip(found, shown, strict=True):
+            if each is not one:
+                setattr(each, _MEMORY, one)
+        return rebuilt(output, shown)
 
-    def _is_written(self, value: Any) -> bool:
-        return (
-            type(value) in (Tensor, nn.Parameter)
-            and value.layout is torch.strided
-            and value.untyped_storage()._cdata in self._storages  # noqa: SLF001 (torch has no public name for it)
-        )
+    def holds(self, value: Any) -> bool:
+        """Whether this is a tensor with a value in memory into which an absent value was written."""
+        if type(value) not in (Tensor, nn.Parameter):
+            return False
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
+            return value.layout is torch.strided and value.untyped_storage()._cdata in self._storages  # noqa: SLF001
 
     def _shown(self, value: Any) -> Any:
-        if not self._is_written(value):
+        if not self.holds(value):
             return value
         return self._mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
 

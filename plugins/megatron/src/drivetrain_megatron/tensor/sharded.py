@@ -182,6 +182,11 @@ def by_gathering(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return func(*gathered(args), **gathered(kwargs))
 
 
+def warn_anew() -> None:
+    """Name operations without a rule again, for another model."""
+    _TOLD.clear()
+
+
 _IN_PLACE = frozenset({"__setitem__", "set:data", "set:grad"})
 _OF_MEMORY = frozenset(
     {"data_ptr", "untyped_storage", "storage", "as_strided", "stride", "storage_offset", "__dlpack__"}
