@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1-tp": (4, {"tensor_parallel_size": 2, "data_parallel": "zero1"}),
     "fsdp-tp": (4, {"tensor_parallel_size": 2, "data_parallel": "fsdp"}),
     "tp-pp": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True}),
+    # Its backward is split where torch finds the way to a weight, which it does not where that is a part.
+    "tp-pp-zbv": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zbv"}),
     "dp-tp-pp": (8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "zero1-tp-pp": (8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel": "zero1"}),
     "fsdp-tp-pp": (8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel": "fsdp"}),

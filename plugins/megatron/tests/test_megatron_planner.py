@@ -300,6 +300,26 @@ class TestTorchsLists:
             run_noting(built, m)
             assert tuple(noted) == lists.ranks[rank]
 
+    @pytest.mark.parametrize("name", SCHEDULES)
+    @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
+    def test_messages_are_asked_for_before_they_are_used_and_come_from_another_rank(self, name, p, m):
+        from drivetrain_megatron.planner.engine_lists import action_lists, messages_asked_for
+
+        v = find(name).stages_per_rank or 2
+        lists = action_lists(name, p, v, m)
+        asked = messages_asked_for(name, p, v, m)
+        for rank, actions in enumerate(lists.ranks):
+            assert len(asked[rank]) == len(actions)
+            for place, early in enumerate(asked[rank]):
+                for one in early:
+                    assert lists.owner[one.stage - 1 if one.kind == "F" else one.stage + 1] != rank
+                    kinds = {"F"} if one.kind == "F" else {"B", "I"}
+                    later = actions[place + 1 :]
+                    assert any(
+                        (a.stage, a.micro_batch) == (one.stage, one.micro_batch) and a.kind in kinds for a in later
+                    )
+        assert any(early for each in asked for early in each) == (name not in ("gpipe", "1f1b"))
+
     def test_the_lists_of_gpipe_and_1f1b_are_the_textbooks(self):
         from drivetrain_megatron.planner.engine_lists import action_lists
 

@@ -70,6 +70,8 @@ class Combination:
         """What the configuration says of backends."""
         if self.title.startswith("zero"):
             return ZERO
+        if self.title.endswith("offload"):
+            return {"fsdp": {"cpu_offload": True}}
         return {"megatron": megatron_section(self.title)} if self.title.startswith(("tp", "pp")) else {}
 
     @property
@@ -77,9 +79,9 @@ class Combination:
         """Ranks that read samples of their own."""
         return self.ranks // prod(degrees_of(self.title).values())
 
-    def estimate(self):
-        """What is predicted."""
-        request = request_for(
+    def request(self):
+        """What is planned."""
+        return request_for(
             self.model,
             self.ranks,
             replicas=self.replicas,
@@ -88,7 +90,10 @@ class Combination:
             optimizer=self.optimizer,
             sections=self.sections,
         )
-        return estimates_of(request, self.title)
+
+    def estimate(self):
+        """What is predicted."""
+        return estimates_of(self.request(), self.title)
 
     def count(self, estimate, measure=censused):
         """What the fullest of real ranks holds at its most, in bytes."""
@@ -97,6 +102,10 @@ class Combination:
             settings[name] = {**section, **settings.get(name, {})}
         ranks = spawn(measure, self.ranks, settings, self.model, self.optimizer, timeout=400)
         return max(each["most"] for each in ranks)
+
+
+OFFLOADED = (("gpt2", "no"), ("llama", "bf16"))
+"""On the CPU, where shards stay in the memory in which they are used; test_planner_memory.py keeps the two apart."""
 
 
 def combinations() -> list[Combination]:
@@ -131,6 +140,27 @@ def combinations() -> list[Combination]:
     found += [Combination(model, "tp 2 x pp 2, 1f1b, 4 micro-batches", 4) for model in ("gpt2", "llama")]
     found += [Combination("llama", "tp 2 x pp 2, gpipe, 4 micro-batches", 4, windows=2)]
     found += [Combination("gpt2", "tp 2 x pp 2, 2 replicas, 1f1b, 4 micro-batches", 8)]
+    # Several stages on a rank, backwards in two parts, and both ways round; a stage of a rank then follows another.
+    found += [
+        Combination(model, f"pp 2, {schedule} of 2 stages a rank, 4 micro-batches", 2, windows=windows)
+        for model, windows in (("gpt2", 2), ("llama", 1))
+        for schedule in ("interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+    ]
+    found += [Combination("llama", f"pp 3, {schedule}, 4 micro-batches", 3) for schedule in ("1f1b", "zero_bubble")]
+    found += [Combination("gpt2", "pp 4, zero_bubble, 4 micro-batches", 4)]
+    found += [Combination("llama", "pp 2, 2 replicas, interleaved_1f1b of 2 stages a rank, 4 micro-batches", 4)]
+    found += [Combination("llama", "tp 2 x pp 2, zero_bubble of 2 stages a rank, 4 micro-batches", 4)]
+    found += [Combination(model, "tp 2", 2, precision="bf16", windows=2) for model in ("gpt2", "llama")]
+    found += [
+        Combination(model, title, 2, precision="bf16", windows=2)
+        for model, title in (
+            ("gpt2", "pp 2, 1f1b, 4 micro-batches"),
+            ("llama", "pp 2, gpipe, 4 micro-batches"),
+            ("llama", "pp 2, zero_bubble of 2 stages a rank, 4 micro-batches"),
+        )
+    ]
+    found += [Combination("llama", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4, precision="bf16", windows=2)]
+    found += [Combination(model, "fsdp, offload", 2, precision=precision) for model, precision in OFFLOADED]
     return found
 
 
@@ -149,7 +179,10 @@ def megatron_section(title):
         if told.endswith("micro-batches"):
             found["num_micro_batches"] = int(told.split()[0])
         elif not told.endswith("replicas"):
-            found["schedule"] = told.split()[0]
+            name, _, stages = told.partition(" of ")
+            found["schedule"] = name
+            if name in ("interleaved_1f1b", "zero_bubble"):
+                found["stages_per_rank"] = int(stages.split()[0]) if stages else 1
     return found
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -78,8 +79,76 @@ class Storages(TorchDispatchMode):
         found = [one() for one in list(self.alive.values())]
         return sum(storage.nbytes() for storage in found if storage is not None)
 
+    def stepped(self, optimizer):
+        """An optimizer step has ended, or none was taken yet."""
 
-def censused(settings, model, optimizer="adamw", micro_batch=4):
+
+class DeviceStorages(Storages):
+    """Sums what would be on a device while fsdp keeps its shards in host memory.
+
+    On a CPU both are one memory, and the engine's copies from one to the other are none. They are made here, at the two
+    places where the engine asks for them. The host has the shards, what the optimizer keeps of them, their gradients
+    once they have been copied, and the step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.host = {}
+        self.copies = {"all_gather_inputs": 0, "foreach_reduce": 0}
+        self.plain_to = torch.Tensor.to
+
+    def __enter__(self):
+        def to(tensor, *args, **kwargs):
+            caller = sys._getframe(1).f_code.co_name
+            if caller not in self.copies:
+                return self.plain_to(tensor, *args, **kwargs)
+            self.copies[caller] += 1
+            copied = tensor.clone()
+            if caller == "foreach_reduce":
+                self.on_host(copied)
+            return copied
+
+        torch.Tensor.to = to
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        torch.Tensor.to = self.plain_to
+        assert raised[0] is not None or all(self.copies.values()), self.copies
+
+    def on_host(self, tensor):
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        self.host[storage._cdata] = weakref.ref(storage)
+
+    def stepped(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert hasattr(parameter, "_local_tensor"), "a parameter that is no shard stays on the device"
+                self.on_host(parameter)
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.on_host(value)
+
+    def look(self):
+        return 0 if self.phase == "step" else super().look()
+
+    def sum(self):
+        found = [one() for number, one in list(self.alive.items()) if not self.hosts(number)]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+    def hosts(self, number):
+        found = self.host.get(number)
+        # The number of a storage is its address, which another gets when it is gone.
+        return found is not None and found() is not None
+
+
+def censused_on_device(settings, model, optimizer="adamw", micro_batch=4):
+    """As :func:`censused`, of a device beside the host's memory."""
+    return censused(settings, model, optimizer, micro_batch, DeviceStorages)
+
+
+def censused(settings, model, optimizer="adamw", micro_batch=4, kind=Storages):
     """As :func:`counted`, by a census of storages: gloo's threads free what this thread has made."""
     from planner_models import MODELS
 
@@ -93,11 +162,12 @@ def censused(settings, model, optimizer="adamw", micro_batch=4):
     torch.manual_seed(0)
     # T5's blocks return a view, to which nothing is added in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    with Storages() as storages:
+    with kind() as storages:
         network = make()
         network.train()
-        stepper = optimizer_of(network, optimizer)
-        network, stepper = accelerator.prepare(network, stepper)
+        own = optimizer_of(network, optimizer)
+        network, stepper = accelerator.prepare(network, own)
+        storages.stepped(own)
         batch = batches(micro_batch)
         measured = []
         for step in range(STEPS - 1 + MEASURED):
@@ -114,6 +184,7 @@ def censused(settings, model, optimizer="adamw", micro_batch=4):
                     stepper.step()
                     stepper.zero_grad()
                     storages.phase = ""
+            storages.stepped(own)
             measured.append({"most": max(storages.most.values()), "before": before, **storages.most})
     accelerator.end_training()
     return min(measured[STEPS - 1 :], key=lambda each: each["most"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from drivetrain.api import load_config
+from drivetrain.api import UsageError, load_config
+from drivetrain_planner.choosing import check_mesh
 
 TRAIN = """
 import torch
@@ -51,6 +53,22 @@ def folder(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "config.yaml").write_text(CONFIG)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"cp": 2}, "no installed backend has the mesh axis cp, so that no layout with it can be planned"),
+        ({"tp": 2}, "names mesh: {tp: 2}, and the planner chooses the sizes of these axes"),
+    ],
+)
+def test_an_axis_that_the_planner_does_not_read_is_refused(mesh, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        check_mesh(mesh)
+
+
+def test_axes_of_replicas_and_shards_are_the_backends():
+    check_mesh({"dp_shard": 2, "tp": 1})
 
 
 def launch(folder, *arguments):

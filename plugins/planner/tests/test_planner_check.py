@@ -178,7 +178,15 @@ def described(folder, settings, ranks=2):
         ({"distributed_type": "fsdp", "mesh": {"dp_shard": 4}}, 4, "fsdp"),
         ({"distributed_type": "fsdp", "mesh": {"dp_replicate": 2}}, 4, "fsdp, 2 replicas of 2 shards"),
         ({"distributed_type": "fsdp", "mesh": {"dp_shard": 2}}, 6, "fsdp, 3 replicas of 2 shards"),
+        ({"distributed_type": "fsdp", "fsdp": {"cpu_offload": True}}, 2, "fsdp, offload"),
         ({"distributed_type": "single"}, 1, "single"),
+        ({"distributed_type": "megatron", "mesh": {"tp": 2}}, 4, "tp 2, 2 replicas"),
+        ({"distributed_type": "megatron", "mesh": {"pp": 2}}, 2, "pp 2, 1f1b, 2 micro-batches"),
+        (
+            {"distributed_type": "megatron", "megatron": {"pipeline_parallel_size": 2, "schedule": "zbv"}},
+            2,
+            "pp 2, zbv of 2 stages a rank, 4 micro-batches",
+        ),
     ],
 )
 def test_one_layout_is_described(folder, settings, ranks, layout):
@@ -196,11 +204,14 @@ def test_windows_are_the_configurations(folder):
     assert found["accumulation"] == 3
     # Whole gradients stay from one micro-batch to the next.
     assert found["bytes"] > described(folder, {"distributed_type": "fsdp"})["bytes"] + 6 * 256 * 256 * 4 / 2
+    # Both ranks have the same samples.
+    cut = {"distributed_type": "megatron", "megatron": {"tensor_parallel_size": 2}, "gradient_accumulation_steps": 3}
+    assert described(folder, cut)["accumulation"] == 3
 
 
 def test_a_layout_that_is_not_modelled_says_why(folder):
-    with pytest.raises(UsageError, match="fsdp: cpu_offload is not modelled"):
-        described(folder, {"distributed_type": "fsdp", "fsdp": {"cpu_offload": True}})
+    with pytest.raises(UsageError, match="offload_optimizer is not modelled"):
+        described(folder, {"distributed_type": "deepspeed", "deepspeed": {"offload_optimizer": "cpu"}})
     with pytest.raises(UsageError, match="the backend other does not say what its layouts hold"):
         prediction(load_config("config.yaml"), LaunchPlan(2, 2, backend="other"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from types import ModuleType
 
@@ -129,6 +130,28 @@ def test_a_choice_is_written_and_read_back(net, tmp_path):
     assert "not single: it trains in one process, and 2 are asked for" in done.output
     again = run("choose", *net, "--machine", "cpu", "--processes", "2", "--write", "train.yaml")
     assert isinstance(again.exception, UsageError)
+
+
+def test_an_explanation_says_what_is_not_counted(net):
+    done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--explain")
+    assert done.exit_code == 0, done.output
+    assert "not counted: what kernels allocate inside of themselves" in done.output
+    assert re.search(r"^not asked: dp, .*which give no estimates$", done.output, re.MULTILINE), done.output
+    assert "not offered: context parallelism, since no installed backend has the mesh axis cp" in done.output
+    assert "not offered: expert parallelism" in done.output
+
+
+def test_offload_is_counted_where_it_is_asked_for_and_never_chosen(net, tmp_path):
+    plain = json.loads(run("choose", *net, "--machine", "h100x2", "--json").stdout)
+    assert not any("offload" in each["title"] for each in (*plain["fitting"], *plain["rejected"]))
+    (tmp_path / "offload.yaml").write_text("fsdp: {cpu_offload: true}\n")
+    done = run("choose", *net, "--machine", "h100x2", "--config", "offload.yaml", "--json")
+    found = next(each for each in json.loads(done.stdout)["fitting"] if each["title"] == "fsdp, offload")
+    shards = next(each for each in plain["fitting"] if each["title"] == "fsdp")
+    assert found["settings"]["fsdp"]["cpu_offload"]
+    for part in ("parameters", "optimizer states"):
+        assert found["host"][part] == shards["resident"][part]
+        assert not found["resident"][part]
 
 
 def test_json_has_every_layout(net):

@@ -76,6 +76,40 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages():
     assert weighed.seconds["waiting"] == pytest.approx(weighed.seconds["computation"] * steady.idle / (1 - steady.idle))
 
 
+def test_interleaving_waits_less_and_holds_more():
+    steady = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4)
+    several = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule="interleaved_1f1b")
+    assert several.title == "pp 2, interleaved_1f1b of 2 stages a rank, 4 micro-batches"
+    assert several.idle < steady.idle
+    assert several.memory["activations"] > steady.memory["activations"]
+    (sent,) = [each for each in several.traffic if each.operation == "send"]
+    (once,) = [each for each in steady.traffic if each.operation == "send"]
+    # Of four stages three cuts are crossed, in place of one.
+    assert sent.bytes == 3 * once.bytes
+
+
+def test_a_stage_that_follows_on_its_own_rank_sends_nothing():
+    sent, once = (
+        sum(each.bytes for each in layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4, **given).traffic)
+        for given in ({"schedule": "zbv"}, {})
+    )
+    # Down the ranks and up again: two of three cuts lie between ranks.
+    assert sent == 2 * once
+
+
+def test_a_backward_in_two_parts_leaves_no_rank_waiting_as_long():
+    whole, split = (
+        layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule=schedule, stages_per_rank=1)
+        for schedule in ("1f1b", "zero_bubble")
+    )
+    assert split.title == "pp 2, zero_bubble, 4 micro-batches"
+    assert split.settings["megatron"]["stages_per_rank"] == 1
+    assert split.idle < whole.idle
+    # Both compute the same.
+    flops = [sum(each.flops * each.count for each in one.trace.backward) for one in (whole, split)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.02)
+
+
 def test_a_tied_table_is_on_the_first_and_the_last_stage():
     gpt2 = layout("gpt2", 2, pipeline_parallel_size=2)
     single = next(iter(ranks_of_one("gpt2")))
@@ -93,7 +127,12 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
         ("gpt2", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel is not modelled"),
         ("gpt2", 3, {"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide"),
         ("gpt2", 64, {"pipeline_parallel_size": 64}, "cannot be cut into 64 pipeline stages"),
-        ("gpt2", 2, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}, "schedule: zero_bubble is not modelled"),
+        (
+            "gpt2",
+            2,
+            {"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b", "num_micro_batches": 1},
+            "interleaved_1f1b does not take 1 micro-batch, and the schedule that training takes in its place",
+        ),
         ("gpt2", 2, {"pipeline_parallel_size": 2, "split_points": ["nowhere"]}, "is not a module of the model"),
         ("gpt2", 4, {"pipeline_parallel_size": 4, "num_micro_batches": 2}, "does not take 2 micro-batches"),
         (
@@ -136,6 +175,8 @@ def test_a_layout_can_be_written_and_read(tmp_path):
 
 
 def test_titles_tell_the_section():
+    several = megatron_section("pp 2, zero_bubble of 3 stages a rank, 4 micro-batches")
+    assert (several["schedule"], several["stages_per_rank"]) == ("zero_bubble", 3)
     one = Combination("gpt2", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4)
     assert megatron_section(one.title) == {
         "tensor_parallel_size": 2,

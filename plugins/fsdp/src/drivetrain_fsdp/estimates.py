@@ -28,13 +28,13 @@ class Unit:
         sharded: this rank's shards, in the dtype in which they are trained.
         message: whole parameters with their padding, in the dtype in which they are computed with.
         reduced: whole gradients with their padding, in the dtype in which they are reduced.
-        casts: shards are cast before they are gathered.
+        copied: what is made of this rank's shards before they are gathered: they are cast, or come from host memory.
     """
 
     sharded: int
     message: int
     reduced: int
-    casts: bool
+    copied: int
 
 
 def estimates(request: PlanRequest) -> list[Estimate]:
@@ -42,11 +42,8 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     section = FSDPConfig.model_validate(request.sections.get("fsdp", {}))
     ranks = request.world_size
     accumulation = request.accumulation(ranks)
-    refused = "" if accumulation is not None else request.indivisible(ranks)
-    if section.cpu_offload:
-        refused = "cpu_offload is not modelled; plan without it, or try it with a short run"
-    if refused or accumulation is None:
-        return [Estimate("fsdp", "fsdp", "fsdp", 20, refused=refused)]
+    if accumulation is None:
+        return [Estimate("fsdp", "fsdp", "fsdp", 20, refused=request.indivisible(ranks))]
     meshes = [(1, ranks)]
     recomputing = [False, True]
     if request.mesh is not None:
@@ -99,13 +96,13 @@ class _Layout:
             self._unit_of[name] = names[id(owner)]
             held[names[id(owner)]].append(parameter)
         self._units = {name: self._unit(parameters) for name, parameters in held.items() if parameters}
-        self._sizes = [
+        self._shards = [
             self._part(parameter) * parameter.element_size()
             for parameters in held.values()
             for parameter in parameters
             if parameter.requires_grad
         ]
-        self._sizes += [one.numel() * one.element_size() for one in self._whole if one.requires_grad]
+        self._rest = [one.numel() * one.element_size() for one in self._whole if one.requires_grad]
 
     def _part(self, parameter: nn.Parameter) -> int:
         """Elements of the first rank's shard, which is the largest; torch pads the others to it."""
@@ -124,18 +121,25 @@ class _Layout:
                 if one.requires_grad or not trained
             )
 
+        sharded, message = bytes_in(None, False), bytes_in(compute, False) * self._ranks
         return Unit(
-            sharded=bytes_in(None, False),
-            message=bytes_in(compute, False) * self._ranks,
+            sharded=sharded,
+            message=message,
             reduced=bytes_in(reduce, True) * self._ranks,
-            casts=compute is not None,
+            copied=message // self._ranks if compute is not None else sharded if self.apart else 0,
         )
 
     @property
     def title(self) -> str:
         """What is chosen, in a few words."""
         replicated = "" if self._replicas == 1 else f", {self._replicas} replicas of {self._ranks} shards"
-        return f"fsdp{replicated}{', recompute' if self._section.activation_checkpointing else ''}"
+        recompute = ", recompute" if self._section.activation_checkpointing else ""
+        return f"fsdp{replicated}{recompute}{', offload' if self._section.cpu_offload else ''}"
+
+    @property
+    def apart(self) -> bool:
+        """Shards are in host memory, which is not the device's."""
+        return self._section.cpu_offload and self._request.device_type != "cpu"
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -144,19 +148,30 @@ class _Layout:
         request, section = self._request, self._section
         recomputed = self._blocks if section.activation_checkpointing else []
         trace = request.trace((ROOT, *self._order), recomputed, request.precision.compute)
-        held = {
-            "parameters": sum(unit.sharded for unit in self._units.values())
-            + sum(one.numel() * one.element_size() for one in self._whole),
-            "buffers": sum(one.numel() * one.element_size() for one in request.model.buffers()),
-            "optimizer states": request.optimizer.state(self._sizes),
+        sharded = {
+            "parameters": sum(unit.sharded for unit in self._units.values()),
+            "optimizer states": request.optimizer.state(self._shards),
         }
+        held = {
+            "parameters": sum(one.numel() * one.element_size() for one in self._whole),
+            "buffers": sum(one.numel() * one.element_size() for one in request.model.buffers()),
+            "optimizer states": request.optimizer.state(self._rest),
+        }
+        host: dict[str, int] = {}
+        stepped = [*self._shards, *self._rest]
+        if self.apart:
+            stepped = self._rest
+            host = {**sharded, "gradients": sum(self._shards)}
+        else:
+            held = {part: size + sharded.get(part, 0) for part, size in held.items()}
         ledger = Ledger(held)
         _Replay(self, ledger, trace).run()
-        ledger.during("optimizer step", request.optimizer.step(self._sizes))
+        ledger.during("optimizer step", request.optimizer.step(stepped))
+        keys = {"activation_checkpointing": section.activation_checkpointing}
         settings: dict[str, object] = {
             "distributed_type": "fsdp",
             "gradient_accumulation_steps": self._accumulation,
-            "fsdp": {"activation_checkpointing": section.activation_checkpointing},
+            "fsdp": {**keys, "cpu_offload": True} if section.cpu_offload else keys,
         }
         if self._replicas > 1:
             settings["mesh"] = {"dp_replicate": self._replicas, "dp_shard": self._ranks}
@@ -169,11 +184,20 @@ class _Layout:
             memory=ledger.memory,
             resident=held,
             moment=ledger.moment,
+            host=host,
             accumulation=self._accumulation,
             trace=trace,
             traffic=self._traffic(),
-            stepped=sum(self._sizes),
+            stepped=sum(self._shards) + sum(self._rest),
+            remarks=self._remarks(),
         )
+
+    def _remarks(self) -> list[str]:
+        if self.apart:
+            return ["the optimizer steps in host memory, which takes longer than the seconds shown"]
+        if self._section.cpu_offload:
+            return ["here the host's memory is the device's, so that offload frees nothing"]
+        return []
 
     def _traffic(self) -> list[Traffic]:
         steps = self._accumulation
@@ -189,6 +213,11 @@ class _Layout:
         if self._replicas > 1:
             share = reduced // self._ranks
             traffic.append(Traffic("all_reduce", self._replicas, reductions * share, reductions * calls))
+        if self.apart:
+            gathers = {name: 1 + self.freed_after_forward(name) for name in self._units}
+            copied = steps * sum(gathers[name] * unit.sharded for name, unit in self._units.items())
+            copies = (steps * 2 + reductions) * len(self._unit_of)
+            traffic.append(Traffic("host_copy", 1, copied + reductions * reduced // self._ranks, copies))
         return traffic
 
     # ---- what the replay asks ---------------------------------------------------------------------------------------
@@ -255,7 +284,7 @@ class _Replay:
                     whole = size if reduce is None else size * dtype_of(reduce).itemsize // self._itemsize(name)
                     self._whole[owner] = self._whole.get(owner, 0) + whole
             ledger.add("gradients", sum(self._whole.values()))
-        elif layout.accumulation > 1:
+        elif layout.accumulation > 1 and not layout.apart:
             ledger.add(
                 "gradients", sum(unit.reduced // layout.ranks for unit in map(layout.unit, self._names()) if unit)
             )
@@ -305,13 +334,12 @@ class _Replay:
         unit = self._layout.unit(name)
         if unit is None or name in self._gathered or (self._message is not None and self._message[0] == name):
             return
-        cast = unit.message // self._layout.ranks if unit.casts else 0
         if self._message is not None:
             # In forward the message before is kept until this one has arrived.
-            self._ledger.during("gathered", unit.message + cast)
+            self._ledger.during("gathered", unit.message + unit.copied)
             self._drop_message()
         self._ledger.add("gathered", unit.message)
-        self._ledger.during("gathered", cast)
+        self._ledger.during("gathered", unit.copied)
         self._message = (name, unit.message)
 
     def _gather(self, name: str, *, forward: bool) -> None:
@@ -364,7 +392,7 @@ class _Replay:
         if self._layout.request.device_type == "cpu":
             # gloo reduces a copy of the whole message.
             ledger.during("reduction buffers", unit.reduced + part)
-        if self._layout.accumulation == 1 or self._layout.without_sync:
+        if not self._layout.apart and (self._layout.accumulation == 1 or self._layout.without_sync):
             ledger.add("gradients", part)
         else:
             ledger.during("gradients", part)

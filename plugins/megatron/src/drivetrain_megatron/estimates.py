@@ -1,7 +1,8 @@
 """What a rank holds and sends under ``megatron``, for a planner: its cuts and stages, run on tensors without values.
 
 Tensor parallelism is traced as the first rank of a ring that sends nothing. Of a pipeline each stage is traced by
-itself, one micro-batch forward and backward; the schedule's list of actions says which of them a rank holds at once.
+itself, one micro-batch forward and backward, in two parts where the schedule splits it; the schedule's list of actions
+says which of them a rank holds at once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,22 +19,24 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import ModuleState
 from drivetrain_megatron.pipeline.batches import Dims, Rows, cut
 from drivetrain_megatron.pipeline.cutting import Cut
-from drivetrain_megatron.pipeline.passage import Passage, Stub
+from drivetrain_megatron.pipeline.passage import Crossing, Passage, Stub
 from drivetrain_megatron.pipeline.planning import Planner
 from drivetrain_megatron.pipeline.running import Interception, StageRun
 from drivetrain_megatron.pipeline.schedules import parts_for, rank_of_stage, stages_per_rank, wanted_parts
 from drivetrain_megatron.pipeline.skeleton import traced
+from drivetrain_megatron.pipeline.transport import can_split
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
-from drivetrain_megatron.planner.actions import ActionLists
+from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
 from drivetrain_megatron.planner.catalogue import find
 from drivetrain_megatron.planner.costs import Costs
-from drivetrain_megatron.planner.engine_lists import action_lists
+from drivetrain_megatron.planner.engine_lists import action_lists, messages_asked_for
 from drivetrain_megatron.planner.simulate import simulate
 from drivetrain_megatron.replicas import buckets
 from drivetrain_megatron.tensor.collectives import Ring
@@ -74,17 +77,17 @@ class Degrees:
 
 def _degrees(request: PlanRequest, section: MegatronConfig) -> Iterator[Degrees]:
     """Every product that makes the world; ``tp`` stays inside of a machine, unless the configuration says otherwise."""
+    asked_tensor, asked_pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
+    if request.mesh is not None:
+        asked_tensor = asked_tensor or request.mesh.get("tp", 1)
+        asked_pipeline = asked_pipeline or request.mesh.get("pp", 1)
     for tensor in _divisors(request.world_size):
-        if section.tensor_parallel_size is None and tensor > request.ranks_per_node:
+        if asked_tensor is None and tensor > request.ranks_per_node:
             continue
         for pipeline in _divisors(request.world_size // tensor):
-            found = Degrees(tensor, pipeline, request.world_size // tensor // pipeline)
-            asked = section.tensor_parallel_size in (None, tensor) and section.pipeline_parallel_size in (
-                None,
-                pipeline,
-            )
+            asked = asked_tensor in (None, tensor) and asked_pipeline in (None, pipeline)
             if asked and tensor * pipeline > 1:
-                yield found
+                yield Degrees(tensor, pipeline, request.world_size // tensor // pipeline)
 
 
 def _divisors(number: int) -> list[int]:
@@ -326,28 +329,33 @@ class _Traced:
     """One micro-batch of one stage, forward and backward.
 
     Args:
-        forward: events up to the end of the forward.
-        backward: those that follow.
+        parts: events of each kind of action that the schedule has for the stage.
         trace: of which they are.
         sent: messages over the axis ``tp``.
         changed: attributes that the forward changes, of modules whose forward several stages run.
+        first: of the pipeline.
     """
 
-    forward: Sequence[TraceEvent]
-    backward: Sequence[TraceEvent]
+    parts: Mapping[Kind, Sequence[TraceEvent]]
     trace: Trace
     sent: Sequence[tuple[str, int]]
     changed: AbstractSet[str]
+    first: bool
 
     @property
     def kept(self) -> int:
         """Bytes that a forward leaves for its backward."""
-        return self.forward[-1].live
+        return self.parts["F"][-1].live
 
     @property
-    def costs(self) -> tuple[float, float]:
-        """Of a forward and of a backward, to compare stages by."""
-        return _cost(self.trace.forward), _cost(self.trace.backward)
+    def costs(self) -> tuple[float, float, float]:
+        """Of a forward, of a backward for the input and of one for the weights, to compare stages by."""
+        forward, backward = _cost(self.trace.forward), _cost(self.trace.backward)
+        if not self.parts.get("W"):
+            return forward, backward, 0.0
+        # Of a matrix product both cost the same. The first stage computes all of it with that of the weights.
+        share = 0.0 if self.first else 0.5
+        return forward, share * backward, (1 - share) * backward
 
 
 def _cost(kernels: Sequence[Work]) -> float:
@@ -365,24 +373,28 @@ class _Pipeline(_Layout):
         self._wanted = section.num_micro_batches or ranks * self._stages_per_rank
         # Fewer samples than are wanted make fewer micro-batches, for which training takes a plainer schedule.
         self._parts = max(min(self._wanted, self.request.micro_batch), 1)
-        self._schedule = section.schedule
+        self._schedule, self._fits = section.schedule, False
         try:
             self._parts = parts_for(section, self.request.micro_batch, ranks)
         except UsageError:
             return  # It says why in estimate().
-        if not find(section.schedule).takes(ranks, self._stages_per_rank, self._parts):
-            self._schedule = "gpipe"
+        self._fits = find(section.schedule).takes(ranks, self._stages_per_rank, self._parts)
+        if not self._fits and find(section.schedule).stages_per_rank == 1:
+            self._schedule, self._fits = "gpipe", True
 
     @property
     def title(self) -> str:
         several = f" of {self._stages_per_rank} stages a rank" if self._stages_per_rank > 1 else ""
-        batches = "1 micro-batch" if self._parts == 1 else f"{self._parts} micro-batches"
-        return f"{super().title}, {self._schedule}{several}, {batches}"
+        return f"{super().title}, {self._schedule}{several}, {self._batches}"
+
+    @property
+    def _batches(self) -> str:
+        return "1 micro-batch" if self._parts == 1 else f"{self._parts} micro-batches"
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
         found["megatron"] |= {"schedule": self.section.schedule, "num_micro_batches": self._wanted}
-        if self._stages_per_rank > 1:
+        if find(self.section.schedule).stages_per_rank is None:
             found["megatron"]["stages_per_rank"] = self._stages_per_rank
         return found
 
@@ -391,7 +403,7 @@ class _Pipeline(_Layout):
         self._check()
         lists = action_lists(self._schedule, degrees.pipeline, self._stages_per_rank, self._parts)
         stages = self._cut()
-        each = [self._trace(stages, stage) for stage in range(stages.cut.num_stages)]
+        each = [self._traced(lists, stages, stage) for stage in range(stages.cut.num_stages)]
         self._check_changes(lists, each)
         sizes = self.made.sizes(degrees.tensor)
         owners = {
@@ -399,7 +411,9 @@ class _Pipeline(_Layout):
             for name, holders in stages.cut.parameters.items()
         }
         ranks = [
-            self._rank(lists, each, rank, {name: size for name, size in sizes.items() if rank in owners[name]}, owners)
+            self._rank(
+                lists, each, stages, rank, {name: size for name, size in sizes.items() if rank in owners[name]}, owners
+            )
             for rank in range(degrees.pipeline)
         ]
         ledger, held, trained = max(ranks, key=lambda found: found[0].most)
@@ -426,13 +440,14 @@ class _Pipeline(_Layout):
         """Raise what training would, and where a schedule is not replayed."""
         section, ranks = self.section, self.degrees.pipeline
         wanted_parts(section, ranks)
-        if section.schedule not in _REPLAYED:
+        if not self._fits:
             raise UnsupportedError(
-                f"schedule: {section.schedule} is not modelled",
-                cure=f"Plan with one of {', '.join(_REPLAYED)}, or try it with a short run.",
+                f"{section.schedule} does not take {self._batches}, and the schedule that training takes "
+                "in its place is not modelled",
+                cure="Plan with a larger batch, or with the schedule 1f1b.",
             )
         stages = ranks * self._stages_per_rank
-        if self._parts < stages and (section.pipeline_parallel_size is None or self._stages_per_rank > 1):
+        if self._parts < stages and section.pipeline_parallel_size is None:
             raise UsageError(
                 f"a batch of {self.request.micro_batch} samples makes fewer micro-batches than the {stages} stages, "
                 "which would wait for each other most of the time",
@@ -480,8 +495,18 @@ class _Pipeline(_Layout):
         assert made is not None, "the first passage cuts"
         return _Stages(made, way, rows, dims, largest)
 
-    def _trace(self, stages: _Stages, stage: int) -> _Traced:
-        degree, parts = self.degrees.tensor, len(stages.rows)
+    def _traced(self, lists: ActionLists, stages: _Stages, stage: int) -> _Traced:
+        """One stage, traced once for each way in which the schedule runs its backward."""
+        kinds = {action.kind for action in lists.all() if action.stage == stage}
+        if "I" not in kinds:
+            return self._trace(stages, stage, splits=False)
+        found = self._trace(stages, stage, splits=True)
+        if "B" not in kinds:
+            return found
+        return replace(found, parts={**self._trace(stages, stage, splits=False).parts, **found.parts})
+
+    def _trace(self, stages: _Stages, stage: int, *, splits: bool) -> _Traced:
+        degree, micro_batches = self.degrees.tensor, len(stages.rows)
         plan, ring = self.made.plan(degree), Ring(None, simulated=degree)
         last = stage == stages.cut.num_stages - 1
         incoming = stages.way.crossings[stage - 1].metas if stage else ()
@@ -506,7 +531,7 @@ class _Pipeline(_Layout):
 
             with traced(bench.is_elsewhere):
                 if last:
-                    loss = bench.loss(bench.engine.forward(forward, (), {}), begin, end) / parts
+                    loss = bench.loss(bench.engine.forward(forward, (), {}), begin, end) / micro_batches
                     outputs: list[Tensor] = [loss]
                     del loss
                 else:
@@ -518,16 +543,31 @@ class _Pipeline(_Layout):
                     if not change.tensors and any(point.startswith(inside) for point in stages.cut.points):
                         changed.add(str(place))
                 gradients = [None if last else torch.empty_like(one) for one in outputs]
-                torch.autograd.backward(outputs, gradients)
-                back = [one.grad for one in received]
+                if splits and stage:
+                    parts_of = () if plan is None else plan.cuts
+                    given = None if last else gradients
+                    back = _split_backward(bench, elsewhere, parts_of, outputs, given, received)
+                else:
+                    if splits:
+                        # The first stage has no input to compute a gradient for: it does all of it later.
+                        bench.record("backward_leave")
+                    torch.autograd.backward(outputs, gradients)
+                    back = [one.grad for one in received]
                 outputs.clear()
                 received.clear()
                 bench.record("end")
                 del back, gradients
 
         trace = self.request.run(run)
-        middle = next(index for index, event in enumerate(trace.events) if event.kind == "loss") + 1
-        return _Traced(trace.events[:middle], trace.events[middle:], trace, list(ring.sent), changed)
+        kinds = [event.kind for event in trace.events]
+        middle = kinds.index("loss") + 1
+        forward, backward = trace.events[:middle], trace.events[middle:]
+        parts: dict[Kind, Sequence[TraceEvent]] = {"F": forward, "B": backward}
+        if splits:
+            # A backward that torch cannot split is all computed with that of the input.
+            end = kinds.index("backward_leave") + 1 - middle if "backward_leave" in kinds else len(backward)
+            parts = {"F": forward, "I": backward[:end], "W": backward[end:]}
+        return _Traced(parts, trace, list(ring.sent), changed, not stage)
 
     def _check_changes(self, lists: ActionLists, each: Sequence[_Traced]) -> None:
         """Raise where ranks would keep other attributes, as the trial of a batch in parts does."""
@@ -549,6 +589,7 @@ class _Pipeline(_Layout):
         self,
         lists: ActionLists,
         stages: Sequence[_Traced],
+        cut: _Stages,
         rank: int,
         sizes: Mapping[str, int],
         owners: Mapping[str, set[int]],
@@ -564,19 +605,21 @@ class _Pipeline(_Layout):
             ledger.add("gradients", sum(known.values()))
             # Of what several stages hold, each batch's gradient is added up over them before it is added here.
             complete = {name for name in known if len(owners[name]) == 1}
-        in_flight = self.made.batch
-        for action in lists.ranks[rank]:
-            stage = stages[action.stage]
-            if action.kind == "F":
-                ledger.phase = "forward"
-                for event in stage.forward:
-                    ledger.replay(_above(event, in_flight, "leave"))
-                in_flight += stage.kept
-                continue
-            ledger.phase = "backward"
-            in_flight -= stage.kept
-            for event in stage.backward:
-                ledger.replay(_above(event, in_flight, "gradient"))
+        messages = _Messages(self._schedule, lists.owner, cut.way.crossings)
+        # Of a stage and a micro-batch, bytes that wait for what is to come of its backward.
+        waiting: dict[tuple[int, int], int] = {}
+        schedule = (self._schedule, self.degrees.pipeline, self._stages_per_rank, self._parts)
+        asked = messages_asked_for(*schedule)[rank]
+        for action, early in zip(lists.ranks[rank], asked, strict=True):
+            stage, key = stages[action.stage], (action.stage, action.micro_batch)
+            ledger.phase = "forward" if action.kind == "F" else "backward"
+            waiting.pop(key, None)
+            others = self.made.batch + sum(waiting.values()) + messages.held(action, early)
+            # What comes from a stage of this rank is counted there.
+            others -= messages.local(action.stage)
+            events = stage.parts[action.kind]
+            for event in events:
+                ledger.replay(_above(event, others, "leave" if action.kind == "F" else "gradient"))
                 if event.kind != "gradient":
                     continue
                 size = stage.trace.gradients[event.name]
@@ -585,6 +628,10 @@ class _Pipeline(_Layout):
                 else:
                     ledger.add("gradients", size)
                     complete.add(event.name)
+            goes_on = action.kind == "F" or (action.kind == "I" and bool(stage.parts["W"]))
+            if goes_on:
+                waiting[key] = events[-1].live - messages.local(action.stage)
+            messages.follow(action, ends=not goes_on and bool(events))
         ledger.phase = "step"
         for name in trained:
             if len(owners[name]) > 1:
@@ -602,7 +649,7 @@ class _Pipeline(_Layout):
             _bytes(stages.way.crossings[place].metas)
             for stage in mine
             for place in (stage - 1, stage)
-            if 0 <= place < len(stages.way.crossings)
+            if 0 <= place < len(stages.way.crossings) and lists.owner[place] != lists.owner[place + 1]
         ]
         sent = [message for stage in mine for message in each[stage].sent]
         return [
@@ -612,8 +659,65 @@ class _Pipeline(_Layout):
         ]
 
 
-_REPLAYED = ("gpipe", "1f1b")
-"""Schedules that were compared with what real ranks hold."""
+@final
+class _Messages:
+    """Messages of a rank that its schedule holds when computations no longer need them.
+
+    Schedules of several stages a rank, and those that split the backward, wait for their sends when they end, and have
+    until then what was sent; GPipe so has the gradients. 1F1B has in variables the gradient that it sent last, and in
+    a forward the one that it received last.
+
+    Args:
+        schedule: its name.
+        owner: which rank has a stage.
+        crossings: what goes from each stage to the next.
+    """
+
+    def __init__(self, schedule: str, owner: Sequence[int], crossings: Sequence[Crossing]) -> None:
+        self._schedule, self._owner = schedule, owner
+        self._values = [_bytes(crossing.metas) for crossing in crossings]
+        self._gradients = [_bytes([meta for meta in crossing.metas if meta.trained]) for crossing in crossings]
+        self._sent = self._received = 0
+        self._handed: dict[tuple[int, int], int] = {}
+        """Gradients for a stage of the same rank, by stage and micro-batch."""
+
+    def local(self, stage: int) -> int:
+        """Bytes that a stage's forward has from another stage of its rank."""
+        return self._values[stage - 1] if stage and self._owner[stage - 1] == self._owner[stage] else 0
+
+    def held(self, action: Action, early: Sequence[Action]) -> int:
+        """Bytes that are held beside an action's own.
+
+        Args:
+            action: which is computed.
+            early: later ones, for whose messages there is memory already.
+        """
+        if action.kind in "BI":
+            self._handed.pop((action.stage, action.micro_batch), None)
+        received = self._received if action.kind == "F" else 0
+        coming = sum(
+            self._values[each.stage - 1] if each.kind == "F" else self._gradients[each.stage] for each in early
+        )
+        return self._sent + received + sum(self._handed.values()) + coming
+
+    def follow(self, action: Action, *, ends: bool) -> None:
+        """Note what an action sends.
+
+        Args:
+            action: which is over.
+            ends: a micro-batch's backward has ended in this stage, which lets go of what it has sent on.
+        """
+        stage = action.stage
+        after = stage + 1 < len(self._owner) and self._owner[stage + 1] != self._owner[stage]
+        if action.kind in "BI" and stage and self._owner[stage - 1] == self._owner[stage]:
+            self._handed[stage - 1, action.micro_batch] = self._gradients[stage - 1]
+        elif action.kind in "BI":
+            gradient = self._gradients[stage - 1] if stage else 0
+            self._sent = gradient if self._schedule == "1f1b" else self._sent + gradient
+            self._received = self._gradients[stage] if after and self._schedule == "1f1b" else 0
+        if ends and after and self._schedule not in ("gpipe", "1f1b"):
+            self._sent += self._values[stage]
+
 
 _MIX_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -624,6 +728,43 @@ def _bytes(metas: Sequence[Meta]) -> int:
 
 def _received(meta: Meta) -> Tensor:
     return meta.empty(_CPU).requires_grad_(meta.trained)
+
+
+def _split_backward(
+    bench: Bench,
+    elsewhere: Sequence[str],
+    parts: Collection[str],
+    outputs: list[Tensor],
+    given: Any,
+    received: list[Tensor],
+) -> Sequence[Tensor | None]:
+    """The backward of a stage in two parts, as torch's stages run it; in one where they do.
+
+    Args:
+        bench: which runs it.
+        elsewhere: names of parameters of other stages.
+        parts: names of those that are parts of matrices, which training knows by their class.
+        outputs: of the stage, or its loss.
+        given: gradients of the outputs; ``None`` for a loss.
+        received: the inputs of the stage.
+
+    Returns:
+        The gradients of what was received.
+    """
+    named = bench.model.named_parameters()
+    weights = {name: one for name, one in named if one.requires_grad and name not in elsewhere}
+    if any(name in parts for name in weights) or not can_split(outputs, received, list(weights.values())):
+        torch.autograd.backward(outputs, given)
+        return [one.grad for one in received]
+    left = dict(weights)
+    back, groups = stage_backward_input(outputs, given, received, iter(weights.values()))
+    bench.record("backward_leave")
+    for group in groups:
+        stage_backward_weight(iter(weights.values()), [group])
+        for name in [name for name, one in left.items() if one.grad is not None]:
+            bench.record("gradient", name)
+            del left[name]
+    return back
 
 
 def _above(event: TraceEvent, base: int, kind: Any) -> TraceEvent:
@@ -658,9 +799,9 @@ def _stubs(stubs: Mapping[str, Stub], bench: Bench) -> dict[str, Stub]:
 
 
 def _costs(stages: Sequence[_Traced]) -> Costs:
-    forward, backward = zip(*(stage.costs for stage in stages), strict=True)
+    forward, backward, weights = zip(*(stage.costs for stage in stages), strict=True)
     nothing = (0.0,) * len(stages)
-    return Costs(forward, backward, nothing, tuple(float(stage.kept) for stage in stages), nothing)
+    return Costs(forward, backward, weights, tuple(float(stage.kept) for stage in stages), nothing)
 
 
 def _of_rank(lists: ActionLists, stages: Sequence[_Traced], rank: int) -> Trace:

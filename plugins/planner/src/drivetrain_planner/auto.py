@@ -53,9 +53,10 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
 
 
 def _choose(resolved: ResolvedConfig) -> Any:
-    from drivetrain_planner.choosing import choose
+    from drivetrain_planner.choosing import check_mesh, choose
     from drivetrain_planner.requests import asked_by, machine_of, request
 
+    check_mesh(resolved.config.mesh.sizes())
     processes = resolved.config.num_processes
     machine = machine_of(resolved, processes)
     return choose(request(asked_by(resolved, processes or machine.devices), machine), machine)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from drivetrain.api import UsageError
+from drivetrain.api import UsageError, get_registry
 from drivetrain_planner.estimates import Estimate, PlanRequest
 from drivetrain_planner.machines import Machine
 
@@ -17,6 +17,9 @@ GROUP = "drivetrain.estimates"
 SHARE = 0.8
 """Of a device's memory that a plan may use. Of 454 public runs none that was estimated below it ran out of memory
 (Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for what is not counted."""
+
+CUTTING = ("pp", "cp", "tp")
+"""Mesh axes along which a model or its samples are cut, so that these ranks read the same samples."""
 
 BESIDE = 0.3
 """Of the shorter of computation and communication that is lost where they run beside each other."""
@@ -86,6 +89,36 @@ def choose(request: PlanRequest, machine: Machine) -> Choice:
     fitting = [each for each in candidates if not each.verdict]
     fitting.sort(key=lambda each: (_rounded(each.time), each.estimate.rank))
     return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
+
+
+def offered_axes() -> frozenset[str]:
+    """Mesh axes that some installed backend has."""
+    registry = get_registry()
+    return frozenset[str]().union(*(registry.info(name).capabilities.mesh_axes for name in registry.names()))
+
+
+def check_mesh(mesh: Mapping[str, int]) -> None:
+    """Refuse to plan beside axes that a configuration names, since the layouts bring their own.
+
+    Args:
+        mesh: their sizes.
+
+    Raises:
+        UsageError: an axis along which a model is cut is larger than 1.
+    """
+    named = {axis: size for axis, size in mesh.items() if axis in CUTTING and size > 1}
+    if absent := sorted(set(named) - offered_axes()):
+        raise UsageError(
+            f"no installed backend has the mesh axis {', '.join(absent)}, so that no layout with it can be planned",
+            cure=f"Remove {', '.join(absent)} from mesh:.",
+        )
+    if named:
+        told = ", ".join(f"{axis}: {size}" for axis, size in named.items())
+        raise UsageError(
+            f"the configuration names mesh: {{{told}}}, and the planner chooses the sizes of these axes",
+            cure="Remove them from mesh:, or keep to them by the backend's section, such as "
+            "megatron: {tensor_parallel_size: 2}.",
+        )
 
 
 def ask(request: PlanRequest, backend: str | None = None) -> tuple[list[Estimate], list[str]]:

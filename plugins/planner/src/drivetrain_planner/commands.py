@@ -142,11 +142,14 @@ def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _plan(flags: dict[str, Any]) -> Choice:
     from drivetrain.api import load_config
+    from drivetrain_planner.choosing import check_mesh
     from drivetrain_planner.choosing import choose as choose_layout
     from drivetrain_planner.machines import HERE, find, kept_file
     from drivetrain_planner.requests import Asked, request
 
     resolved = load_config(flags["config_file"]) if flags["config_file"] is not None else None
+    if resolved is not None:
+        check_mesh(resolved.config.mesh.sizes())
     try:
         arguments = yaml.safe_load(flags["optimizer_args"])
     except yaml.YAMLError:

@@ -9,14 +9,11 @@ from typing import Any
 
 from drivetrain.api import LaunchPlan, ResolvedConfig, UsageError
 from drivetrain_planner.auto import MODEL_CURE
-from drivetrain_planner.choosing import Candidate, ask, choose, weigh
+from drivetrain_planner.choosing import CUTTING, Candidate, ask, choose, weigh
 from drivetrain_planner.estimates import PlanRequest
 from drivetrain_planner.machines import Machine
 from drivetrain_planner.report import less_lines
 from drivetrain_planner.requests import asked_by, machine_of, request
-
-_SPLIT = ("pp", "cp", "tp")
-"""Mesh axes whose ranks see one sample together."""
 
 
 def prediction(resolved: ResolvedConfig, plan: LaunchPlan) -> dict[str, Any]:
@@ -68,7 +65,7 @@ def advice(resolved: ResolvedConfig, plan: LaunchPlan) -> str:
     samples = asked.micro_batch * _data_parallel(resolved, plan) * resolved.config.gradient_accumulation_steps
     # Of the same step: what the configuration says of its backend binds no other layout.
     sections = {name: keys for name, keys in asked.sections.items() if name != plan.backend}
-    found = choose(replace(asked, mesh=None, sections=sections, global_batch=samples), machine)
+    found = choose(replace(asked, mesh=None, windows=None, sections=sections, global_batch=samples), machine)
     return "\n".join(less_lines(own, found))
 
 
@@ -109,6 +106,7 @@ def _asked(resolved: ResolvedConfig, plan: LaunchPlan, purpose: str) -> tuple[Pl
             ranks_per_node=plan.processes_here,
             global_batch=made.micro_batch * _data_parallel(resolved, plan) * given.gradient_accumulation_steps,
             mesh=given.mesh.sizes(),
+            windows=given.gradient_accumulation_steps,
         ),
         machine,
     )
@@ -116,7 +114,7 @@ def _asked(resolved: ResolvedConfig, plan: LaunchPlan, purpose: str) -> tuple[Pl
 
 def _data_parallel(resolved: ResolvedConfig, plan: LaunchPlan) -> int:
     sizes = resolved.config.mesh.sizes()
-    return plan.world_size // prod(sizes.get(axis, 1) for axis in _SPLIT)
+    return plan.world_size // prod(sizes.get(axis, 1) for axis in CUTTING)
 
 
 def _agrees(settings: Mapping[str, Any], resolved: ResolvedConfig) -> bool:

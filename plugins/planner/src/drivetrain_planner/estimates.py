@@ -109,7 +109,11 @@ class Bench(Protocol):
         """
 
     def record(self, kind: EventKind, name: str = "") -> None:
-        """Record an event. ``loss`` parts the work of the forward from that of the backward."""
+        """Record an event. ``loss`` parts the work of the forward from that of the backward.
+
+        Gradients that autograd accumulates are recorded by themselves. An engine that sets ``parameter.grad`` records
+        ``gradient`` with the parameter's name; from then on the gradient is no activation.
+        """
 
     def leave_out(self, tensor: Tensor) -> None:
         """Another rank has this tensor: neither it nor what is computed from it is counted."""
@@ -199,6 +203,8 @@ class PlanRequest:
         mesh: sizes of the mesh axes that a configuration names, where one layout is asked for: the one that
             ``sections`` and these axes describe, what they lack with its default. ``None`` = all layouts that keep to
             ``sections``.
+        windows: micro-batches of one optimizer step, where a configuration says them; ``None`` = as many as make the
+            global batch.
     """
 
     model: nn.Module
@@ -214,9 +220,12 @@ class PlanRequest:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     run: Callable[[Callable[[Bench], None]], Trace]
     mesh: Mapping[str, int] | None = None
+    windows: int | None = None
 
     def accumulation(self, data_parallel: int) -> int | None:
         """Micro-batches of one optimizer step over so many data-parallel ranks; ``None`` if they do not divide it."""
+        if self.windows is not None:
+            return self.windows
         steps, rest = divmod(self.global_batch, self.micro_batch * data_parallel)
         return None if rest or not steps else steps
 

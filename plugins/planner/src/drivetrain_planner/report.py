@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import yaml
 
-from drivetrain_planner.choosing import SHARE, Candidate, Choice, gib
+from drivetrain.api import get_registry
+from drivetrain_planner.choosing import GROUP, SHARE, Candidate, Choice, gib, offered_axes
 
 RUNNERS_UP = 3
 
@@ -43,6 +45,7 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
     if explain:
         for each in shown:
             found += [*explained(each, choice), ""]
+        found += [*scope(), ""]
     found += [f"warning: {complaint}" for complaint in choice.complaints]
     found.append(
         "Memory is counted, kernels' own workspace and fragmentation aside; seconds rank layouts and promise nothing."
@@ -72,7 +75,26 @@ def explained(candidate: Candidate, choice: Choice) -> list[str]:
         remarks.insert(
             0, f"  and {gib(candidate.unused)} that the allocator may keep beside these, from the free fifth"
         )
+    if candidate.estimate.host:
+        host = ", ".join(f"{part} {gib(size)}" for part, size in candidate.estimate.host.items())
+        remarks.insert(0, f"  and in host memory {gib(sum(candidate.estimate.host.values()))} of each rank: {host}")
     return [f"{candidate.estimate.title}, in the {candidate.estimate.moment}: {times}", *table(rows), *remarks]
+
+
+def scope() -> list[str]:
+    """What a plan counts, and what it does not, with the installed backends."""
+    registry = get_registry()
+    estimating = {point.name for point in entry_points(group=GROUP)}
+    silent = sorted(set(registry.names()) - estimating)
+    found = [
+        "counted: parameters, buffers, gradients, optimizer states, activations, what engines gather, reduce and send",
+        "not counted: what kernels allocate inside of themselves, and what gathers leave in an accelerator's cache",
+    ]
+    if silent:
+        found.append(f"not asked: {', '.join(silent)}, which give{'s' * (len(silent) == 1)} no estimates")
+    if "cp" not in offered_axes():
+        found.append("not offered: context parallelism, since no installed backend has the mesh axis cp")
+    return [*found, "not offered: expert parallelism, since a mesh has no axis for experts"]
 
 
 def memory_lines(choice: Choice) -> list[str]:
@@ -144,6 +166,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "bytes": one.bytes,
         "memory": dict(one.estimate.memory),
         "resident": dict(one.estimate.resident),
+        "host": dict(one.estimate.host),
         "moment": one.estimate.moment,
         "allocator": one.unused,
         "seconds": one.seconds,

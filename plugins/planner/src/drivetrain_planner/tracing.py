@@ -330,6 +330,10 @@ class _Bench:
     def record(self, kind: EventKind, name: str = "") -> None:
         if kind == "loss":
             self._forward, self._saved = Counter(self.census.work), self.census.live
+        if kind == "gradient":
+            gradient = self.model.get_parameter(name).grad
+            assert gradient is not None, name
+            self._gradients[name] = self.census.ignore(gradient)
         self.census.record(kind, name)
 
     def leave_out(self, tensor: Tensor) -> None:
@@ -346,9 +350,7 @@ class _Bench:
             )
         return _loss_of(output, batch, self._example.loss, type(self.model).__name__)
 
-    def _completed(self, name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._gradients[name] = self.census.ignore(parameter.grad)
+    def _completed(self, name: str, _: Tensor) -> None:
         self.record("gradient", name)
 
     def trace(self) -> Trace:

@@ -20,6 +20,7 @@ from torch.distributed.pipelining._backward import (
     reverse_closure,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
 
 from drivetrain.api import DrivetrainError, UnsupportedError
 from drivetrain_megatron.pipeline.values import Meta
@@ -250,13 +251,16 @@ def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Seque
 
     It remembers the gradients at the places where weights meet the way from the outputs back to what was received, and
     goes on from there. A weight that meets it nowhere (behind what is frozen, or in a decoder before it looks at its
-    encoder) gets no gradient so; where weights share some of these places and not all, some count twice.
+    encoder) gets no gradient so; where weights share some of these places and not all, some count twice. It never
+    finds a ``DTensor``: forward computes with a local tensor in its place.
 
     Args:
         outputs: of the stage, or its loss.
         received: its inputs.
         weights: its trained parameters.
     """
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return False
     edges = construct_reverse_graph([_origin(one) for one in outputs if one.requires_grad])
     starts = [_origin(one) for one in received if isinstance(one, Tensor) and one.requires_grad]
     way, _ = reverse_closure(starts, set(), edges)

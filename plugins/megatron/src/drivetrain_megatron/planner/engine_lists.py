@@ -18,6 +18,7 @@ from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
 from drivetrain_megatron.planner.catalogue import Schedule, check, find
 
 _KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+_RECEIVES: dict[str, Kind] = {"RECV_F": "F", "RECV_B": "B"}
 
 
 @lru_cache(maxsize=512)
@@ -40,6 +41,36 @@ def action_lists(name: str, num_ranks: int, stages_per_rank: int, num_micro_batc
     # In torch 2.9 most of these classes run the list without messages, in which None is a time without computation.
     order = getattr(built, "pipeline_order_with_comms", built.pipeline_order)
     return ActionLists(tuple(_computations(order[rank]) for rank in range(num_ranks)))
+
+
+@lru_cache(maxsize=512)
+def messages_asked_for(
+    name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """Return, for each computation of each rank, the later ones whose message the rank has asked for already.
+
+    Torch's schedules of several stages ask for a message, and take memory for it, as soon as another rank may send it;
+    the others when they need it. A backward is told as ``B``, also where it is split.
+    """
+    lists = action_lists(name, num_ranks, stages_per_rank, num_micro_batches)
+    built, _ = build(find(name), num_ranks, stages_per_rank, 0, num_micro_batches)
+    order = getattr(built, "pipeline_order_with_comms", None)
+    if order is None:
+        return tuple(tuple(() for _ in actions) for actions in lists.ranks)
+    found = []
+    for rank in range(num_ranks):
+        asked: set[Action] = set()
+        beside: list[tuple[Action, ...]] = []
+        for action in order[rank]:
+            for part in action.sub_actions or (action,):
+                kind, place = part.computation_type.value, (part.stage_index, part.microbatch_index)
+                if kind in _RECEIVES:
+                    asked.add(Action(_RECEIVES[kind], *place))
+                elif part.is_compute_op:
+                    asked.discard(Action("F" if kind == "F" else "B", *place))
+                    beside.append(tuple(sorted(asked)))
+        found.append(tuple(beside))
+    return tuple(found)
 
 
 def build(
