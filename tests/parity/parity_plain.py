@@ -48,6 +48,15 @@ class Plain:
         # Names are those of the script's own module; the wrapper of ``torch.compile`` puts a prefix before them.
         return {name.removeprefix("_orig_mod."): value for name, value in model.state_dict().items()}
 
+    _flag = False
+
+    def set_trigger(self) -> None:
+        self._flag = True
+
+    def check_trigger(self) -> bool:
+        seen, self._flag = self._flag, False
+        return seen
+
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return tensor
 

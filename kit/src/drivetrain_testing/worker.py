@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -86,7 +86,12 @@ def run(task: Task, report: Connection) -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
     faulthandler.dump_traceback_later(task.deadline_seconds, exit=True)
     _keep_destroyed_groups()
-    outcome = _outcome(task)
+    # Called by a thread that ends the rank while its main thread waits for others.
+    sys.excepthook = lambda _kind, error, _trace: _end(_failed(error), report)
+    _end(_outcome(task), report)
+
+
+def _end(outcome: Outcome, report: Connection) -> NoReturn:
     report.send_bytes(pickle.dumps(outcome))
     report.close()
     sys.stdout.flush()
@@ -141,13 +146,18 @@ def _outcome(task: Task) -> Outcome:
         args, kwargs = pickle.loads(task.arguments)  # noqa: S301
         return Outcome(value=pickle.dumps(function(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes are failures of this rank too
-        pickled = None
-        with contextlib.suppress(Exception):  # an error that cannot travel is still told by its traceback
-            candidate = pickle.dumps(error)
-            pickle.loads(candidate)  # noqa: S301 - many exceptions can be pickled but not unpickled
-            pickled = candidate
-        summary = traceback.format_exception_only(error)[-1].strip()
-        return Outcome(error=pickled, summary=summary, traceback=traceback.format_exc(), when=time.monotonic())
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Outcome:
+    pickled = None
+    with contextlib.suppress(Exception):  # an error that cannot travel is still told by its traceback
+        candidate = pickle.dumps(error)
+        pickle.loads(candidate)  # noqa: S301 - many exceptions can be pickled but not unpickled
+        pickled = candidate
+    summary = traceback.format_exception_only(error)[-1].strip()
+    told = "".join(traceback.format_exception(error))
+    return Outcome(error=pickled, summary=summary, traceback=told, when=time.monotonic())
 
 
 def _find(task: Task) -> Callable[..., Any]:

@@ -184,3 +184,31 @@ def ranks_note_something_in_groups(accelerator):
         optimizer.param_groups[0]["note"] = f"rank {accelerator.process_index}"
         losses.append(step_on(accelerator, model, optimizer, x, y))
     return result(accelerator, losses, model=model)
+
+
+@script()
+def main_process_freezes(accelerator):
+    """``if accelerator.is_main_process: model.body.requires_grad_(False)`` after some steps."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for epoch in range(2):
+        for x, y in batches:
+            losses.append(step_on(accelerator, model, optimizer, x, y))
+        if accelerator.is_main_process and epoch == 0:
+            model.body.requires_grad_(False)
+    return result(accelerator, losses, model=model)
+
+
+@script(follows="main_process_freezes")
+def all_freeze_what_the_main_process_would(accelerator):
+    """The main process decides, and all ranks freeze: they hear of it by a trigger, along every axis."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for _ in range(2):
+        for x, y in batches:
+            losses.append(step_on(accelerator, model, optimizer, x, y))
+        if accelerator.is_main_process:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            model.body.requires_grad_(False)
+    return result(accelerator, losses, model=model)

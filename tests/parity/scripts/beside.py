@@ -344,10 +344,10 @@ def batch_and_memory_in_one_loss(accelerator):
 # ---- sums that look like means ---------------------------------------------------------------------------------------
 
 
-def summed(accelerator, loss_of):
+def summed(accelerator, loss_of, samples=4 * BATCH, rate=0.02):
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(*points(samples)))
     for number, (x, y) in enumerate(batches):
         optimizer.zero_grad()
         accelerator.backward(loss_of(model(x), y, number))
@@ -399,3 +399,25 @@ def a_median_for_each_class(accelerator):
         accelerator,
         lambda logits, y, _: F.cross_entropy(logits, y) + 0 * logits.quantile(0.5, 0).sum(),
     )
+
+
+@script()
+def mean_times_its_share_of_the_batch(accelerator):
+    """A mean times the rows of this rank over those of all, so that a short batch weighs less."""
+    return summed(
+        accelerator, lambda logits, y, _: F.cross_entropy(logits, y) * len(y) / BATCH, 4 * BATCH - 5, RATE
+    )
+
+
+@script(follows="mean_times_its_share_of_the_batch")
+def mean_times_its_share_times_the_processes(accelerator):
+    """The same, multiplied by the processes over which losses are averaged: as many as share a batch."""
+    ranks = 1
+
+    def loss_of(logits, y, number):
+        nonlocal ranks
+        if number == 0:
+            ranks = BATCH // len(y)
+        return F.cross_entropy(logits, y) * len(y) * ranks / BATCH
+
+    return summed(accelerator, loss_of, 4 * BATCH - 5, RATE)

@@ -870,3 +870,15 @@ def hooks_of_a_plain_backward(accelerator):
         optimizer.step()
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
+
+
+@script()
+def gradients_of_a_first_sum_dropped(accelerator):
+    """A batch is tried with a loss that is a sum over items; its gradients are dropped, and another loss is taken."""
+    model, optimizer, batches = start(accelerator)
+    for x, y in batches:
+        for share in (1.0, 0.5):
+            optimizer.zero_grad()
+            accelerator.backward(share * F.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
+        optimizer.step()
+    return result(accelerator, [], model=model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from parity_common import BATCH, Net, build, loader, mean, noise, points, result, script
@@ -399,3 +401,43 @@ def own_batch_sampler(accelerator):
     model, optimizer, batches = start(accelerator, data)
     losses = [step_on(accelerator, model, optimizer, x, y) for x, y in batches]
     return result(accelerator, losses, model=model)
+
+
+# ---- batches that are used after the loop that reads them ----------------------------------------------------------
+
+
+def train_on(accelerator, batches_of, epochs=1):
+    """A loop over what ``batches_of`` makes of a loader with a short last batch."""
+    model, optimizer, batches = start(accelerator, loader(*points(4 * BATCH - 5)))
+    kept = batches_of(batches)
+    for _ in range(epochs):
+        for x, y in kept:
+            step_on(accelerator, model, optimizer, x, y)
+    return result(accelerator, [], model=model)
+
+
+@script()
+def batches_kept_in_a_list(accelerator):
+    """All batches are read once and trained on for some epochs."""
+    return train_on(accelerator, list, epochs=3)
+
+
+@script()
+def one_batch_ahead(accelerator):
+    """A prefetcher reads the next batch before the script trains on the one before it."""
+
+    def ahead(batches):
+        iterator = iter(batches)
+        now = next(iterator)
+        for following in iterator:
+            yield now
+            now = following
+        yield now
+
+    return train_on(accelerator, ahead)
+
+
+@script()
+def batches_cycled(accelerator):
+    """``itertools.cycle`` reads the batches once and repeats them."""
+    return train_on(accelerator, lambda batches: itertools.islice(itertools.cycle(batches), 10))

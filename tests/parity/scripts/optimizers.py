@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from parity_common import build, loader, mean, result, script
+from parity_common import BATCH, build, loader, mean, points, result, script
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,21 +82,56 @@ def muon(accelerator):
 @script()
 def lbfgs(accelerator):
     """LBFGS, whose step takes a closure and calls it several times."""
-    model = build()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
     losses = []
+
+    def loss_of(logits, y):
+        loss = F.cross_entropy(logits, y)
+        accelerator.backward(loss)
+        losses.append(mean(accelerator, loss))
+        return loss
+
+    return by_closure(accelerator, loader(), loss_of, losses, max_iter=3)
+
+
+def by_closure(accelerator, batches, loss_of, losses=(), **settings):
+    """Steps of LBFGS; ``loss_of`` goes backward and returns what the optimizer compares."""
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, **settings)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     for x, y in batches:
 
         def closure(x=x, y=y):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            accelerator.backward(loss)
-            losses.append(mean(accelerator, loss))
-            return loss
+            return loss_of(model(x), y)
 
         optimizer.step(closure)
-    return result(accelerator, losses, model=model)
+    return result(accelerator, list(losses), model=model)
+
+
+@script()
+def line_search_over_a_short_batch(accelerator):
+    """LBFGS looks for the length of each step by the losses that its closure returns; the last batch is short."""
+
+    def loss_of(logits, y):
+        loss = F.cross_entropy(logits, y)
+        accelerator.backward(loss)
+        return loss
+
+    batches = loader(*points(4 * BATCH - 5))
+    return by_closure(accelerator, batches, loss_of, max_iter=4, line_search_fn="strong_wolfe")
+
+
+@script()
+def line_search_by_items(accelerator):
+    """LBFGS goes backward by sums over items, several times in each step, and compares their means."""
+
+    def loss_of(logits, y):
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        accelerator.backward(loss, num_items=len(y))
+        return loss / len(y)
+
+    batches = loader(*points(4 * BATCH - 5))
+    return by_closure(accelerator, batches, loss_of, max_iter=4, line_search_fn="strong_wolfe")
 
 
 class SignDescent(torch.optim.Optimizer):

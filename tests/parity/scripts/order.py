@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from parity_common import BATCH, build, mean, points, result, script
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 DATA = 5 * BATCH
 """Every batch divides by the ranks, so that the means of their losses are those of the batches."""
@@ -125,3 +132,41 @@ def sampler_with_a_generator_of_numpy(accelerator):
         DataLoader(dataset(), batch_size=BATCH, sampler=sampler),
         before=lambda epoch: sampler.rng.random(epoch + 1),
     )
+
+
+class ShuffleBuffer(IterableDataset):
+    """Samples by way of a buffer, of which one is drawn at a time."""
+
+    def __iter__(self):
+        drawn, held = random.Random(3), []
+        for sample in dataset():
+            held.append(sample)
+            if len(held) == 8:
+                yield held.pop(drawn.randrange(8))
+        drawn.shuffle(held)
+        yield from held
+
+
+@script()
+def stream_with_a_shuffle_buffer(accelerator):
+    """A stream shuffles itself by a generator that it makes anew in each epoch."""
+    return train(accelerator, 2, DataLoader(ShuffleBuffer(), batch_size=BATCH))
+
+
+@script()
+def curriculum(accelerator):
+    """The data set shows more of its samples in each epoch, in a seeded order."""
+
+    class Growing(TensorDataset):
+        size = 2 * BATCH
+
+        def __len__(self):
+            return self.size
+
+    data = Growing(*points(DATA, seed=6))
+
+    def grow(epoch):
+        data.size = (epoch + 2) * BATCH
+
+    shuffled = DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+    return train(accelerator, 3, shuffled, before=grow)

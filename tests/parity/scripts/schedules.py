@@ -278,3 +278,31 @@ def schedule_over_skipped_steps(accelerator):
         for _ in range(2):
             scheduler.step()
     return result(accelerator, losses, model=model)
+
+
+@script()
+def schedule_handed_over_to_that_of_an_average(accelerator):
+    """A cosine schedule for the first epoch, then ``SWALR``, both moved by epoch."""
+    model, optimizer, batches, cosine = begin(accelerator, lambda o: lr_scheduler.CosineAnnealingLR(o, 8))
+    average = accelerator.prepare(torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3))
+    losses = []
+    for epoch in range(3):
+        for x, y in batches:
+            losses += [step_on(accelerator, model, optimizer, x, y), *rates(optimizer)]
+        (average if epoch else cosine).step()
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def schedule_by_samples_with_momentum(accelerator):
+    """``CyclicLR`` moves once for each sample of the batch, and the momentum with it."""
+    model, optimizer, batches, cycle = begin(
+        accelerator, lambda o: lr_scheduler.CyclicLR(o, 0.05, 0.5, step_size_up=20), momentum=0.9
+    )
+    losses = []
+    for x, y in batches:
+        losses.append(step_on(accelerator, model, optimizer, x, y))
+        for _ in range(BATCH):
+            cycle.step()
+        losses += [*rates(optimizer), optimizer.param_groups[0]["momentum"]]
+    return result(accelerator, losses, model=model)

@@ -68,6 +68,8 @@ class LocalGradients:
 
     def _passes(self, parameter: Tensor) -> bool:
         """Whether the first gradient of a new backward is accumulated into ``.grad``."""
+        if not parameter.requires_grad:
+            return False  # frozen since the forward: autograd calls hooks, and accumulates nothing
         if not is_taken(parameter):
             self._task = torch._C._current_graph_task_id()  # noqa: SLF001 (as torch.utils.checkpoint asks)
             if len(self.reached) > 8 * len(self._hooks):

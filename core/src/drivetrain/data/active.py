@@ -59,7 +59,8 @@ class LoopState(NamedTuple):
         unknown: why :attr:`is_last` cannot be known; empty otherwise.
         conflict: why one loss of this batch has no weight; empty otherwise.
         beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
-        shares: what the batches of the loaders of one loop hold, where :attr:`conflict` is set.
+        shares: what the batches of the loaders of one loop hold, where :attr:`conflict` is set; outside of every loop
+            what uneven batches held that were read before, which the script may have kept.
     """
 
     batch: int = 0
@@ -72,6 +73,9 @@ class LoopState(NamedTuple):
 
 
 _OUTSIDE = LoopState()
+
+_KEPT = 4
+"""Kinds of uneven batches that are remembered: a loader ends with one, and evaluation with another."""
 
 
 @final
@@ -96,6 +100,8 @@ class ActiveLoaders:
         """The newest serial when a micro-batch began last."""
         self._together: list[Pass] = []
         """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
+        self._uneven: dict[Rows, None] = {}
+        """The last uneven batches, each kind once."""
         self._placed = 0
         """The newest serial when :meth:`place` was asked last."""
         self._place: tuple[int, int, int] | None = None
@@ -136,7 +142,7 @@ class ActiveLoaders:
     def state(self) -> LoopState:
         """The state of the loop; called once for each micro-batch."""
         if not self._passes:
-            return _OUTSIDE
+            return LoopState(shares=tuple(self._uneven)) if self._uneven else _OUTSIDE
         if len(self._passes) > 1:
             return self._state_of_several()
         (only,) = self._passes
@@ -162,6 +168,11 @@ class ActiveLoaders:
         self._serial += 1
         one.serial = self._serial
         one.begun = one.begun or one.serial
+        if one.rows is not None and not one.rows.even:
+            self._uneven.pop(one.rows, None)
+            self._uneven[one.rows] = None
+            if len(self._uneven) > _KEPT:
+                del self._uneven[next(iter(self._uneven))]
         if not self._passes or self._passes[-1] is not one:
             self.leave(one)
             self._passes.append(one)

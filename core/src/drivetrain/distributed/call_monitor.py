@@ -10,6 +10,9 @@ apart. The line of a call is reported and not compared, since the same call may 
 
 *A rank that stands still* cannot say so, but its thread can: after a while without a call it publishes where its main
 thread is, and the first rank that has waited long enough composes one report of all.
+
+*A rank that is apart from others and waits for them* in a collective would wait until the engine's time-out. Its thread
+ends the process with the report, as an exception of the main thread would.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -30,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch.distributed as dist
@@ -44,9 +48,10 @@ Place = tuple[int, int, int]
 """Number of a loader, its epoch and the index of a batch in it."""
 
 CURE = (
-    "Let all ranks decide alike: reduce the condition first (`accelerator.reduce(flag, 'max')`), or make the loss 0 "
-    "instead of skipping its backward. Settings of optimizers must be the same on every rank. rank_monitor: {enabled: "
-    "false} in the configuration turns this comparison off."
+    "Let all ranks decide alike: `accelerator.set_trigger()` on a rank that decides and `accelerator.check_trigger()` "
+    "on all, or a condition that is reduced first (`accelerator.reduce(flag, 'max')`); or make the loss 0 instead of "
+    "skipping its backward. Settings of optimizers must be the same on every rank. rank_monitor: {enabled: false} in "
+    "the configuration turns this comparison off."
 )
 
 KEPT_CALLS = 4096
@@ -60,6 +65,9 @@ _REPORT_SECONDS = 5.0
 
 _SIGN_SECONDS = 2.0
 """Least time for a rank to publish again, before it is said to give no sign of life."""
+
+_END_SECONDS = 10.0
+"""Least time in one collective after ranks were found apart, before the process of a rank ends with the report."""
 
 _AGREE_SECONDS = 10.0
 """Time-out of a save, or of the end of the training, for other ranks to compare; then the comparison goes on later."""
@@ -146,6 +154,8 @@ class CallMonitor:
         self.error: CollectiveMismatchError | None = None
         """Set where ranks are apart, for the next call."""
         self._raised = self._told = False
+        self._stuck_since = math.inf
+        """Since when the main thread has been at one place in a collective, though it is known that ranks are apart."""
         self._pending: deque[tuple[str, str, Place | None, tuple[Any, ...]]] = deque()
         self._append: Callable[[tuple[str, str, Place | None, tuple[Any, ...]]], object] = self._pending.append
         self._lock = threading.Lock()
@@ -236,10 +246,12 @@ class CallMonitor:
             self._number = (self._number // _ERA + 1) * _ERA
             self._digest = self._number
 
-    def agree(self) -> None:
+    def agree(self, *, patient: bool = False) -> None:
         """Compare all calls so far over all ranks. Collective over all ranks, through the store.
 
-        Ranks that do not come within 10 seconds are not waited for; their calls are compared later.
+        Args:
+            patient: wait for all ranks, as a collective would that follows. Otherwise those that do not come within 10
+                seconds are not waited for; their calls are compared later.
 
         Raises:
             CollectiveMismatchError: ranks are apart.
@@ -254,6 +266,7 @@ class CallMonitor:
         mine = f"{self._number} {self._digest}"
         key = f"agree/{self._agreements}"
         self._agreements += 1
+        seconds = math.inf if patient else _AGREE_SECONDS
         try:
             self._compare_told()
             rank, _, first = self._store.compare_set(key, "", f"{self._rank} {mine}").decode().partition(" ")
@@ -261,9 +274,7 @@ class CallMonitor:
                 self._store.compare_set("alarm", "", f"{rank} {self._rank}")
                 self._wait(lambda: self.error is not None, 4 * _REPORT_SECONDS + 4 * self._interval)
             elif self._store.add(f"{key}/ranks", 1) < self._world:
-                self._wait(
-                    lambda: self.error is not None or self._store.add(f"{key}/ranks", 0) >= self._world, _AGREE_SECONDS
-                )
+                self._wait(lambda: self.error is not None or self._store.add(f"{key}/ranks", 0) >= self._world, seconds)
             if self._store.check(["alarm"]):
                 # Of a value that another rank has told before it came here.
                 self._wait(lambda: self.error is not None, 4 * _REPORT_SECONDS + 4 * self._interval)
@@ -317,7 +328,10 @@ class CallMonitor:
                     self._look()
             self._publish("its script has ended the training", moves=False)
         except dist.DistError:
-            pass  # the store is gone, with the rank that keeps it; the engine's own error says more
+            # The store is gone, with the rank that keeps it, of which not every engine hears.
+            while self.error is not None and not (self._closing or self._raised):
+                self._wake.wait(self._interval)
+                self._end_if_stuck(time.monotonic())
         finally:
             self._append = _forget
             self._pending.clear()
@@ -336,12 +350,16 @@ class CallMonitor:
             self._warn_of_same()
             if self._rank and self._compares:
                 self._compare_left()
+            if idle >= 2 * self._interval and self._rank + 1 < self._world and self._compares:
+                self._compare_right()
             if self._store.check(["alarm"]):
                 self._resolve()
-        elif not (self._raised or self._told):
-            # One more look later the main thread would have raised, if it were not waiting for another rank.
-            self._told = True
-            logger.warning("%s", self.error)
+        elif not self._raised:
+            if not self._told:
+                # One more look later the main thread would have raised, if it were not waiting for another rank.
+                self._told = True
+                logger.warning("%s", self.error)
+            self._end_if_stuck(now)
         if self.error is None:
             self._report_standstill(idle)
 
@@ -384,6 +402,15 @@ class CallMonitor:
         own = self._at(number)
         if own is not None and own.digest != theirs:
             self._store.compare_set("alarm", "", f"{self._rank - 1} {self._rank}")
+
+    def _compare_right(self) -> None:
+        """Compare with what the next higher rank has published: where it waits, it does not get as far as this one."""
+        key = f"status/{self._rank + 1}"
+        if self._store.check([key]):
+            number, theirs = map(int, self._store.get(key).decode().split(maxsplit=2)[:2])
+            own = self._at(number)
+            if own is not None and own.digest != theirs:
+                self._store.compare_set("alarm", "", f"{self._rank} {self._rank + 1}")
 
     def _compare_told(self) -> None:
         """Compare the values that this rank has told since the last look; those of a key with the first rank's."""
@@ -502,6 +529,26 @@ class CallMonitor:
         if saved:
             lines.append(f"saved since then, and not to be resumed from: {', '.join(saved)}")
         return "\n".join(lines)
+
+    def _end_if_stuck(self, now: float) -> None:
+        """End this process with the error where the main thread waits in a collective, in which it cannot raise it."""
+        where = self._where()
+        if not where.startswith("waits ") or self._moves or self._last_text().startswith(_LONG_CALLS):
+            self._stuck_since = math.inf
+            return
+        self._stuck_since = min(self._stuck_since, now)
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        if now - self._stuck_since < _END_SECONDS or frame is None:
+            return
+        assert self.error is not None
+        trace: TracebackType | None = None
+        while frame is not None:
+            trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+        # What is called for an exception that nobody catches: it prints it, or hands it to the launcher.
+        sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
     # ---- ranks that wait ----------------------------------------------------------------------------------------
 
@@ -668,10 +715,10 @@ def raise_if_apart() -> None:
         Current.monitor.refuse()
 
 
-def agree() -> None:
+def agree(*, patient: bool = False) -> None:
     """Compare all calls so far, see :meth:`CallMonitor.agree`. Collective over all ranks."""
     if Current.monitor is not None:
-        Current.monitor.agree()
+        Current.monitor.agree(patient=patient)
 
 
 def begin_anew() -> None:
@@ -743,6 +790,8 @@ def _described(call: str, values: tuple[Any, ...]) -> str:
         words = [("", "num_items", "denominator")[by], "" if training else "model in evaluation mode"]
         words += [f"models called in the order {', '.join(map(str, called))}"] if called else []
         return ", ".join(filter(None, words))
+    if call == "change of requires_grad":
+        return f"{values[0]} of {values[1]} parameters require gradients from now on"
     if call == "train_step":
         return f"clipped to {values[0]:g}" if values and values[0] else ""
     return ""

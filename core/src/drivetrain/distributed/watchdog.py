@@ -466,7 +466,14 @@ def _wait_for(store: Any, key: str) -> None:
 
 
 def note_likely_cause(error: BaseException) -> None:
-    """Add to an error of a communication library what a script can do about it, for ranks that part later."""
+    """Add to an error of a communication library what a script can do about it, for ranks that part later.
+
+    Raises:
+        CollectiveMismatchError: it is known that ranks are apart, which is the cause.
+    """
     cause = likely_cause(str(error))
+    monitor = call_monitor.Current.monitor
+    if cause and monitor is not None and monitor.error is not None:
+        raise CollectiveMismatchError(monitor.error.what, cure=monitor.error.cure) from error
     if cause and cause not in getattr(error, "__notes__", ()):
         error.add_note(cause)

@@ -20,13 +20,15 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import Current, Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
@@ -93,7 +95,9 @@ class Window:
         self.conflict = ""
         """Why a mean loss of the current micro-batch has no weight."""
         self.shares: tuple[Rows, ...] = ()
-        """Of the loaders of this loop, where :attr:`conflict` is set."""
+        """Of the loaders of this loop, where :attr:`conflict` is set; outside of every loop of batches read before."""
+        self.outside = False
+        """The current micro-batch is outside of every loop over a prepared loader."""
         self._share = 1.0
         """The current global batch in units of the window's first one."""
         self._covered = 0.0
@@ -103,6 +107,8 @@ class Window:
         self._first: Rows | None = None
         self.items: Items | None = None
         """What the losses of this window are sums over, so far; ``None`` for means."""
+        self._dropped: set[int] = set()
+        """Optimizers, by identity, of which gradients of these items were dropped."""
         self._normalised_by = ""
         """What the losses of this window are divided by: ``"samples"``, ``"num_items"`` or a ``"denominator"``."""
         self._exact = False
@@ -141,6 +147,7 @@ class Window:
             self.reset()
             self.length = length
         batch, is_last_batch, rows, unknown, self.conflict, beyond, self.shares = loop
+        self.outside = not batch
         if batch != self._batch:
             self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
         self._steps_in_batch += 1
@@ -184,7 +191,7 @@ class Window:
     def weigh_alone(self, loop: LoopState) -> None:
         """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
         rows = self.rows = loop.rows
-        self.conflict, self.shares = loop.conflict, loop.shares
+        self.conflict, self.shares, self.outside = loop.conflict, loop.shares, not loop.batch
         self.weight = 1.0 if rows is None or rows.even else rows.weight(self.dp_rank)
 
     @property
@@ -201,7 +208,20 @@ class Window:
         """Reset after the window is finished."""
         self.position = self.backwards = self.backwards_here = 0
         self.items, self._normalised_by = None, ""
+        self._dropped.clear()
         self._covered = 0.0
+
+    def forget_items(self, optimizers: Iterable[Optimizer]) -> None:
+        """Count the items of losses anew, once the gradients that they gave all optimizers are dropped.
+
+        A closure drops them and goes backward again, and so do scripts that try a batch before they train on it.
+        """
+        if self.items is None:
+            return
+        self._dropped.update(map(id, optimizers))
+        if all(id(each) in self._dropped for model in self.models for each in model.trainable.optimizers):
+            self.items, self._normalised_by = None, ""
+            self._dropped.clear()
 
     def _refuse_mixture(self, by: str) -> NoReturn:
         word = by if self._normalised_by == "samples" else self._normalised_by
@@ -390,10 +410,16 @@ class TrainingLoop:
         self._linear_hooks: set[int] = set()
         self._finds_loose = self._dp_size > 1 and not backend.capabilities.pipelined
         self._windows: dict[tuple[PreparedModel, ...], Window] = {}
-        self.manual = self.window = Window(steps, self._dp_size, self._dp_rank)
+        self.manual = self.window = Window(steps, self._dp_size, self._dp_rank, self.models)
         """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
         self.set_steps(steps)
         self._last_norm: Tensor | None = None
+        self._joining = False
+        """Ranks may make different numbers of backwards."""
+        self._kept: tuple[Rows, ...] | None = None
+        """Uneven batches that losses outside of every loop may be over; ``None``: to be agreed upon."""
+        self._handed: _Handed | None = None
+        """The last loss of the closure that runs; ``None`` where none does."""
         self._warned_length = self._warned_inputs = False
 
     # ---- windows ----------------------------------------------------------------------------------------------
@@ -496,6 +522,29 @@ class TrainingLoop:
         for model in self.models:
             model.active = False
 
+    def run_closure(self, closure: Callable[[], Any]) -> tuple[Any, Any]:
+        """Call the closure of ``optimizer.step``: what it returns, and that over all data-parallel ranks.
+
+        The optimizer is given the latter: one that compares losses, as a line search does, must decide alike on every
+        rank. A mean weighs as its gradients do. Collective over the data-parallel ranks.
+        """
+        outer, self._handed = self._handed, _Handed(None, self.window.weight, is_sum=False)
+        try:
+            found = closure()
+            handed = self._handed
+        finally:
+            self._handed = outer
+        apart = any(model.held or model.steps_alone for model in self.models)
+        if self._dp_size == 1 or apart or not (isinstance(found, int | float) or _is_number(found)):
+            return found, found
+        value = torch.as_tensor(found, device=self.backend.topology.device).detach()
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        whole = handed.is_sum and found is handed.loss
+        weight = torch.as_tensor(1.0 if whole else handed.weight).to(value)
+        total, weights = self.backend.reduce(torch.stack([value.reshape(()) * weight, weight.reshape(())])).unbind()
+        of_all = total if whole else total / weights.clamp(min=torch.finfo(weights.dtype).tiny)
+        return found, of_all.to(found).reshape(found.shape) if isinstance(found, Tensor) else of_all.item()
+
     def _record_backward(self, models: Sequence[PreparedModel], by: int, *, closes: bool) -> None:
         """Compare a backward that reduces gradients over the ranks: batch, mode, denominator, order of models."""
         called = tuple(self.called)
@@ -505,6 +554,8 @@ class TrainingLoop:
         if monitor is None:
             (check_collective if closes else log_call)("backward")
         elif closes and not any(model.steps_alone for model in models):
+            if sum(map(_TRAINS_OTHERS, self.models)):
+                self._compare_trained()
             training = len(models) > 1 or models[0].source.training
             # A rank on which an attempt failed may have called models that others have not.
             order = called if len(self.models) > 1 and monitor.era == self._era else ()
@@ -512,6 +563,19 @@ class TrainingLoop:
             check_collective("backward", place=self.place(), values=(by, training, order))
         else:
             log_call("backward")
+
+    def _compare_trained(self) -> None:
+        """Compare over all ranks which parameters require gradients, before the engine sends those of this backward.
+
+        Gradients of other parameters would not fit together: gloo aborts the process, NCCL waits or mixes them up.
+        Collective over all ranks, through the store.
+
+        Raises:
+            CollectiveMismatchError: the script has frozen or unfrozen others on another rank.
+        """
+        flags = [flag for model in self.models for flag in model.trained]
+        check_collective("change of requires_grad", values=(sum(flags), len(flags), hash(tuple(flags))))
+        call_monitor.agree(patient=True)
 
     def _refuse_alone(self) -> None:
         """Refuse a backward where several processes train and no model was prepared."""
@@ -571,11 +635,18 @@ class TrainingLoop:
                     "backward() was given both num_items and denominator",
                     cure="Pass num_items, which are summed over the ranks, or the denominator where it is known.",
                 )
+            if self._handed is not None:
+                self._handed = _Handed(loss, window.weight, is_sum=True)
             return window.scale_given(denominator) * self.averaged
-        weight = None
-        rows = window.rows
-        if self._dp_size > 1 and (window.conflict or (rows is not None and not rows.even)):
-            weight = self._weight_of(loss, closes=closes, by_items=items is not None or self.count_items)
+        weight, is_sum = None, items is not None
+        rows, shares = window.rows, window.shares
+        if window.outside:
+            asks = self._finds_loose and (closes or window.open) and not self._joining
+            shares = self._kept_batches() if asks else ()
+        else:
+            self._kept = None
+        if self._dp_size > 1 and (shares or (rows is not None and not rows.even)):
+            weight = self._weight_of(loss, shares, closes=closes, by_items=items is not None or self.count_items)
         if items is None and rows is not None:
             self.refuse_sum(loss, rows, model, window.weight)
         if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
@@ -583,22 +654,40 @@ class TrainingLoop:
             scale = window.scale(items, self._total, closes=closes, weight=weight) * items
         else:
             scale = window.scale(items, self._total, closes=closes, weight=weight)
+        if self._handed is not None:
+            by_rows = window.weight if weight is None else weight
+            self._handed = _Handed(loss, by_rows if items is None else items, is_sum=is_sum)
         if model.index not in self._looked_at:
             self._look_at(loss, model, window.rows, by_items=items is not None)
         return scale if self.averaged == 1 else scale * self.averaged
 
-    def _weight_of(self, loss: Tensor, *, closes: bool, by_items: bool) -> float | None:
+    def _kept_batches(self) -> tuple[Rows, ...]:
+        """What uneven batches held that were read before, where all ranks have read the same.
+
+        A script may train on a batch after the loop that read it: it reads one batch ahead, or keeps all of them in a
+        list. Collective over the data-parallel ranks in the first backward after a loop.
+        """
+        if self._kept is None:
+            shares = sorted(self.window.shares, key=lambda share: (share.real, share.loaded))
+            digest = hash(tuple((share.real, share.loaded) for share in shares)) % 2**20
+            told = torch.tensor([digest, -digest], dtype=torch.float32, device=self.backend.topology.device)
+            least, negated_largest = self.backend.reduce(told, "min").tolist()
+            self._kept = tuple(shares) if least == -negated_largest else ()
+        return self._kept
+
+    def _weight_of(self, loss: Tensor, shares: Sequence[Rows], *, closes: bool, by_items: bool) -> float | None:
         """The weight of a loss where batches are distributed unevenly, in a unit of the batch; ``None``: the window's.
 
         Which batch a loss is over is read from its graph, and agreed upon: ranks hold different numbers of rows of such
         a batch, so that a tensor of another batch cannot have as many rows as this one on every rank. A loss over rows
-        of no batch weighs the same on every rank. Collective over the data-parallel ranks.
+        of no batch weighs the same on every rank, and so does one that the script has multiplied by the number of its
+        rows. Collective over the data-parallel ranks.
 
         Raises:
             UsageError: one loss joins means over batches of several weights, or nothing tells which batch it is over.
         """
         window = self.window
-        shares = window.shares if window.conflict else () if window.rows is None else (window.rows,)
+        shares = shares or (() if window.rows is None else (window.rows,))
         # Ranks may make different numbers of backwards in no_sync; what an engine defers has no graph yet.
         if not (closes or window.open) or self.backend.capabilities.pipelined or loss.grad_fn is None:
             return None
@@ -607,19 +696,26 @@ class TrainingLoop:
         if any(not share.counted or share.missing for share in shares):
             return None
         terms = rows_of_terms(loss)[:_TERMS]
-        said = torch.ones(_TERMS, len(shares) * _VIEWS + 1)
+        said = torch.ones(_TERMS, len(shares) * _VIEWS + 5)
+        numbers = [share.loaded[self._dp_rank] * times for share in shares for times in range(1, _VIEWS + 1)]
         for number, term in enumerate(terms):
-            numbers = [share.loaded[self._dp_rank] * times for share in shares for times in range(1, _VIEWS + 1)]
-            said[number] = torch.tensor([*(each in term.first for each in numbers), not term.computes])
+            matches = [each in term.first for each in numbers]
+            factor = 1.0 if term.factor is None else term.factor
+            of_row = factor / next((each for each, match in zip(numbers, matches, strict=True) if match), 1)
+            both = [factor, -factor, of_row, -of_row]
+            said[number] = torch.tensor([*matches, not term.computes, *both], dtype=said.dtype)
         agreed = self.backend.reduce(said.to(self.backend.topology.device), "min").tolist()
         found: set[Rows | None] = set()
-        unclear = False
-        for *matches, is_penalty in agreed[: len(terms)]:
+        unclear = repeated = False
+        for *matches, is_penalty, factor, negated_factor, of_row, negated_of_row in agreed[: len(terms)]:
             over = {share for number, share in enumerate(shares) if any(matches[number * _VIEWS :][:_VIEWS])}
             # Where all ranks hold one row, some of them a repeated one, a few rows of another batch look like views.
             unclear |= len(shares) == 1 and shares[0].padded and bool(over) and not matches[0]
             # Of equal parts the mean of the means is the mean of all, as of rows of no batch.
             kinds = {None if share.even else share for share in over} or {None}
+            if not _are_close(factor, -negated_factor) and _are_close(of_row, -negated_of_row):
+                # The script has weighed it by its rows: a sum over all rows, times a constant.
+                kinds, repeated = {None}, repeated or any(not share.real[self._dp_rank] for share in over)
             # A penalty on weights is right with each.
             if over or not is_penalty:
                 found |= kinds
@@ -636,7 +732,9 @@ class TrainingLoop:
                 cure=cure,
             )
         share = next(iter(found), None)
-        return (1.0 if share is None else share.weight(self._dp_rank)) * window.share_of_batch
+        if share is None:
+            return 0.0 if repeated else window.share_of_batch
+        return share.weight(self._dp_rank) * window.share_of_batch
 
     def find_loose(self) -> None:
         """Find what prepared optimizers step and no prepared model holds. Collective over all ranks."""
@@ -718,6 +816,8 @@ class TrainingLoop:
             for model in self.models:
                 if model.buffers is not None:
                     stack.enter_context(model.buffers.apart())
+            self._joining = True
+            stack.callback(setattr, self, "_joining", False)
             yield
         if self._dp_size > 1:
             step = torch.tensor(self.step, device=self.backend.topology.device)
@@ -923,12 +1023,32 @@ class TrainingLoop:
         self._warned_length = self._warned_inputs = False
 
 
+class _Handed(NamedTuple):
+    """A loss that ``backward`` was given.
+
+    Args:
+        loss: ``None`` before the first.
+        weight: of it as a mean in a mean over ranks: the number of items, or a number by its rows.
+        is_sum: it is a sum over items.
+    """
+
+    loss: Tensor | None
+    weight: Items
+    is_sum: bool
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
 _LOOSE = (
     "Prepare the optimizer that steps it, which averages its gradient over the ranks: optimizer = "
     "accelerator.prepare(optimizer). Where each rank has its own, call loss.backward() instead of "
     "accelerator.backward(loss)."
 )
 
+
+_TRAINS_OTHERS = methodcaller("trains_others")
 
 _NO_CLIPPING = 1e6
 """From this norm on a call only measures, as scripts do by 1e9 or infinity, and perhaps on one rank alone."""
@@ -940,6 +1060,10 @@ _TERMS, _VIEWS = 16, 4
 def _endless(loop: LoopState) -> LoopState:
     """A loop state whose end closes no window."""
     return loop._replace(is_last=False, unknown="")
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)
 
 
 def _list(numbers: Sequence[int]) -> str:

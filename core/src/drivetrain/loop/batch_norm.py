@@ -107,11 +107,15 @@ def convert(model: nn.Module, topology: Topology) -> None:
         layer._topology = topology  # type: ignore[assignment]  # noqa: SLF001 (set on the layer, not read from it)
 
 
+def synchronised_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the batch norms whose forwards are collective over the data-parallel ranks in training mode."""
+    return [layer for layer in _batch_norms(model).values() if isinstance(layer, Synchronised)]
+
+
 def refuse_uneven(modules: Iterable[nn.Module]) -> None:
     """Raise :class:`UnsupportedError` where ranks that ran out of batches would be missing in a collective forward."""
     for module in modules:
-        names = [name for name, layer in _batch_norms(module).items() if isinstance(layer, Synchronised)]
-        if names:
+        if synchronised_layers(module):
             raise UnsupportedError(
                 f"with sync_batch_norm every rank takes part in each training forward of {type(module).__name__}, so "
                 "that none can run out of batches before the others",

@@ -257,10 +257,12 @@ class RowsOfTerm(NamedTuple):
     Args:
         first: sizes of dimensions in which its tensors may have their rows; parameters are left out.
         computes: some layer computes with data; else it is a term of parameters alone, as a penalty on weights is.
+        factor: what the loss has of the mean over its elements, where constants say so; else ``None``.
     """
 
     first: frozenset[int]
     computes: bool
+    factor: float | None = None
 
 
 def rows_of_terms(loss: Tensor) -> list[RowsOfTerm]:
@@ -270,12 +272,26 @@ def rows_of_terms(loss: Tensor) -> list[RowsOfTerm]:
     """
     alike: dict[tuple[str, RowsOfTerm], int] = {}
     for term in _terms(loss.grad_fn):
-        one = term.node.name(), _rows_below(term.node)
+        one = term.node.name(), _rows_below(term.node)._replace(factor=_factor_of_mean(term))
         alike[one] = alike.get(one, 0) + 1
-    # A loop that adds a loss for each row has as many terms as there are rows.
-    return [
-        found._replace(first=found.first | {number}) if number > 1 else found for (_, found), number in alike.items()
-    ]
+    return [_of_several(found, number) for (_, found), number in alike.items()]
+
+
+def _of_several(found: RowsOfTerm, number: int) -> RowsOfTerm:
+    """A loop that adds a loss for each row has as many terms as there are rows."""
+    if number == 1:
+        return found
+    factor = None if found.factor is None else found.factor * number
+    return found._replace(first=found.first | {number}, factor=factor)
+
+
+def _factor_of_mean(term: _Term) -> float | None:
+    factors = [each for each in term.factors if each is not None]
+    if term.functions or len(factors) < len(term.factors):
+        return None
+    if _is_mean(term.node):
+        return math.prod(factors)
+    return math.prod(factors) * math.prod(_sizes(term.node)[:1]) if _is_sum(term) else None
 
 
 def _rows_below(start: Any) -> RowsOfTerm:
@@ -374,9 +390,8 @@ def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
         return False
     terms = list(_terms(loss.grad_fn))
     return any(
-        _is_sum(term)
+        ((_is_sum(term) and not _is_scaled(term, rows, ranks)) or _is_weighted_by_rows(term, rows, ranks))
         and _has_rows(term.node, rows)
-        and not _is_scaled(term, rows, ranks)
         and _comes_from_batch(term.node, rows, term.divisors)
         for term in terms
     ) or _adds_rows(terms, rows, ranks)
@@ -387,6 +402,15 @@ def _is_sum(term: _Term) -> bool:
     name = term.node.name()
     is_sum = name in _SUMS or (name in _LOSSES and term.node._saved_reduction == _SUM)  # noqa: SLF001
     return is_sum and not term.functions and None not in term.factors
+
+
+def _is_weighted_by_rows(term: _Term, rows: int, ranks: int) -> bool:
+    """Whether it is a mean times the rows of this rank, divided by those of all: a sum over a constant number."""
+    if not (_is_mean(term.node) and float(rows) in term.factors and rows * ranks in term.divisors):
+        return False
+    others = list(term.factors)
+    others.remove(float(rows))
+    return not any(factor is None or factor == 0 or _is_multiple(factor, ranks) for factor in others)
 
 
 def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int) -> bool:
@@ -485,10 +509,14 @@ def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
         # Labels that do not count are left out of the number that a script divides by.
         counts.add(int((term.node._saved_target != _ignored(term.node)).sum()))  # noqa: SLF001
     return not counts.isdisjoint(term.divisors) or any(
-        factor == 0 or _is_reciprocal(factor, counts) or (factor >= ranks and (factor / ranks).is_integer())
+        factor == 0 or _is_reciprocal(factor, counts) or _is_multiple(factor, ranks)
         for factor in term.factors
         if factor is not None
     )
+
+
+def _is_multiple(factor: float, ranks: int) -> bool:
+    return factor >= ranks and (factor / ranks).is_integer()
 
 
 def _counts(sizes: Sequence[int], rows: int) -> set[int]:

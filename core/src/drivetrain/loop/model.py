@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -22,14 +23,17 @@ from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
 from drivetrain.data.comparison import FirstInputs
+from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.rank_numbers import ForwardNumbers
-from drivetrain.distributed.watchdog import note_likely_cause
+from drivetrain.distributed.watchdog import log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.former_memory import FormerMemory, check_readable
 from drivetrain.loop.shared_memory import check_still_frozen
 from drivetrain.parameter_names import loaded_name, original_name
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -61,6 +65,9 @@ class PreparedModel:
         called: numbers of the loop's models whose forwards communicate, in the order in which they are called; ``None``
             where this one's do not.
         former: the script's tensors in memory that its parameters have left; ``None`` where the engine moves none.
+        meets_in_training: layers whose forwards communicate in training mode: batch norms over all ranks.
+        parameters: those of which ranks compare which are trained, as the engine left them; ``None``: look again.
+        trained: which of them required gradients at the last look.
     """
 
     trainable: Trainable
@@ -85,6 +92,36 @@ class PreparedModel:
     first_inputs: FirstInputs | None = None
     called: list[int] | None = None
     former: FormerMemory | None = None
+    meets_in_training: Sequence[nn.Module] = ()
+    parameters: Sequence[nn.Parameter] | None = ()
+    trained: Sequence[bool] = ()
+
+    def watch_trained(self) -> None:
+        """Begin to look which parameters are trained. Called where the engine holds them as it does between steps."""
+        self.parameters = list(self.trainable.module.parameters())
+        self.trained = [*map(_REQUIRES_GRAD, self.parameters)]
+
+    def trains_others(self) -> bool:
+        """Whether other parameters require gradients than at the last look. Runs in each step."""
+        if self.parameters is None:
+            self.parameters = list(self.trainable.module.parameters())
+        if not self.parameters:
+            return False
+        trained = [*map(_REQUIRES_GRAD, self.parameters)]
+        if trained == self.trained:
+            return False
+        self.trained = trained
+        return True
+
+    def record_forward(self) -> None:
+        """Compare a forward in training mode, which all ranks make together, with their calls.
+
+        Raises:
+            CollectiveMismatchError: ranks are apart since an earlier call.
+        """
+        call = "forward in training mode"
+        if Current.monitor is not None and any(layer.training for layer in self.meets_in_training):
+            Current.monitor.record(call, log_call(call), None, (self.index,))
 
     def synchronise(self) -> None:
         """Tell the engine whether to reduce gradients from now on, where that has changed."""
@@ -146,7 +183,7 @@ class PreparedModule(nn.Module):
 
     _drivetrain: PreparedModel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901 (in one piece, since it runs in each forward)
         """Run the engine's forward under the run's precision policy. Collective where the engine's is.
 
         Where the engine's own forward calls the module, this is the call of the user's class, so that its hooks run
@@ -169,6 +206,8 @@ class PreparedModule(nn.Module):
                 prepared.first_inputs = None
             if prepared.stay_frozen:
                 check_still_frozen(self, prepared.stay_frozen)
+        if prepared.meets_in_training and not torch.compiler.is_compiling():
+            prepared.record_forward()
         if prepared.buffers is not None:
             prepared.buffers.before_forward()
         numbers = None if torch.compiler.is_compiling() else prepared.numbers
@@ -187,11 +226,13 @@ class PreparedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""
-        trainable = self.__dict__[_ATTRIBUTE].trainable
+        prepared = self.__dict__[_ATTRIBUTE]
+        trainable = prepared.trainable
         # First: while an engine has gradients elsewhere it may refuse that .grad is touched.
         for optimizer in trainable.optimizers:
             trainable.zero_grad(optimizer, set_to_none)
         super().zero_grad(set_to_none)
+        prepared.window.forget_items(trainable.optimizers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state, as that of the user's class, without what ``torch.compile`` adds to the names of its parts.
@@ -508,6 +549,8 @@ def _before_registration(parent: nn.Module, name: str, value: Any) -> None:
     if prepared is None:
         return
     prepared.trainable.before_registration(parent, name, value)
+    if prepared.replicated and prepared.parameters and isinstance(value, nn.Module | nn.Parameter):
+        prepared.parameters = None
     if prepared.idle_buffers is not None and not isinstance(value, nn.Parameter):
         prepared.buffers = prepared.idle_buffers
         prepared.buffers.registered()

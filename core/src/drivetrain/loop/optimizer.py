@@ -201,8 +201,9 @@ class PreparedOptimizer(Optimizer):
 
         def kept() -> Any:
             assert closure is not None
-            losses.append(closure())
-            return losses[-1]
+            found, of_all = loop.run_closure(closure)
+            losses.append(found)
+            return of_all
 
         _STEPPING.append(self)
         try:
@@ -284,8 +285,10 @@ class PreparedOptimizer(Optimizer):
         if not self.models:
             if not self._loop.loose.steps_alone(self) or self._loop.window.may_drop_gradients:
                 self.optimizer.zero_grad(set_to_none)
-        elif self.models[0].window.may_drop_gradients:
+        elif (window := self.models[0].window).may_drop_gradients:
             self.models[0].trainable.zero_grad(self.optimizer, set_to_none)
+            if window.items is not None:
+                window.forget_items([self.optimizer])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Passed on. Collective over all ranks where it holds parameters of no prepared model."""

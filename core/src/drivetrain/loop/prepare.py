@@ -179,9 +179,11 @@ class Preparer:
             ),
             called=self._loop.called if topology.world_size > 1 and trainable.communicates_in_forward else None,
             former=former,
+            meets_in_training=batch_norm.synchronised_layers(module) if topology.dp_size > 1 else (),
         )
         if training:
             self._watch_buffers(model)
+            self._watch_trained(model)
         make_prepared(module, model)
         self._loop.models.append(model)
         watch_registrations(model)
@@ -201,18 +203,25 @@ class Preparer:
         model.idle_buffers = Buffers(model.trainable.module, self._backend.topology)
         model.buffers = model.idle_buffers if model.idle_buffers.matter else None
 
+    def _watch_trained(self, model: PreparedModel) -> None:
+        # A pipeline frees parameters of other stages later.
+        if self._backend.topology.world_size > 1 and not self._backend.capabilities.pipelined:
+            model.watch_trained()
+
     def _begin_training(self, model: PreparedModel) -> None:
         """Make a model that was prepared for evaluation alone one that is trained. Collective over all ranks."""
         if not model.evaluates_only:
             return
         check_collective("prepare")
         batch_norm.convert_or_warn(model.source, self._backend, training=True)
+        model.meets_in_training = batch_norm.synchronised_layers(model.source)
         if self._backend.capabilities.replicated:
             # The module is as the script made it, and has no optimizer yet: the engine begins anew.
             with unprepared(model.source):
                 model.trainable = self._backend.prepare(model.source, [], training=True)
         # An engine that moved the parameters adds the rest in ``add_optimizer``.
         self._watch_buffers(model)
+        self._watch_trained(model)
         model.evaluates_only = False
 
     def optimizer(self, optimizer: Optimizer, before: Sequence[PreparedOptimizer] | None = None) -> PreparedOptimizer:

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -94,6 +94,8 @@ class GradientReducer:
         """The script has changed submodules, parameters or dtypes; looked at before the next forward or backward."""
         self._sparse: frozenset[Tensor] = frozenset()
         self._all: list[nn.Parameter] = []
+        self._required: list[bool] = []
+        """Which of them required gradients when the buckets were made."""
         self._trained: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._matrices: list[nn.Parameter] = []
@@ -132,10 +134,11 @@ class GradientReducer:
                 for module in self._model.modules()
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
             )
-        trained = [parameter for parameter in self._all if parameter.requires_grad]
-        dtypes = [parameter.dtype for parameter in trained]
-        same = len(trained) == len(self._trained) and all(map(is_, trained, self._trained))
-        if same and dtypes == self._dtypes and not changed:
+        flags = [*map(_REQUIRES_GRAD, self._all)]
+        same = not changed and flags == self._required
+        trained = self._trained if same else [one for one, flag in zip(self._all, flags, strict=True) if flag]
+        dtypes = [*map(_DTYPE, trained)]
+        if same and dtypes == self._dtypes:
             relaid = [*map(Tensor.stride, self._matrices)] != self._strides
             if not (relaid or self._miscounted):
                 return
@@ -148,7 +151,7 @@ class GradientReducer:
                 )
             self._relaid |= relaid
         self._drop_wrapper()
-        self._trained, self._dtypes = trained, dtypes
+        self._required, self._trained, self._dtypes = flags, trained, dtypes
         self._recorded = self._miscounted = False
         self._matrices = [parameter for parameter in trained if parameter.dim() > 1]
         self._strides = [parameter.stride() for parameter in self._matrices]
@@ -532,4 +535,4 @@ FLAG_BITS = 32
 _ROUNDING = 1e-3
 """Of a parameter's norm: differences of other kernels or orders of summation stay below it for thousands of steps."""
 
-_VERSION = attrgetter("_version")
+_VERSION, _REQUIRES_GRAD, _DTYPE = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("dtype")
