@@ -181,6 +181,25 @@ def compare(model: str, processes: int, machine: Machine, turns: int, steps: int
     return found
 
 
+def tables(found: list[dict[str, Any]], processes: int) -> str:
+    """A table for each model, in the planner's order; the quickest layout is marked."""
+    told = []
+    for each in found:
+        best = min(row["measured"] for row in each["layouts"])
+        told += [
+            f"### {each['model']}, {processes} processes: {each['lost']:.1%} lost, tau {each['tau']:+.2f}",
+            "",
+            "| layout | predicted ms | measured ms | measured / predicted |",
+            "|---|--:|--:|--:|",
+        ]
+        for row in each["layouts"]:
+            mark = " (quickest)" if row["measured"] == best else ""
+            predicted, measured = 1000 * row["predicted"], 1000 * row["measured"]
+            told.append(f"| {row['layout']}{mark} | {predicted:.0f} | {measured:.0f} | {measured / predicted:.2f} |")
+        told.append("")
+    return "\n".join(told)
+
+
 def main() -> None:
     """Compare the models, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -189,6 +208,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="of each layout")
     parser.add_argument("--steps", type=int, default=5, help="timed in a turn")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
+    parser.add_argument("--markdown", type=Path, help="a file for the tables")
     given = parser.parse_args()
     for library, modules in IMPORTS.items():
         if find_spec(library) is not None:
@@ -198,6 +218,8 @@ def main() -> None:
     found = [compare(each, given.processes, machine, given.turns, given.steps) for each in given.models]
     if given.json:
         given.json.write_text(json.dumps({"machine": as_file(machine), "models": found}, indent=1), encoding="utf-8")
+    if given.markdown:
+        given.markdown.write_text(tables(found, given.processes), encoding="utf-8")
 
 
 if __name__ == "__main__":
