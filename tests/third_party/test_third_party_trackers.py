@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/trackers.md").read_text(encoding="utf-8")
-SCRIPT, OWN, HOOK, OBSERVER = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+SCRIPT, _, OWN, HOOK, OBSERVER = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 CLASS, USE = OWN.split("\n\naccelerator = ")
 
 PROJECT = """

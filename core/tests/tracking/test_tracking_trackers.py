@@ -223,7 +223,7 @@ def test_words_about_what_goes_nowhere(caplog):
             lambda: Trackers("tensorbord", "x"),
             r"no tracker is called 'tensorbord'; there are jsonl.*Did you mean 'tensorboard'",
         ),
-        (lambda: Trackers("jsonl"), "writes files and was given no folder. Pass project_dir"),
+        (lambda: Trackers("jsonl"), "writes files and was given no folder. Pass a local project_dir"),
         (lambda: Trackers(Memory).get("memory"), "not running. Call init_trackers"),
         (lambda: Trackers(Memory).get("jsonl"), "this run has no tracker 'jsonl'; it has memory"),
         (lambda: register_tracker_class(dict), "is not a tracker"),
