@@ -180,6 +180,14 @@ ADVISED_PLACES = {
             name="pp-2-one-piece",
             config={"distributed_type": "megatron", "megatron": {"pipeline_parallel_size": 2, "num_micro_batches": 1}},
         ),
+        *(
+            replace(
+                PLACES[name],
+                name=f"{name}-dispatch",
+                config={**PLACES[name].config, "dataloader": {"dispatch_batches": True}},
+            )
+            for name in ("tp-2", "pp-2")
+        ),
     )
 }
 """Settings that refusals advise and that are no place of the table."""
@@ -196,6 +204,9 @@ _NAMED = (
 )
 """Words of a refusal that advise other settings, and the place that has them."""
 
+DRAWN = ("unseeded_augmentation",)
+"""Scripts that draw for a batch: of what the refusal says of values that differ, dispatch_batches is meant for these."""
+
 
 def advised_places(cell: Outcome, place: str) -> list[str]:
     """The places whose settings a refusal advises, which was met in a place."""
@@ -210,7 +221,7 @@ def _advised() -> frozenset[tuple[str, str]]:
         for met, cell in row.items()
         if cell.kind == REFUSED
         for place in advised_places(cell, met)
-    }
+    } | {(script, f"{met}-dispatch") for script in DRAWN for met in ("tp-2", "pp-2")}
     again = {
         (script, place)
         for script, row in recorded(ADVISED).items()
@@ -332,7 +343,8 @@ def _train(script: Script, config: Mapping[str, Any] | None, folder: Path) -> Re
     if config is None:
         return script.train(Plain(str(folder))) if script.reference is None else script.reference()
     file = folder / f"config-{os.environ['RANK']}.yaml"
-    file.write_text(json.dumps({**config, "use_cpu": True, "dataloader": {"split_batches": True}}), encoding="utf-8")
+    loading = {"split_batches": True, **config.get("dataloader", {})}
+    file.write_text(json.dumps({**config, "use_cpu": True, "dataloader": loading}), encoding="utf-8")
     accelerator = Accelerator(config=str(file), project_dir=str(folder), **script.settings)
     try:
         found = script.train(accelerator)
