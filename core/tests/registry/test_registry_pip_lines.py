@@ -102,5 +102,5 @@ def test_every_extra_of_ours_has_its_folder():
     root = Path(__file__).resolve().parents[3]
     core = registry._project(root / "core")
     for extra in core["optional-dependencies"]:
-        if extra != "all":
+        if extra not in ("all", "fsspec"):  # torch brings fsspec: no message names this extra
             assert registry._folders(root, extra), extra

@@ -61,6 +61,7 @@ class LoopState(NamedTuple):
         beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
         shares: what the batches of the loaders of one loop hold, where :attr:`conflict` is set; outside of every loop
             what uneven batches held that were read before, which the script may have kept.
+        after_loops: outside of every loop, where loaders are prepared: a loss may be over a batch that was read before.
     """
 
     batch: int = 0
@@ -70,9 +71,10 @@ class LoopState(NamedTuple):
     conflict: str = ""
     beyond: Rows | None = None
     shares: tuple[Rows, ...] = ()
+    after_loops: bool = False
 
 
-_OUTSIDE = LoopState()
+_WITHOUT_LOADERS = LoopState()
 
 _KEPT = 4
 """Kinds of uneven batches that are remembered: a loader ends with one, and evaluation with another."""
@@ -142,7 +144,8 @@ class ActiveLoaders:
     def state(self) -> LoopState:
         """The state of the loop; called once for each micro-batch."""
         if not self._passes:
-            return LoopState(shares=tuple(self._uneven)) if self._uneven else _OUTSIDE
+            # The same on every rank, as what each has read may not be.
+            return LoopState(shares=tuple(self._uneven), after_loops=True) if self._registered else _WITHOUT_LOADERS
         if len(self._passes) > 1:
             return self._state_of_several()
         (only,) = self._passes

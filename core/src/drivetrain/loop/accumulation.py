@@ -96,8 +96,8 @@ class Window:
         """Why a mean loss of the current micro-batch has no weight."""
         self.shares: tuple[Rows, ...] = ()
         """Of the loaders of this loop, where :attr:`conflict` is set; outside of every loop of batches read before."""
-        self.outside = False
-        """The current micro-batch is outside of every loop over a prepared loader."""
+        self.after_loops = False
+        """The current micro-batch is outside of every loop over a prepared loader, of which there are some."""
         self._share = 1.0
         """The current global batch in units of the window's first one."""
         self._covered = 0.0
@@ -146,8 +146,7 @@ class Window:
         if self.closing:
             self.reset()
             self.length = length
-        batch, is_last_batch, rows, unknown, self.conflict, beyond, self.shares = loop
-        self.outside = not batch
+        batch, is_last_batch, rows, unknown, self.conflict, beyond, self.shares, self.after_loops = loop
         if batch != self._batch:
             self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
         self._steps_in_batch += 1
@@ -191,7 +190,7 @@ class Window:
     def weigh_alone(self, loop: LoopState) -> None:
         """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
         rows = self.rows = loop.rows
-        self.conflict, self.shares, self.outside = loop.conflict, loop.shares, not loop.batch
+        self.conflict, self.shares, self.after_loops = loop.conflict, loop.shares, loop.after_loops
         self.weight = 1.0 if rows is None or rows.even else rows.weight(self.dp_rank)
 
     @property
@@ -640,7 +639,7 @@ class TrainingLoop:
             return window.scale_given(denominator) * self.averaged
         weight, is_sum = None, items is not None
         rows, shares = window.rows, window.shares
-        if window.outside:
+        if window.after_loops:
             asks = self._finds_loose and (closes or window.open) and not self._joining
             shares = self._kept_batches() if asks else ()
         else:
