@@ -205,7 +205,7 @@ _NAMED = (
 """Words of a refusal that advise other settings, and the place that has them."""
 
 DRAWN = ("unseeded_augmentation",)
-"""Scripts that draw for a batch: of what the refusal says of values that differ, dispatch_batches is meant for these."""
+"""Scripts that draw for a batch, for which a refusal of values that differ advises dispatch_batches."""
 
 
 def advised_places(cell: Outcome, place: str) -> list[str]:
