@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -710,7 +711,8 @@ class Accelerator(ProcessControl):
         if self._closed:
             return
         check_collective("end_training")
-        call_monitor.agree()
+        if sys.exc_info()[0] is None:  # else the script's own error says why ranks are apart, and goes on its way
+            call_monitor.agree()
         try:
             self.wait_for_checkpoint()
         finally:

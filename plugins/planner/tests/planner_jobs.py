@@ -27,7 +27,7 @@ STEPS = 3
 MEASURED = 3
 """Steps that a census counts; the least counts, since what gloo's threads free late can only add."""
 
-NEAR, PATIENCE = 0.95, 0.05
+NEAR, PATIENCE = 0.95, 0.2
 """From which part of the most that an earlier step held gloo's threads are waited for, and how many seconds."""
 
 
