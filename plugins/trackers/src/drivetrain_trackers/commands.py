@@ -8,7 +8,7 @@ import click
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -37,7 +37,7 @@ import click
 def plot(runs: tuple[Path, ...], output: Path, metrics: tuple[str, ...], over: str, scale: str, smooth: int) -> None:
     """Draw what runs logged, side by side: losses, metrics, rates, steps per second.
 
-    RUN is a folder in which a tracker wrote metrics.jsonl or TensorBoard's files, or a folder with such folders at any
+    RUNS are folders in which a tracker wrote metrics.jsonl or TensorBoard's files, or folders with such folders at any
     depth: `drivetrain plot runs` compares all of them. A run's first value that is not finite is marked.
     """
     from drivetrain_trackers.curves import read_runs
