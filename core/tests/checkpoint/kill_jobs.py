@@ -176,7 +176,7 @@ def kill_once(folder, meeting, victim, number):
 
 
 def unfinished(folder):
-    """How many saves lie there that are not complete."""
+    """Count the saves in a folder that are not complete."""
     if isinstance(folder, Path):
         return sum(one.name.startswith(".") for one in folder.iterdir())
     return sum(len(one.subfolders()) > 1 or not (one / MANIFEST).exists() for one in folder.subfolders())

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of remote storages: the user's object, and the jobs of local checkpoints elsewhere."""
+"""Implements the jobs that ranks run in the tests of remote storages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def named_job(url, blocking):
 
 
 def interrupted_job(url):
-    """Where an interrupted run saves itself, and what trackers that write files say to such a folder."""
+    """Return where an interrupted run saves itself, and the error of trackers that write files for such a folder."""
     from drivetrain import Accelerator
 
     accelerator = Accelerator(cpu=True, project_dir=url)

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, TypeAlias, cast
 from drivetrain.errors import CheckpointError
 
 _READ_AHEAD = 8 << 20
-"""Reading on in an open file asks for this many bytes more than it returns, so that small tensors share a request."""
+"""Bytes that an open file reads ahead of what was asked for, so that small tensors share a request."""
 
 _LOCAL = ("file", "local")
 """Schemes that name folders of this machine."""

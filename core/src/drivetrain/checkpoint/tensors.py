@@ -227,7 +227,7 @@ class TensorFile:
         return torch.view_as_complex(tensor) if dtype in _REAL else tensor
 
     def position(self, key: str) -> int:
-        """Where a tensor of a remote file begins; 0 where there is none of this name, which :meth:`check` refuses."""
+        """Return the offset of a tensor in a remote file; 0 if there is none, which :meth:`check` refuses."""
         return int(self._file.entry(key)["data_offsets"][0]) if key in self._keys else 0
 
     def sources(self) -> dict[str, Source]:

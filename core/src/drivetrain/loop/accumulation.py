@@ -661,7 +661,7 @@ class TrainingLoop:
         return scale if self.averaged == 1 else scale * self.averaged
 
     def _kept_batches(self) -> tuple[Rows, ...]:
-        """What uneven batches held that were read before, where all ranks have read the same.
+        """Return the rows of the uneven batches that were read before, if all ranks have read the same.
 
         A script may train on a batch after the loop that read it: it reads one batch ahead, or keeps all of them in a
         list. Collective over the data-parallel ranks in the first backward after a loop.

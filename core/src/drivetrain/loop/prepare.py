@@ -38,7 +38,7 @@ from drivetrain.loop.shared_memory import SharedMemory
 from drivetrain.loop.wrappers import take_off_parallel
 
 _NUMBERS = count()
-"""Of the models of this process, the same on every rank: what is compared once for each is compared for the next."""
+"""Numbers the models of this process, alike on every rank, so that each is compared once, a later one too."""
 
 
 @final

@@ -95,7 +95,7 @@ class GradientReducer:
         self._sparse: frozenset[Tensor] = frozenset()
         self._all: list[nn.Parameter] = []
         self._required: list[bool] = []
-        """Which of them required gradients when the buckets were made."""
+        """Holds whether each parameter required gradients when the buckets were made."""
         self._trained: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._matrices: list[nn.Parameter] = []

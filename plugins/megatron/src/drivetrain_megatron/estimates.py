@@ -349,7 +349,7 @@ class _Traced:
 
     @property
     def costs(self) -> tuple[float, float, float]:
-        """Of a forward, of a backward for the input and of one for the weights, to compare stages by."""
+        """Return the costs of a forward, a backward for the input and one for the weights."""
         forward, backward = _cost(self.trace.forward), _cost(self.trace.backward)
         if not self.parts.get("W"):
             return forward, backward, 0.0

@@ -281,7 +281,7 @@ class Survey:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells memory apart; 0 for a tensor that has none."""
+    """Return a number that identifies the storage of a tensor; 0 if it has none."""
     with torch._C.DisableTorchFunction():  # noqa: SLF001 (torch has no public name for it)
         if is_absent(tensor) or tensor.layout is not torch.strided:
             return 0

@@ -56,7 +56,7 @@ class Run(Protocol):
 
 
 def _uncompiled(kind: type[nn.Module]) -> Callable[..., Any]:
-    """What calls a module of which a stage runs a part: torch.compile does not see through what leaves it there."""
+    """Return the call of a module of which a stage runs a part, which torch.compile must not trace."""
     # Torch has no public name for what __call__ does without the compiler.
     return nn.Module._call_impl if kind.__call__ is nn.Module.__call__ else kind.__call__  # noqa: SLF001
 
