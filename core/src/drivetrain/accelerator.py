@@ -707,18 +707,23 @@ class Accelerator(ProcessControl):
         """Finish the trackers and release the process group. Collective over all ranks; may be called twice.
 
         Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
+
+        While an exception is handled, as in ``finally`` after an error of the script, it waits for no other rank and
+        compares nothing with them: they may be elsewhere, and the script's error is what counts.
         """
         if self._closed:
             return
-        check_collective("end_training")
-        if sys.exc_info()[0] is None:  # else the script's own error says why ranks are apart, and goes on its way
+        failed = sys.exc_info()[0] is not None
+        if not failed:
+            check_collective("end_training")
             call_monitor.agree()
         try:
             self.wait_for_checkpoint()
         finally:
             self._trackers.finish()
             self._loop.release()
-            self.backend.barrier()
+            if not failed:
+                self.backend.barrier()
             self._close()
 
     def _close(self) -> None:

@@ -104,13 +104,14 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
         return
     ours = any((each.__module__, each.__name__) == _OUR_ERRORS for each in kind.__mro__)
     text = "".join(traceback.format_exception(kind, error, trace))
-    shown = text
+    shown, chained = text, ours and _is_of_the_script(error)
     if ours and not _debugs():
-        shown = "".join(traceback.format_exception(kind, error, _without_ours(trace), chain=_is_of_the_script(error)))
+        shown = "".join(traceback.format_exception(kind, error, _without_ours(trace), chain=chained))
     said = traceback.TracebackException(kind, error, None)
     said.__notes__ = None  # these would stand last; the traceback has them
     message = list(said.format_exception_only())[-1].strip()
-    if not _write_record(message, text, 1, out_of_memory=_is_out_of_memory(error), ours=shown if ours else ""):
+    out_of_memory = _is_out_of_memory(error)
+    if not _write_record(message, text, 1, out_of_memory=out_of_memory, ours=shown if ours else "", chained=chained):
         sys.__excepthook__(kind, error, trace)
 
 
@@ -156,7 +157,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _write_record(
-    message: str, text: str, exit_code: int, *, out_of_memory: bool = False, ours: str = ""
+    message: str, text: str, exit_code: int, *, out_of_memory: bool = False, ours: str = "", chained: bool = False
 ) -> bool:
     """Write the error file in the format of torch's elastic agent. ``False`` when there is none.
 
@@ -174,6 +175,7 @@ def _write_record(
         "exit_code": exit_code,
         "out_of_memory": out_of_memory,
         "ours": _cut(ours),
+        "chained": chained,
     }
     try:
         part = Path(path + ".part")  # it must appear whole
