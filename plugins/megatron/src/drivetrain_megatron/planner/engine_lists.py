@@ -154,7 +154,7 @@ class NotingStage:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_messages
 
-    def passes(self, *_: Any) -> None:
+    def passes(self, *_: Any, **__: Any) -> None:
         """What torch does beside computing (hand on a tensor, reduce gradients) leaves no trace here."""
 
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = passes
