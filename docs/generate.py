@@ -30,6 +30,9 @@ from drivetrain_testing.kit import all_cases, user_model_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TWO_SCREENS = 150
+"""Lines of a how-to from which on it is named."""
+
 
 def backends() -> str:
     """One row for each backend of this repository: what its plugin says about itself, and what the kit found."""
@@ -492,12 +495,21 @@ def documents() -> dict[Path, str]:
     }
 
 
+def long_pages() -> dict[Path, int]:
+    """How-tos that nobody reads on two screens, with their lengths."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("docs/how-to/*.md")}
+    return {path: lines for path, lines in sorted(lengths.items()) if lines > TWO_SCREENS}
+
+
 def main() -> None:
-    """Rewrite them."""
+    """Rewrite them, and name the pages that are too long."""
     for path, text in documents().items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             sys.stdout.write(f"renewed {path.relative_to(ROOT)}\n")
+    for path, lines in long_pages().items():
+        name = path.relative_to(ROOT)
+        sys.stdout.write(f"{name} has {lines} lines: split it by task, or move tables to docs/reference\n")
 
 
 if __name__ == "__main__":
