@@ -471,9 +471,8 @@ def documents() -> dict[Path, str]:
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
-    planner = ROOT / "docs/how-to/planner.md"
+    counted_plans, published_plans = ROOT / "docs/how-to/planner-check.md", ROOT / "docs/how-to/planner-read.md"
     which = ROOT / "docs/how-to/which-backend.md"
-    plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
     methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
@@ -487,7 +486,8 @@ def documents() -> dict[Path, str]:
         launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
-        planner: renewed(plans, "published memory", published()),
+        counted_plans: renewed(counted_plans.read_text(encoding="utf-8"), "counted memory", planned()),
+        published_plans: renewed(published_plans.read_text(encoding="utf-8"), "published memory", published()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),

@@ -168,7 +168,7 @@ def test_memory_has_a_line_for_each_layout(net):
 def test_a_batch_that_does_not_divide_is_refused(net):
     done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--global_batch", "20")
     assert isinstance(done.exception, UsageError)
-    assert "a global batch of 20 is not a multiple of 8 samples on each of 2 data-parallel ranks" in str(done.exception)
+    assert "a global batch of 20 is not a multiple of the 8 samples of a micro-batch" in str(done.exception)
 
 
 def test_what_is_too_large_says_by_how_much(net):
