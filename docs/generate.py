@@ -351,7 +351,9 @@ def surface() -> str:
             counts[place][shown[ending]] += 1
             told.append(shown[ending])
             if text:
-                words.setdefault(plain(text.replace(method, "...")), []).append(f"`{method}` ({place})")
+                # Where it is an operation's name: a method's name may be an English word, or a letter of one.
+                text = re.sub(rf"(aten\.|`|, and ){re.escape(method)}(?=[.`]| (?:reads|joins) )", r"\1(it)", text)
+                words.setdefault(plain(text), []).append(f"`{method}` ({place})")
         rows.append(f"| `{method}` | " + " | ".join(told) + " |")
     total = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
     total += [
@@ -363,7 +365,7 @@ def surface() -> str:
         f"- {text} ({', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''})"
         for text, names in words.items()
     ]
-    return "\n".join([*total, *rows, "", "The words, without the names of methods:", "", *told])
+    return "\n".join([*total, *rows, "", "The words, with (it) for the name of the method:", "", *told])
 
 
 STEPS = {

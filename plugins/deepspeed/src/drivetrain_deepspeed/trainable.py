@@ -348,7 +348,7 @@ class DeepSpeedTrainable(Trainable):
     def _trained(self) -> Driver:
         if self._driver is None:
             raise UsageError(
-                f"{type(self.module).__name__} was prepared without an optimizer",
+                f"{type(self.module).__name__} was prepared without an optimizer, and cannot train",
                 cure="Prepare both: model, optimizer = accelerator.prepare(model, optimizer).",
             )
         return self._driver
