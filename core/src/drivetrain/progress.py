@@ -107,7 +107,7 @@ def _quiet() -> Any:
     """
     from tqdm.asyncio import tqdm as bar  # tqdm.auto's is a widget in a notebook
 
-    class QuietBar(bar):  # type: ignore[misc,type-arg]
+    class QuietBar(bar):  # type: ignore[misc]
         """The bar of a process whose progress is not shown."""
 
         monitor_interval = 0  # no thread that redraws it
