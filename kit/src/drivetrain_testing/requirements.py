@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from drivetrain.backend import Capabilities
-from drivetrain.errors import did_you_mean, sentences
+from drivetrain.wording import did_you_mean, sentences
 
 
 class BaseRequirements:

@@ -18,7 +18,8 @@ from drivetrain.config.locate import Origin, Path, Problem, Tree, locate, parse_
 from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, unknown_top_key, wants_text
 from drivetrain.config.resolved import ResolvedConfig, check_section, leaves, mistakes
 from drivetrain.config.schema import Config
-from drivetrain.errors import BackendError, BackendNotFoundError, closest
+from drivetrain.errors import BackendError, BackendNotFoundError
+from drivetrain.wording import closest
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry

@@ -20,8 +20,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.errors import cut, likely_cause
 from drivetrain.launch import worker
+from drivetrain.wording import cut, likely_cause
 
 _OURS = str(Path(__file__).parent.parent)
 _NOTEBOOK = str(Path(__file__).with_name("notebook.py"))
