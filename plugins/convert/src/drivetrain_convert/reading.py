@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh, checkpoint
+from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh
+from drivetrain.api.programs import checkpoint
 from drivetrain_convert.accelerate_folder import add_rest, read_accelerate
 from drivetrain_convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from drivetrain_convert.foreign import (

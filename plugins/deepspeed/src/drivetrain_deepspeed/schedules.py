@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drivetrain.api import DummyScheduler, UsageError
+from drivetrain.api import UsageError
+from drivetrain.api.accelerate import DummyScheduler
 from drivetrain_deepspeed.config import show
 from drivetrain_deepspeed.written import Written
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag, number, section_from_arguments, whole
+from drivetrain.api.accelerate import Rule, flag, number, section_from_arguments, whole
 from drivetrain_megatron.config import MegatronConfig
 
 _OFF = (False, "false", "False", "no")

@@ -176,7 +176,7 @@ def _of_events(path: Path) -> dict[str, Curve]:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        from drivetrain.api import pip_line
+        from drivetrain.api.programs import pip_line
 
         raise UsageError(
             f"{str(path)!r} holds TensorBoard's files, and tensorboard is not installed",

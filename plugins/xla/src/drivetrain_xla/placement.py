@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from drivetrain.api import trees
+from drivetrain.api.engines import trees
 
 logger = logging.getLogger(__name__)
 
