@@ -13,20 +13,12 @@ from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
-    from drivetrain.checkpoint.folder import (
-        Inspection,
-        Naming,
-        abandon,
-        check_file,
-        commit,
-        data_folder,
-        inspect,
-        stage,
-    )
+    from drivetrain.checkpoint.folder import Inspection, Naming, inspect
     from drivetrain.checkpoint.loader import load
     from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest, stored_name
     from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of, local_folder
     from drivetrain.checkpoint.saver import Saver, TrainingState, library_versions, save
+    from drivetrain.checkpoint.storage import Staging, Storage, check_file, storage_of
     from drivetrain.checkpoint.tensors import (
         DrivetrainReader,
         Source,
@@ -42,16 +34,7 @@ __getattr__ = on_first_use(
     __name__,
     {
         "drivetrain.checkpoint.export": ("export_checkpoint", "export_model", "save_object"),
-        "drivetrain.checkpoint.folder": (
-            "Inspection",
-            "Naming",
-            "abandon",
-            "check_file",
-            "commit",
-            "data_folder",
-            "inspect",
-            "stage",
-        ),
+        "drivetrain.checkpoint.folder": ("Inspection", "Naming", "inspect"),
         "drivetrain.checkpoint.loader": ("load",),
         "drivetrain.checkpoint.manifest": (
             "Chunk",
@@ -63,6 +46,7 @@ __getattr__ = on_first_use(
         ),
         "drivetrain.checkpoint.remote": ("Folder", "RemoteFolder", "folder_of", "local_folder"),
         "drivetrain.checkpoint.saver": ("Saver", "TrainingState", "library_versions", "save"),
+        "drivetrain.checkpoint.storage": ("Staging", "Storage", "check_file", "storage_of"),
         "drivetrain.checkpoint.tensors": (
             "DrivetrainReader",
             "Source",
@@ -88,13 +72,12 @@ __all__ = [
     "RemoteFolder",
     "Saver",
     "Source",
+    "Staging",
+    "Storage",
     "TensorEntry",
     "TensorFile",
     "TrainingState",
-    "abandon",
     "check_file",
-    "commit",
-    "data_folder",
     "decode",
     "dtype_name",
     "export_checkpoint",
@@ -108,7 +91,7 @@ __all__ = [
     "read_tensor",
     "save",
     "save_object",
-    "stage",
+    "storage_of",
     "stored_name",
     "torch_dtype",
     "write_tensors",
