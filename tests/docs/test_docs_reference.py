@@ -89,6 +89,7 @@ PAGES = {
     "drivetrain": "accelerator",
     "drivetrain.api": "api",
     "drivetrain.api.accelerate": "api",
+    "drivetrain.api.config": "api",
     "drivetrain.api.engines": "api",
     "drivetrain.api.programs": "api",
     "drivetrain_testing": "testing",

@@ -58,7 +58,7 @@ def members(kind):
 
 
 def public_names():
-    beside = ("drivetrain.api.accelerate", "drivetrain.api.engines", "drivetrain.api.programs")
+    beside = [f"drivetrain.api.{name}" for name in ("accelerate", "config", "engines", "programs")]
     for name in ("drivetrain", "drivetrain.api", *beside, "drivetrain_testing"):
         module = importlib.import_module(name)
         for each in sorted(module.__all__):

@@ -3,9 +3,9 @@
 Light names (descriptions, hooks, errors) import no torch; a name that needs torch is imported on first use,
 so that ``plugin.py`` and ``backend.py`` of a plugin import from the same place.
 
-Three modules beside this one have what few plugins need: ``drivetrain.api.engines`` for engines that replace what torch
-does, ``drivetrain.api.accelerate`` for backends that Accelerate has too, ``drivetrain.api.programs`` for commands,
-planners, launchers, trackers and converters.
+Four modules beside this one have what few plugins need: ``drivetrain.api.engines`` for engines that replace what torch
+does, ``drivetrain.api.config`` for a section of the configuration, ``drivetrain.api.accelerate`` for backends that
+Accelerate has too, ``drivetrain.api.programs`` for commands, planners, launchers, trackers and converters.
 """
 
 from __future__ import annotations
