@@ -15,6 +15,25 @@ import torch
 WORDS = 64
 
 
+USERS_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_offload: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_activation_checkpointing: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+mixed_precision: bf16
+num_machines: 1
+num_processes: {processes}
+"""
+"""A configuration file of Accelerate's, as users have them."""
+
+
 def quiet() -> None:
     import transformers
     from transformers.trainer_callback import PrinterCallback
