@@ -43,7 +43,7 @@ class Naming:
         folder: where the checkpoints lie, usually ``<project_dir>/checkpoints``; need not exist yet.
         total_limit: how many of this run's to keep, at least 1; ``None`` keeps all.
         iteration: number of the next one, or higher where that is taken.
-        run: tells this run and those that it continues from others that saved in the same folder.
+        run: distinguishes this run and those that it continues from others that saved in the same folder.
     """
 
     def __init__(

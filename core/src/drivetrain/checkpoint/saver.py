@@ -179,7 +179,7 @@ class WritePlan:
     It is a function of every rank's layout and of nothing else, so it holds while each rank has the layout that it had.
 
     Args:
-        made_for: name of the staging folder of the save that it was made for, which tells it from others.
+        made_for: name of the data folder of the save that it was made for, which no other save has.
         num_ranks: how many ranks took part.
         layout: of what this rank offered.
         buffers: names in it that are buffers.
@@ -281,7 +281,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before anything is written.
+    """Data of a rank that are sent to the others before anything is written.
 
     Args:
         marks: a checksum of each object's state, which should be the same on every rank.

@@ -305,7 +305,7 @@ class _Loading:
             warnings.warn(f"{problem}; {chosen}.", UserWarning, stacklevel=5)
 
     def _stranger(self, name: str, error: BackendError) -> str:
-        """A key whose backend is broken, or that is nobody's: a backend to install, or a typing error."""
+        """A key whose backend is broken, or that has none: a backend to install, or a typing error."""
         if not isinstance(error, BackendNotFoundError):
             return f"this section cannot be checked: {error}".rstrip(".")
         if "pip install" in error.cure and "Did you mean" not in error.cure:

@@ -232,7 +232,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
 
     Args:
         failures: as :func:`read_failures` orders them.
-        whole: do not shorten a traceback with lines, or with so many of them, that nobody can read on a terminal.
+        whole: do not shorten a traceback with lines, or with so many of them, that they cannot be read on a terminal.
     """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
     trace = first.trace.rstrip() if whole else _shortened((first.ours or first.trace).rstrip())

@@ -67,7 +67,7 @@ _ACCELERATE = {
 
 
 class DeepSpeedConfig(BaseModel):
-    """What DeepSpeed is told. A key that is null is left to the file, the dictionary, or DeepSpeed's own default."""
+    """Settings of DeepSpeed. A key that is null is left to the file, the dictionary, or DeepSpeed's own default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

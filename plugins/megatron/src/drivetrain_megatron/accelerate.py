@@ -80,6 +80,6 @@ def MegatronLMPlugin(**given: Any) -> MegatronConfig:  # noqa: N802 (the name th
             ``use_distributed_optimizer``, ... as there.
 
     Raises:
-        UsageError: arguments that nobody knows, or that cannot be honoured, with what to write instead.
+        UsageError: arguments that are not known, or that cannot be honoured, with what to write instead.
     """
     return section_from_arguments("MegatronLMPlugin", given, _RULES, "megatron", MegatronConfig)
