@@ -91,7 +91,15 @@ def test_the_accelerator_is_shown_with_every_signature(site):
             assert on_the_page(found) == promised(line), name
 
 
-PAGES = {"drivetrain": "accelerator", "drivetrain.api": "api", "drivetrain_testing": "testing"}
+PAGES = {
+    "drivetrain": "accelerator",
+    "drivetrain.api": "api",
+    "drivetrain.api.accelerate": "api",
+    "drivetrain.api.config": "api",
+    "drivetrain.api.engines": "api",
+    "drivetrain.api.programs": "api",
+    "drivetrain_testing": "testing",
+}
 
 
 @pytest.mark.parametrize("module", PAGES)

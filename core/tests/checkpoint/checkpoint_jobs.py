@@ -23,6 +23,7 @@ from drivetrain.distributed.current import World
 from drivetrain.distributed.rng import set_seed
 from drivetrain.errors import CheckpointError
 from drivetrain.launch.environment import read_process_info
+from drivetrain_testing.resident_memory import ResidentMemory
 
 
 class Plain(Trainable):
@@ -367,39 +368,10 @@ def memory_job(path, saving, megabytes):
         fully_shard(net)
         state = TrainingState([Plain(net)])
         save(path, state, backend) if not saving else None
-        sampled = Sampler()
+        sampled = ResidentMemory()
         with sampled:
             save(path, state, backend) if saving else load(path, state, backend)
         return sampled.grown / 2**20
-
-
-class Sampler:
-    """Watches this process's anonymous resident memory from a thread."""
-
-    def __enter__(self):
-        import threading
-
-        self._stop = threading.Event()
-        self._first = self._highest = self._now()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.grown = max(self._highest, self._now()) - self._first
-
-    def _watch(self):
-        while not self._stop.wait(0.0005):
-            self._highest = max(self._highest, self._now())
-
-    @staticmethod
-    def _now():
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError
 
 
 def resume_for_ever(folder):

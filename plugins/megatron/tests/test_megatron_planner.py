@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_megatron.commands import plan
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.planner.actions import Action, ActionLists, parse

@@ -15,7 +15,8 @@ from planner_examples import EXAMPLES, shown
 from planner_grid import estimates_of, request_for
 from torch import nn
 
-from drivetrain.api import UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import load_config
 from drivetrain_planner import Estimate
 from drivetrain_planner.choosing import choose
 from drivetrain_planner.commands import plan

@@ -11,11 +11,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -31,9 +29,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
-from drivetrain.checkpoint.folder import check_file
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of
+from drivetrain.checkpoint.storage import check_file, storage_of
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
@@ -391,7 +389,7 @@ def load(
     ranks.agree("check its share of the files", lambda: _check_share(folder, manifest, ranks))
     skipped = frozenset[int]()
     if hooks is not None:
-        with _readable(folder, manifest) as readable:
+        with storage_of(folder).readable(folder, manifest) as readable:
             skipped = frozenset(hooks(readable))
     work = _Load(folder, manifest, state, backend, skipped)
     differences = joined(ranks.agree("compare the checkpoint", work.compare))
@@ -416,17 +414,6 @@ def load(
             "are not.",
         ) from problem
     return manifest
-
-
-@contextmanager
-def _readable(folder: Folder, manifest: Manifest) -> Iterator[Path]:
-    """A folder with the files that save hooks have written: the checkpoint's, or a copy of them that goes again."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="drivetrain-hooks-") as copy:
-        folder.download([name for name in folder.sizes() if name not in {*manifest.files, MANIFEST}], Path(copy))
-        yield Path(copy)
 
 
 def _check_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from drivetrain.errors import DrivetrainError, did_you_mean, sentences
+from drivetrain.errors import DrivetrainError
+from drivetrain.wording import did_you_mean, sentences
 
 COMMANDS = {
     "backends": (

@@ -13,7 +13,8 @@ from drivetrain.config.keys import AUTO
 from drivetrain.config.locate import DEFAULT, Origin, Path, Problem, Tree
 from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
 from drivetrain.config.schema import Config, Section
-from drivetrain.errors import ConfigError, cut
+from drivetrain.errors import ConfigError
+from drivetrain.wording import cut
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry

@@ -20,8 +20,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.errors import cut, likely_cause
 from drivetrain.launch import worker
+from drivetrain.wording import cut, likely_cause
 
 _OURS = str(Path(__file__).parent.parent)
 _NOTEBOOK = str(Path(__file__).with_name("notebook.py"))
@@ -237,7 +237,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
 
     Args:
         failures: as :func:`read_failures` orders them.
-        whole: do not shorten a traceback with lines, or with so many of them, that nobody can read on a terminal.
+        whole: do not shorten a traceback with lines, or with so many of them, that they cannot be read on a terminal.
     """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
     trace = first.trace.rstrip() if whole else _shortened((first.ours or first.trace).rstrip())

@@ -143,7 +143,7 @@ def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plan(flags: dict[str, Any]) -> Choice:
-    from drivetrain.api import load_config
+    from drivetrain.api.programs import load_config
     from drivetrain_planner.choosing import check_mesh
     from drivetrain_planner.choosing import choose as choose_layout
     from drivetrain_planner.machines import HERE, find, kept_file

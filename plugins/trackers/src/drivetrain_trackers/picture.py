@@ -8,7 +8,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_trackers.curves import SPEED, Curve, Run, with_speed
 
 if TYPE_CHECKING:
