@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING
 from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from drivetrain.config.fields import Section
     from drivetrain.config.load import load_config, worker_config
     from drivetrain.config.locate import Origin
     from drivetrain.config.resolved import ResolvedConfig, Row, rows
-    from drivetrain.config.schema import Config, Section
+    from drivetrain.config.schema import Config
     from drivetrain.config.template import default_file
 
 __getattr__ = on_first_use(
     __name__,
     {
+        "drivetrain.config.fields": ("Section",),
         "drivetrain.config.load": ("load_config", "worker_config"),
         "drivetrain.config.locate": ("Origin",),
         "drivetrain.config.resolved": ("ResolvedConfig", "Row", "rows"),
-        "drivetrain.config.schema": ("Config", "Section"),
+        "drivetrain.config.schema": ("Config",),
         "drivetrain.config.template": ("default_file",),
     },
 )

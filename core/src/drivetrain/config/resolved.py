@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from drivetrain.config.fields import Section
 from drivetrain.config.keys import AUTO
 from drivetrain.config.locate import DEFAULT, Origin, Path, Problem, Tree
 from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
-from drivetrain.config.schema import Config, Section
+from drivetrain.config.schema import Config
 from drivetrain.errors import ConfigError
 from drivetrain.wording import cut
 
