@@ -40,7 +40,7 @@ from drivetrain.hookspecs import hookimpl
 from drivetrain.topology import Mesh, ProcessInfo, Topology
 
 if TYPE_CHECKING:
-    from drivetrain import checkpoint
+    from drivetrain import checkpoint, pictures
     from drivetrain.backends import portable
     from drivetrain.backends.base import DistributedBackend
     from drivetrain.backends.local_gradients import LocalGradients, is_taken
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from drivetrain.tracking.jsonl import json_value
 
 _HEAVY = {
-    "drivetrain": ("checkpoint",),
+    "drivetrain": ("checkpoint", "pictures"),
     "drivetrain.backends": ("portable",),
     "drivetrain.backends.base": ("DistributedBackend",),
     "drivetrain.backends.local_gradients": ("LocalGradients", "is_taken"),
@@ -96,7 +96,7 @@ _HEAVY = {
     "drivetrain.registry": ("get_registry", "pip_line"),
     "drivetrain.tracking.jsonl": ("json_value",),
 }
-"""Names that need torch, by the module that has them; some are modules themselves."""
+"""Names that need torch, or are seldom needed, by the module that has them; some are modules themselves."""
 
 _HOME = {name: module for module, names in _HEAVY.items() for name in names}
 
@@ -168,6 +168,7 @@ __all__ = [
     "numbers_coordinate",
     "original_module",
     "pick_device",
+    "pictures",
     "pip_line",
     "place_model",
     "plain_state_dict",
