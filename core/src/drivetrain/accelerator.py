@@ -131,7 +131,9 @@ class Accelerator(ProcessControl):
         count_items: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
+        run_setup.shorten_tracebacks()
         self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
+        run_setup.shorten_tracebacks(debug=resolved.config.debug)
         process = read_process_info()
         self._choice = choice = choose_backend(resolved, distributed_type, process.world_size, engine_arguments)
         self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import resource
 import warnings
 from dataclasses import replace
@@ -164,8 +165,7 @@ def save_job(path, layout, steps=3, seed=0):
 
 def load_job(path, layout, steps=3, warm=False):
     """Load into another start; returns what was loaded, the losses after it, and what else came back."""
-    with started() as backend, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")  # More processes than were saved.
+    with started() as backend:
         net, optimizer, scheduler = build(layout, 99)
         if warm:
             train(net, optimizer, scheduler, 1)
@@ -190,19 +190,31 @@ def load_warnings_job(path, **options):
         return [str(one.message) for one in caught]
 
 
+def load_log_job(path):
+    """Load a replicated model and return what is logged of it; a warning would be an error."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(f"{record.levelname}: {record.getMessage()}")
+    logger = logging.getLogger("drivetrain.checkpoint")
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    with started() as backend, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(path, run_state(*build("replicated", 99), Counter()), backend)
+    return records
+
+
 def random_job(path, saving, device_specific=None):
     """Save, or load; then draw numbers."""
     with started() as backend:
         net, optimizer, scheduler = build("replicated", 0)
         state = run_state(net, optimizer, scheduler, Counter())
         set_seed(100 + backend.topology.rank)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*random state of.*")
-            if saving:
-                save(path, state, backend)
-            else:
-                set_seed(7, device_specific)
-                load(path, state, backend)
+        if saving:
+            save(path, state, backend)
+        else:
+            set_seed(7, device_specific)
+            load(path, state, backend)
         return torch.rand(2).tolist()
 
 
@@ -259,14 +271,14 @@ def unwritable_job(path):
 
 
 def refused_remark_job(path):
-    """Load what more processes have random state of, where the script turns warnings into errors."""
+    """Pass over an object of the checkpoint, where the script turns warnings into errors."""
     with started() as backend:
-        state = run_state(*build("replicated", 0), Counter())
+        state = run_state(*build("replicated", 0))
         before = torch.get_rng_state()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
-                load(path, state, backend)
+                load(path, state, backend, strict=False)
             except Exception as problem:
                 return type(problem).__name__, str(problem), torch.equal(before, torch.get_rng_state())
         return None
@@ -398,8 +410,7 @@ def resume_once(folder):
     """Load the newest checkpoint; returns its step."""
     from drivetrain.checkpoint import Naming
 
-    with started() as backend, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")
+    with started() as backend:
         state = run_state(*build("replicated", 9, width=64))
         naming = Naming(folder)
         manifest = load(naming.latest(), state, backend)

@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
 
 from drivetrain.api import BackendBlockedError
 from drivetrain_megatron import private_names
+from drivetrain_megatron.pipeline import transport
 from drivetrain_megatron.planner.actions import Action
 from drivetrain_megatron.planner.catalogue import find
 from drivetrain_megatron.planner.engine_lists import NotingStage, build, construct, run_noting, stages_of
@@ -101,6 +103,27 @@ def test_what_would_run_messages_is_named_where_it_is_gone(monkeypatch: pytest.M
     monkeypatch.delattr(private_names.run_with_messages(), "_prepare_schedule_with_comms")
     with pytest.raises(BackendBlockedError, match="no _prepare_schedule_with_comms, which drivetrain-megatron"):
         private_names.run_with_messages()
+
+
+def test_a_backward_is_split_only_where_torch_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.9, which counts some weights twice; there a stage computes its backward in one piece."""
+    received, weight = (torch.tensor(value, requires_grad=True) for value in (3.0, 2.0))
+    output = received * weight
+    assert transport.can_split([output], [received], [weight]) == transport.splits_rightly()
+    weigh = transport.stage_backward_weight
+
+    def twice(weights: Any, groups: Any) -> None:
+        weights = list(weights)
+        weigh(iter(weights), groups)
+        for one in weights:
+            one.grad *= 2
+
+    monkeypatch.setattr(transport, "stage_backward_weight", twice)
+    transport.splits_rightly.cache_clear()
+    try:
+        assert not transport.can_split([output], [received], [weight])
+    finally:
+        transport.splits_rightly.cache_clear()
 
 
 def test_what_megatron_core_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from drivetrain import checkpoint
+    from drivetrain import checkpoint, pictures
     from drivetrain.config.load import load_config
     from drivetrain.config.resolved import ResolvedConfig
     from drivetrain.launch.dry_run import CommandLine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __getattr__ = on_first_use(
     __name__,
     {
-        "drivetrain": ("checkpoint",),
+        "drivetrain": ("checkpoint", "pictures"),
         "drivetrain.config.load": ("load_config",),
         "drivetrain.config.resolved": ("ResolvedConfig",),
         "drivetrain.launch.dry_run": ("CommandLine",),
@@ -41,6 +41,7 @@ __all__ = [
     "get_registry",
     "json_value",
     "load_config",
+    "pictures",
     "pip_line",
     "policy_for",
 ]

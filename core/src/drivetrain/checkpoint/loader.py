@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,6 +43,8 @@ from drivetrain.parameter_names import original_name
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.checkpoint.saver import Portable, TrainingState
+
+logger = logging.getLogger(__name__)
 
 # ---- Comparing checkpoint and run
 
@@ -615,15 +618,17 @@ class _Load:
                 self._words[key] = torch.empty(entry.shape, dtype=torch_dtype(key, entry.dtype))
 
     def _compare_rng(self) -> None:
-        """Add a remark where the checkpoint has no random state for a data-parallel coordinate."""
+        """Add a remark where the checkpoint has no random state; log where it has none for some coordinates alone."""
         lacking = [at for at in range(self._topology.dp_size) if self._rng_file(at) is None]
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
-        elif lacking:
-            saved, here = len(self._manifest.rng), self._topology.dp_size
-            self.remarks.append(
-                f"the checkpoint holds the random state of {saved} data-parallel process(es), and here are {here}: "
-                "the others draw from seeds that follow from it, as they should"
+        elif lacking and self._topology.rank == 0:
+            # No warning: a run that is resumed on more processes is as it should be.
+            logger.info(
+                "the checkpoint holds the random state of %d data-parallel process(es), and here are %d: "
+                "the others draw from seeds that follow from it",
+                len(self._manifest.rng),
+                self._topology.dp_size,
             )
 
     def _rng_file(self, coordinate: int) -> str | None:
