@@ -31,7 +31,7 @@ AGAIN = "//////"
 MEGABYTE = 1e6
 
 SMALLEST = 0.005
-"""Of the most that a rank holds of the model: a part that is smaller on each rank, which nobody would see, is left out."""
+"""Of the most that a rank holds of the model: a part that is smaller on each rank is left out, since nobody sees it."""
 
 
 @dataclass(frozen=True)
