@@ -106,6 +106,8 @@ def test_parts_of_a_model_are_counted_as_they_lie_on_a_rank(backend, share, sect
         assert held["parameters"] == pytest.approx(MODEL / share, rel=0.01)
         assert held["gradients"] == pytest.approx(MODEL / share, rel=0.01)
         assert held["optimizer states"] == pytest.approx(2 * MODEL / share, rel=0.01)
+        # None of these keeps more than small buffers.
+        assert held[OTHERS] < 0.05 * MODEL
 
 
 def test_a_tensor_is_counted_once_however_many_look_at_it():
@@ -141,6 +143,19 @@ def test_bars_are_as_long_as_their_bytes(tmp_path):
     optimizer, gradients = area(COLOURS["optimizer states"]), area(COLOURS["gradients"])
     assert optimizer / gradients == pytest.approx(2, rel=0.1)
     assert area(COLOURS["parameters"]) == pytest.approx(gradients, rel=0.05)
+
+
+def test_parts_follow_each_other_in_the_row_of_their_rank():
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    from drivetrain.cli.self_test_picture import _draw_memory
+
+    axes = Figure().add_subplot()
+    half = {part: size / 2 for part, size in HELD.items()}
+    _draw_memory(axes, [RankReport(0, {}, [], HELD), RankReport(1, {}, [], half)])
+    bars = [(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(0, 0, 4), (0, 4, 4), (0, 8, 8), (1, 0, 2), (1, 2, 2), (1, 4, 4)]
 
 
 def test_a_picture_names_ranks_batches_and_megabytes(tmp_path):
