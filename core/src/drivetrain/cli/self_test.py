@@ -237,9 +237,9 @@ def held_bytes(accelerator: Accelerator) -> dict[str, int]:
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return what autograd has accumulated for leaves, such as the parameters of a pipeline's stage."""
-    read = Tensor.grad.__get__  # an engine's parameters may refuse to be asked
+    read: Any = Tensor.grad  # the attribute of the class: an engine's parameters may refuse to be asked
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (as above)
-        found = [read(tensor) for tensor in tensors if tensor.is_leaf]
+        found = [read.__get__(tensor) for tensor in tensors if tensor.is_leaf]
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -252,7 +252,7 @@ def all_tensors() -> list[Tensor]:
 
 def live_storages(tensors: Iterable[Any]) -> Mapping[tuple[str, int], int]:
     """Return the bytes of the memory behind tensors, each once, by device and address."""
-    found = {}
+    found: dict[tuple[str, int], int] = {}
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (an engine's parameters may refuse to be asked)
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
