@@ -58,7 +58,6 @@ def _measuring(bar: Any) -> Any:
         def _timed(self, loader: Any) -> Iterator[Any]:
             self._samples = loader.total_batch_size
             self._begun = asked = perf_counter()
-            self._waited = 0.0
             for batch in loader:
                 self._ended = perf_counter()
                 self._waited += self._ended - asked

@@ -87,20 +87,27 @@ def test_the_samples_are_those_that_a_prepared_loader_gives(settings, last):
     assert [*first[2:], *second[2:]] == list(last)
 
 
-def bytes_on_rank(distributed_type, config):
-    return held_bytes(Accelerator(cpu=True, distributed_type=distributed_type, config=config))
+def bytes_on_rank(config):
+    return held_bytes(Accelerator(cpu=True, config=config))
 
 
 @pytest.mark.parametrize(
-    ("backend", "share"),
-    [("ddp", 1), ("fsdp", 2)],
+    ("backend", "share", "section"),
+    [
+        ("ddp", 1, ""),
+        ("fsdp", 2, ""),
+        pytest.param("megatron", 2, "megatron: {pipeline_parallel_size: 2}\n", marks=pytest.mark.slow, id="pipeline"),
+    ],
 )
-def test_parts_of_a_model_are_counted_as_they_lie_on_a_rank(backend, share):
+def test_parts_of_a_model_are_counted_as_they_lie_on_a_rank(backend, share, section, tmp_path):
     pytest.importorskip(f"drivetrain_{backend}")
-    for held in spawn(bytes_on_rank, 2, backend, None):
+    (tmp_path / "c.yaml").write_text(f"distributed_type: {backend}\n{section}", encoding="utf-8")
+    for held in spawn(bytes_on_rank, 2, tmp_path / "c.yaml"):
         assert held["parameters"] == pytest.approx(MODEL / share, rel=0.01)
         assert held["gradients"] == pytest.approx(MODEL / share, rel=0.01)
         assert held["optimizer states"] == pytest.approx(2 * MODEL / share, rel=0.01)
+        # None of these keeps more than small buffers.
+        assert held[OTHERS] < 0.05 * MODEL
 
 
 def test_a_tensor_is_counted_once_however_many_look_at_it():
@@ -138,6 +145,19 @@ def test_bars_are_as_long_as_their_bytes(tmp_path):
     assert area(COLOURS["parameters"]) == pytest.approx(gradients, rel=0.05)
 
 
+def test_parts_follow_each_other_in_the_row_of_their_rank():
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    from drivetrain.cli.self_test_picture import _draw_memory
+
+    axes = Figure().add_subplot()
+    half = {part: size / 2 for part, size in HELD.items()}
+    _draw_memory(axes, [RankReport(0, {}, [], HELD), RankReport(1, {}, [], half)])
+    bars = [(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in axes.patches]
+    assert bars == [(0, 0, 4), (0, 4, 4), (0, 8, 8), (1, 0, 2), (1, 2, 2), (1, 4, 4)]
+
+
 def test_a_picture_names_ranks_batches_and_megabytes(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     import matplotlib as mpl
@@ -151,6 +171,20 @@ def test_a_picture_names_ranks_batches_and_megabytes(tmp_path):
     for words in ("rank 3: dp_shard 1, tp 1", "16.0 MB", ": split_batches", "read once more", "megatron on 4"):
         assert words in text, words
     assert OTHERS.partition("'")[0] not in text
+
+
+def test_buckets_of_a_fixed_size_leave_room_for_the_model(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        write([RankReport(0, {}, [[0]], {**HELD, OTHERS: 2e9})], tmp_path / "a.svg", backend="deepspeed", settings=[])
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "... 2000.0 MB ..." in text
+    assert ">2016.0 MB<" in text
+    # Sixteen megabytes of the model, and as much of a bar that is cut.
+    assert ">30<" in text
+    assert ">2000<" not in text
 
 
 @pytest.mark.slow

@@ -131,6 +131,12 @@ def lines(curve, *, over="step", smooth=1):
     return axes.get_lines()
 
 
+def test_losses_come_first_and_the_speed_last():
+    from drivetrain_trackers.picture import _chosen
+
+    assert _chosen([SPEED, "rate", "test/Loss", "accuracy"], ()) == ["test/Loss", "rate", "accuracy", SPEED]
+
+
 class TestPicture:
     @pytest.fixture(autouse=True)
     def matplotlib(self, monkeypatch):

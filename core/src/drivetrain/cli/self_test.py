@@ -23,7 +23,6 @@ from drivetrain import Accelerator, DataLoaderConfiguration
 from drivetrain.cli import self_test_picture
 from drivetrain.cli.self_test_picture import OTHERS, RankReport
 from drivetrain.config.load import worker_config
-from drivetrain.errors import DrivetrainError
 from drivetrain.utils import broadcast_object_list, gather_object, set_seed
 
 BATCH = 4
@@ -224,7 +223,7 @@ def held_bytes(accelerator: Accelerator) -> dict[str, int]:
     state = trainable.portable_state().tensors
     parts: dict[str, Iterable[Any]] = {
         "parameters": [*trainable.live_tensors().values(), *trainable.module.parameters()],
-        "gradients": gradients_of(trainable.module),
+        "gradients": gradients_of(all_tensors()),
         "optimizer states": [tensor for name, tensor in state.items() if name.startswith("optim.")],
     }
     found: dict[str, int] = {}
@@ -236,12 +235,12 @@ def held_bytes(accelerator: Accelerator) -> dict[str, int]:
     return found
 
 
-def gradients_of(module: nn.Module) -> list[Tensor]:
-    """Return the gradients that can be read; an engine that keeps them elsewhere refuses it."""
-    try:
-        return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    except DrivetrainError:
-        return []
+def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return what autograd has accumulated for leaves, such as the parameters of a pipeline's stage."""
+    read: Any = Tensor.grad  # the attribute of the class: an engine's parameters may refuse to be asked
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (as above)
+        found = [read.__get__(tensor) for tensor in tensors if tensor.is_leaf]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def all_tensors() -> list[Tensor]:
@@ -253,7 +252,7 @@ def all_tensors() -> list[Tensor]:
 
 def live_storages(tensors: Iterable[Any]) -> Mapping[tuple[str, int], int]:
     """Return the bytes of the memory behind tensors, each once, by device and address."""
-    found = {}
+    found: dict[tuple[str, int], int] = {}
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (an engine's parameters may refuse to be asked)
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):

@@ -31,7 +31,7 @@ AGAIN = "//////"
 MEGABYTE = 1e6
 
 SMALLEST = 0.005
-"""Of the longest bar: a part that is smaller on each rank, which nobody would see, is left out."""
+"""Of the most that a rank holds of the model: a part that is smaller on each rank is left out, since nobody sees it."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,19 @@ def _runs(numbers: Sequence[int], again: Sequence[bool]) -> list[tuple[int, int,
 def _draw_memory(axes: Axes, reports: Sequence[RankReport]) -> None:
     from matplotlib.patches import Patch
 
-    most = max(sum(report.held.values()) for report in reports)
-    shown = [part for part in COLOURS if any(report.held.get(part, 0) >= SMALLEST * most for report in reports)]
+    # Some engines allocate buckets of a fixed size, beside which a small model would not be seen.
+    room = max(sum(size for part, size in report.held.items() if part != OTHERS) for report in reports)
+    shown = [part for part in COLOURS if any(report.held.get(part, 0) >= SMALLEST * room for report in reports)]
     for row, report in enumerate(reports):
         begin = 0.0
         for part in shown:
             size = report.held.get(part, 0) / MEGABYTE
-            axes.barh(row, size, left=begin, height=0.7, color=COLOURS[part], edgecolor="white", linewidth=0.6)
-            begin += size
+            cut = part == OTHERS and size > room / MEGABYTE
+            length = room / MEGABYTE if cut else size
+            axes.barh(row, length, left=begin, height=0.7, color=COLOURS[part], edgecolor="white", linewidth=0.6)
+            if cut:
+                axes.text(begin + length / 2, row, f"... {size:.1f} MB ...", ha="center", va="center", fontsize=8)
+            begin += length
     ends = axes.secondary_yaxis("right")
     totals = [f"{sum(report.held.values()) / MEGABYTE:.1f} MB" for report in reports]
     ends.set_yticks(range(len(reports)), totals, fontsize=8)

@@ -294,8 +294,8 @@ def splits_rightly() -> bool:
     """
 
     def tried() -> bool:
-        received, weight = (torch.tensor(value, device="cpu", requires_grad=True) for value in (3.0, 2.0))
-        first, second = _Sums.apply(received, weight)
+        received, weight = (nn.Parameter(torch.tensor(value, device="cpu")) for value in (3.0, 2.0))
+        first, second = _Sums.apply(received, weight)  # type: ignore[no-untyped-call]  # As torch declares it.
         _, groups = stage_backward_input([first * weight + 10 * second], None, [received], iter([weight]))
         stage_backward_weight(iter([weight]), groups)
         return weight.grad is not None and weight.grad.item() == 27.0
