@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.api import UsageError, pictures
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pictures
 from drivetrain.cli.main import drivetrain
 from drivetrain.cli.self_test import DEPTH, WIDTH, held_bytes, live_storages, read_samples
 from drivetrain.cli.self_test_picture import COLOURS, OTHERS, RankReport, repeated, write

@@ -6,7 +6,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_planner.allocator import CachingAllocator, reserved
 from drivetrain_planner.commands import ELSEWHERE, plan
 from drivetrain_planner.machines import HERE, MACHINES, find, kept_file

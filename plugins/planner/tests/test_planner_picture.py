@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_planner import Estimate
 from drivetrain_planner.choosing import Candidate, Choice
 from drivetrain_planner.machines import find

@@ -167,7 +167,7 @@ class TestPicture:
     def test_a_png_holds_the_colour_of_each_run(self, tmp_path):
         from matplotlib.image import imread
 
-        from drivetrain.api import pictures
+        from drivetrain.api.programs import pictures
 
         for name in ("one", "two", "three"):
             jsonl(tmp_path / name)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 
 if TYPE_CHECKING:
     from drivetrain_planner.choosing import Candidate, Choice
