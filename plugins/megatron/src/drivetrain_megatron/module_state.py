@@ -8,6 +8,7 @@ parts; :class:`ModuleState` puts back what they changed, and tells what that was
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import warnings
 from collections import deque
@@ -35,6 +36,17 @@ def without_gradients() -> Iterator[None]:
         # Checkpoints warn of it; in training they have inputs that do.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         yield
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Context in which torch logs no traceback for an operator that cannot run without values, which raises, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class Place(NamedTuple):

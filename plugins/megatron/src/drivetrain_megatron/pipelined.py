@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -17,14 +17,11 @@ from drivetrain.api import (
     GradientHook,
     PortableState,
     StepResult,
-    TensorSpec,
     TorchEngine,
-    Trainable,
     UnsupportedError,
     UsageError,
     gradients,
     multiply_gradients,
-    portable,
 )
 from drivetrain_megatron import gradient_hooks, state
 from drivetrain_megatron.config import MegatronConfig
@@ -32,20 +29,21 @@ from drivetrain_megatron.norms import GlobalNorm
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.deferred import Deferred, Node
+from drivetrain_megatron.pipeline.deferred_trainable import DeferredTrainable
 from drivetrain_megatron.pipeline.parting import Share, add_shared_gradients, drop_foreign, without_absent
 from drivetrain_megatron.pipeline.pipeline import Pipeline
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, StatesHere, passing_over
-from drivetrain_megatron.pipeline.windows import deferred_loss, run_window
+from drivetrain_megatron.pipeline.windows import deferred_loss
 from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import Replicas
 from drivetrain_megatron.stepping import Stepping
 from drivetrain_megatron.tensor.sharded import warn_anew
-from drivetrain_megatron.whole import WholeState, refuse_pickling
+from drivetrain_megatron.whole import WholeState
 from drivetrain_sharding import AssignmentRefusal, FormerParameters
 
 
 @final
-class PipelinedTrainable(Trainable):
+class PipelinedTrainable(DeferredTrainable):
     """A module of which each rank holds some stages.
 
     Before its first forward every rank holds all of it; that forward's inputs show in which order modules are called,
@@ -136,9 +134,6 @@ class PipelinedTrainable(Trainable):
                         "distributed_type: ddp.",
                     )
 
-    def backward(self, loss: Tensor, scale: float | Tensor) -> None:
-        self._train(*deferred_loss(loss), scale)
-
     def example_loss(self, loss: Tensor, rows: int) -> tuple[Tensor, int] | None:
         if not isinstance(loss, Deferred) or loss.node.value is not None:
             return loss, rows
@@ -148,53 +143,22 @@ class PipelinedTrainable(Trainable):
         # Where the pipeline does not cut batches, it is of all rows.
         return None if found is None else (found[0], found[1] if found[1] > 1 else rows)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]],
-        loss_fn: Callable[[Any, Any], Tensor],
-        scale: float | Tensor,
-    ) -> Tensor:
-        """See :func:`drivetrain_megatron.pipeline.windows.run_window`."""
-        train = lambda call, node: self._train(call, node, scale)  # noqa: E731 (one argument bound)
-        return run_window(self, self.pipeline.call, train, micro_batches, loss_fn, self._engine.device)
-
     @passing_over
     def _train(self, call: ModelCall[Any, Any], node: Node, scale: float | Tensor) -> None:
         if self._dp_size > 1:
             self._linear.check()
-        self._engine.count_backward()
-        scaler = self._engine.scaler
-        if scaler is not None:
-            # The scaler makes its scale when it is first used, which the stages before the last do not.
-            scaler.scale(torch.zeros((), device=self._engine.device))
+        multiplier = self._multiplier(scale)
         shared = {name: one for name, one in self._shared.items() if one.requires_grad}
         with gradient_hooks.put_off(self._held, self._dp_size, shared.values(), self._absent):
-            self.pipeline.train(
-                call, node, lambda value: value * scale if scaler is None else scaler.scale(value * scale)
-            )
+            self.pipeline.train(call, node, multiplier)
             if shared and self._share is not None:
                 add_shared_gradients(shared, self._share, self._group)
         if self._syncs:
             self._replicas.average(self._held)
 
-    def synchronise_gradients(self, enabled: bool) -> None:
-        self._syncs = enabled
-
     @passing_over
     def scale_gradients(self, factor: float | Tensor) -> None:
         multiply_gradients(gradients(self.module.parameters()), factor)
-
-    @passing_over
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._stepping.clip_grad_norm(parameters, max_norm, norm_type)
-
-    @passing_over
-    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self._stepping.clip_grad_value(parameters, clip_value)
-
-    @passing_over
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._stepping.unscale(optimizer)
 
     @passing_over
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
@@ -214,36 +178,14 @@ class PipelinedTrainable(Trainable):
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         self._stepping.zero_grad(optimizer, set_to_none)
 
-    def before_copy(self) -> None:
-        refuse_pickling(self.module)
-
-    def shares(self, parameters: Sequence[Tensor]) -> bool:
-        return self._former.include(parameters) or super().shares(parameters)
-
     @passing_over
     def add_optimizer(self, optimizer: Optimizer) -> None:
         remap(optimizer, self._former, self.module, self._part)
         self._stepping.add(optimizer)
 
-    def remove_optimizer(self, optimizer: Optimizer) -> None:
-        self._stepping.remove(optimizer)
-
     @passing_over
     def portable_state(self) -> PortableState:
         return state.of_stage(self._stepping.portable_state(), self._share, self._group)
-
-    @passing_over
-    def live_tensors(self) -> dict[str, Any]:
-        return state.held(PortableState(portable.live_tensors(self.module)), self._share).tensors
-
-    @passing_over
-    def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        return state.held(self._stepping.portable_template(saved), self._share)
-
-    @passing_over
-    def load_portable_state(self, portable: PortableState) -> None:
-        self.pipeline.changed()
-        self._stepping.load_portable_state(portable)
 
     def full_state_dict(self) -> Iterator[tuple[str, Tensor]]:
         assert self.whole is not None, "set where the model is prepared"

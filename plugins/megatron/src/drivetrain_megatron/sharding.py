@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import local_part
-from drivetrain_sharding import FormerParameters
+from drivetrain_sharding import FormerParameters, laid_out_as
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> FormerParameters:
@@ -72,11 +72,4 @@ def part(whole: Tensor, parameter: Tensor) -> Tensor:
     own = local_part(whole)
     each = -(-own.shape[0] // size)
     local = own[each * rank : each * (rank + 1)].clone()
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return laid_out_as(parameter, local)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.api import UnsupportedError
+from drivetrain_megatron.module_state import quiet_fake_tensors
 from drivetrain_megatron.pipeline.batches import Rows
 from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Node
 from drivetrain_megatron.pipeline.replay import SCALED, WHOLE, Along, Choice, LossFunction, Program, Way, arguments, run
-from drivetrain_megatron.pipeline.skeleton import NO_VALUE, quiet
+from drivetrain_megatron.pipeline.skeleton import NO_VALUE
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 _MOST_TRIALS = 64
@@ -97,7 +98,7 @@ def _options(
         for choice in itertools.islice(itertools.product(*(_ways(leaf, rows) for leaf in found)), _MOST_TRIALS):
             part = arguments(node, choice, rows, 0, results)
             try:
-                with warnings.catch_warnings(), quiet():
+                with warnings.catch_warnings(), quiet_fake_tensors():
                     # Torch warns of sizes that it makes fit by broadcasting, where a loss was meant to have equal ones.
                     warnings.simplefilter("error")
                     result = node.func(*part[0], **part[1])

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_megatron.module_state import OF_TORCH
+from drivetrain_megatron.module_state import OF_TORCH, quiet_fake_tensors
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 logger = logging.getLogger(__name__)
@@ -481,7 +481,7 @@ class Skeleton:
                     refuse_foreign(written.foreign, self.module)
                 return output
             try:
-                with quiet():
+                with quiet_fake_tensors():
                     return self._written.seen(inner(*args, **kwargs))
             except (RuntimeError, NotImplementedError, *NO_VALUE) as problem:
                 given = [one for one in (*args, *kwargs.values()) if is_absent(one) and one.is_floating_point()]
@@ -573,14 +573,3 @@ def refuse_foreign(parameter: nn.Parameter, module: nn.Module) -> None:
         cure="Register it: layers in an nn.ModuleList, a parameter as an attribute of the module; or freeze it, "
         "requires_grad_(False).",
     )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Torch logs a traceback for each operator that cannot run without values, before it raises."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -209,12 +209,7 @@ class _Gather(Function):
         return (ring.cut(grad, layout) if _differentiably() else ring.part(grad, layout)), None, None
 
 
-class _GatherAndEnter(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, ring: Ring) -> Tensor:
-        ctx.layout, ctx.ring = layout, ring
-        return ring.collect(local, layout).view(layout.shape)
-
+class _GatherAndEnter(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ring, layout = ctx.ring, ctx.layout

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.api import UsageError
 from drivetrain.api.engines import trees
-from drivetrain_megatron.module_state import unchanged
+from drivetrain_megatron.module_state import quiet_fake_tensors, unchanged
 from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ def _record(model: nn.Module, positional: Any, by_name: Any, *, low: bool) -> Tr
 
     trace = Trace()
     recorder = _Recorder(trace)
-    calm = (_calm(model), _silent(), _scopes(model, recorder))
+    calm = (_calm(model), quiet_fake_tensors(), _scopes(model, recorder))
     with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), calm[0], calm[1], calm[2]:
         one_each = {tensor: fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
         tensors = {name: one_each[tensor] for name, tensor in _held(model)}
@@ -316,17 +316,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (list, tuple)):
         for each in output:
             yield from _tensors(each)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """What fake tensors log about an operator that fails is reported by :func:`record`."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -236,30 +236,35 @@ def _pieces(func: Any, args: Any, kwargs: Any, part: Sharded, sizes: Sequence[in
     return tuple(sharded(one, spec, part.ring) for one, spec in zip(found, specs, strict=True))
 
 
-@rule("unbind", "__iter__")
-def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One tensor for each index of a dim that is not cut."""
+def _along_uncut(
+    on_parts: Callable[[Sharded, int], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation along one dim: on this rank's part where another dim is cut, else on the gathered tensor."""
     part = settled(args[0])
     if not isinstance(part, Sharded):
         return func(part, *args[1:], **kwargs)
     dim = _argument(args, kwargs, 1, "dim", 0) % len(part.spec.shape)
-    if dim == part.spec.dim:
-        return by_gathering(func, args, kwargs)
-    place = part.spec.dim - (dim < part.spec.dim)
-    return tuple(like(one, part, place, part.spec.parts) for one in local(part).unbind(dim))
+    return by_gathering(func, args, kwargs) if dim == part.spec.dim else on_parts(part, dim)
+
+
+@rule("unbind", "__iter__")
+def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One tensor for each index of a dim that is not cut."""
+    def on_parts(part: Sharded, dim: int) -> Any:
+        place = part.spec.dim - (dim < part.spec.dim)
+        return tuple(like(one, part, place, part.spec.parts) for one in local(part).unbind(dim))
+
+    return _along_uncut(on_parts, func, args, kwargs)
 
 
 @rule("select", "narrow", "index_select")
 def piece(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A piece along one dim that is not the cut one."""
-    part = settled(args[0])
-    if not isinstance(part, Sharded):
-        return func(part, *args[1:], **kwargs)
-    dim = _argument(args, kwargs, 1, "dim", 0) % len(part.spec.shape)
-    if dim == part.spec.dim:
-        return by_gathering(func, args, kwargs)
-    gone = operation(func) == "select" and dim < part.spec.dim
-    return like(func(local(part), *args[1:], **kwargs), part, part.spec.dim - gone, part.spec.parts)
+    def on_parts(part: Sharded, dim: int) -> Any:
+        gone = operation(func) == "select" and dim < part.spec.dim
+        return like(func(local(part), *args[1:], **kwargs), part, part.spec.dim - gone, part.spec.parts)
+
+    return _along_uncut(on_parts, func, args, kwargs)
 
 
 @rule("__getitem__")
