@@ -50,6 +50,9 @@ class PipelinedTrainable(DeferredTrainable):
     and where it can be cut. ``forward`` in training mode returns what will be known after :meth:`backward`.
     """
 
+    pipeline: Pipeline
+    _stepping: Stepping
+
     def __init__(
         self,
         model: nn.Module,

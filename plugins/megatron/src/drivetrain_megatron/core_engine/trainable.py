@@ -54,6 +54,10 @@ class CoreTrainable(DeferredTrainable):
         share: which pipeline rank holds what.
     """
 
+    pipeline: CorePipeline
+    _stepping: Stepping | ShardedStepping
+    _share: Share
+
     def __init__(
         self,
         module: nn.Module,
