@@ -127,7 +127,7 @@ def of_sdist(names: set[str], project: dict[str, Any]) -> Iterator[str]:
 
 
 def of_twine(files: list[Path]) -> Iterator[str]:
-    """What an index would refuse, by the checks of twine, which sends files there: a description that cannot be shown."""
+    """What an index would refuse, by the checks of twine, which sends files there: markup that cannot be shown."""
     command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -155,8 +155,8 @@ def main() -> None:
     target.mkdir(parents=True)
     build(target)
     found = sorted(problems(target))
-    as_they_should = "metadata, licences, typed markers, bounds and contents are as they should be; twine finds no fault"
-    say("\n".join(found) if found else as_they_should)
+    clean = "metadata, licences, typed markers, bounds and contents are as they should be; twine finds no fault"
+    say("\n".join(found) if found else clean)
     say(f"{len([path for path in target.iterdir() if path.suffix in {'.whl', '.gz'}])} files in {target}")
     raise SystemExit(1 if found else 0)
 
