@@ -120,6 +120,8 @@ def _means(values: Sequence[float], width: int) -> list[float]:
 
 
 def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scale: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
     above = [value for value in finite if value > 0]
     wide = bool(above) and min(finite) >= 0 and max(above) >= 10**DECADES * min(above)
@@ -128,6 +130,8 @@ def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scal
         axes.set_yscale("log", nonpositive="clip")
     axes.set_title(name, fontsize=10, loc="left")
     axes.set_xlabel("step" if over == "step" else "minutes", fontsize=8)
+    if over == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)
