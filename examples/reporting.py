@@ -111,7 +111,7 @@ class Report:
         from matplotlib import pyplot as plt
 
         lines = self.read()
-        figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True)
         for axes, name, colour in zip(panels, ("loss", quality), ("#0072b2", "#d55e00"), strict=True):
             updates, values = zip(*((line["update"], line[name]) for line in lines if name in line), strict=True)
             axes.plot(updates, values, color=colour, marker="o" if name == quality else None, markersize=4)

@@ -36,12 +36,17 @@ CONFIGURATIONS = {
 
 STYLES = {
     "single": {"color": "0.75", "linewidth": 9},
-    "ddp": {"color": "tab:blue", "linewidth": 6},
-    "fsdp": {"color": "tab:orange", "linewidth": 3.5},
-    "deepspeed": {"color": "tab:green", "linewidth": 1.8},
+    "ddp": {"color": "#0072b2", "linewidth": 6},
+    "fsdp": {"color": "#e69f00", "linewidth": 3.5},
+    "deepspeed": {"color": "#56b4e9", "linewidth": 1.8},
     "megatron": {"color": "black", "linewidth": 0.8},
 }
-"""Thick lines below thin ones, so that curves that lie on each other are all seen."""
+"""Thick lines below thin ones, so that curves that lie on each other are all seen, in colours that people who tell red
+from green badly can tell apart (Okabe and Ito).
+"""
+
+MARKS = {"ddp": "o", "fsdp": "s", "deepspeed": "^", "megatron": "x"}
+"""Of points; all but the last hollow, so that one behind another is seen."""
 
 
 def launch(name: str, folder: Path, script: Path, *arguments: str) -> None:
@@ -82,11 +87,15 @@ def draw_losses(runs: dict[str, Any], path: Path) -> None:
             apart = [abs(mine - other) for mine, other in zip(run["losses"], runs["single"]["losses"], strict=True)]
             # Points, since a difference of nothing has no place on a logarithmic axis.
             points = [value or math.nan for value in apart]
-            right.plot(updates, points, label=name, color=STYLES[name]["color"], marker=".", linestyle="none")
+            look = {"color": STYLES[name]["color"], "marker": MARKS[name], "markersize": 4, "fillstyle": "none"}
+            right.plot(updates, points, label=name, linestyle="none", **look)
+        else:
+            right.plot(updates, run["losses"], label="the loss itself", color=STYLES[name]["color"], linewidth=2)
     left.set(xlabel="optimizer updates", ylabel="loss", title="Loss on the digits", ylim=(0, None))
-    right.set(xlabel="optimizer updates", yscale="log", title="Distance from one process", ylim=(1e-9, 1))
+    right.set(xlabel="optimizer updates", ylabel="difference of the loss", yscale="log", ylim=(1e-9, 10))
+    right.set(title="Distance from one process")
     left.legend()
-    right.legend()
+    right.legend(loc="center right", bbox_to_anchor=(1, 0.52))
     _save(figure, path)
 
 
@@ -111,12 +120,13 @@ def draw_memory(runs: dict[str, Any], path: Path) -> None:
 
 UNITS = {"GiB": 1.0, "MiB": 2.0**-10}
 PARTS = {
-    "parameters": "tab:blue",
-    "gradients": "tab:orange",
-    "optimizer": "tab:green",
-    "activations": "0.6",
-    "other": "0.85",
+    "parameters": "#0072b2",
+    "gradients": "#d55e00",
+    "optimizer": "#009e73",
+    "activations": "#e69f00",
+    "other": "#bdbdbd",
 }
+"""Of the bars, in the colours of `drivetrain plan choose --plot`."""
 
 
 def draw_layouts(page: Path, path: Path) -> None:

@@ -42,6 +42,8 @@ ELSEWHERE = {
     "tutorial/one-line.md": "tests/docs/test_docs_tutorial.py",
     "how-to/from-fabric.md": "tests/docs/test_docs_fabric.py",
     "how-to/write-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
+    "how-to/describe-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
+    "how-to/certify-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
     "how-to/pipeline-schedules.md": "plugins/megatron/tests/test_megatron_planner.py",
     "how-to/model-layout.md": "plugins/megatron/tests/test_megatron_layouts.py",
 }

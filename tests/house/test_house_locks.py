@@ -62,6 +62,12 @@ def test_what_is_declared_is_locked(lock):
             assert fits, f"{file} asks for {wanted}, {lock} has {pin}: make lock"
 
 
+def test_tools_that_build_and_check_the_distributions_are_locked():
+    tools = re.findall(r'"-m", "([a-z]+)"', (ROOT / "tests/packaging/dist.py").read_text(encoding="utf-8"))
+    assert {"uv", "twine"} <= set(tools)
+    assert set(tools) <= {each.name for each in declared("requirements-dev.txt")}
+
+
 def test_what_is_installed_is_locked():
     """Transitive requirements too: nothing came into this environment past the lock."""
     versions = {canonicalize_name(one.name): one for one in locked("locks/dev.txt") if applying(one)}

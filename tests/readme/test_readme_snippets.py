@@ -113,9 +113,19 @@ def test_extras_on_every_page_exist():
             assert set(names.split(",")) <= set(project["optional-dependencies"]), page
 
 
-def test_generated_parts_are_up_to_date():
+@pytest.fixture(scope="module")
+def generate():
+    """The program that writes the generated parts."""
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_how_to_is_above_two_screens(generate):
+    assert generate.long_pages() == {}, "split it by task, or move tables to docs/reference"
+
+
+def test_generated_parts_are_up_to_date(generate):
     old = [path.name for path, text in generate.documents().items() if path.read_text(encoding="utf-8") != text]
     assert old == [], "run: make docs"

@@ -42,6 +42,21 @@ def test_what_is_built_is_as_it_should_be(built):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_description_that_an_index_refuses_is_noticed(built, tmp_path):
+    (wheel,) = built.glob("drivetrain_ddp-*.whl")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(tmp_path / wheel.name, "w") as new:
+        for name in old.namelist():
+            body = old.read(name)
+            if name.endswith("/METADATA"):
+                head = body.partition(b"\n\n")[0].replace(b"text/markdown", b"text/x-rst")
+                body = head + b"\n\nA title\n===\n\n.. nothing::\n"
+            new.writestr(name, body)
+    (said,) = dist.of_twine([tmp_path / wheel.name])
+    assert "syntax errors in markup" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_file_that_is_missing_or_a_stranger_is_noticed(built, tmp_path):
     (wheel,) = built.glob("drivetrain_ddp-*.whl")
     with zipfile.ZipFile(wheel) as old:

@@ -1,4 +1,4 @@
-"""What ``drivetrain new-plugin`` writes is certified, and so is what the page about backends makes of it."""
+"""What ``drivetrain new-plugin`` writes is certified, and so is what the pages about backends make of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/how-to/write-a-backend.md").read_text(encoding="utf-8")
+PAGES = ("write-a-backend.md", "describe-a-backend.md", "certify-a-backend.md")
+PAGE = "\n".join((ROOT / "docs/how-to" / name).read_text(encoding="utf-8") for name in PAGES)
 FILES = re.findall(r"^```python\n# (\S+\.py)(?:, continued)?\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 (HOOKS,) = re.findall(r"^```toml\n(\[project\.entry-points.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)).splitlines()
@@ -49,7 +50,7 @@ def replicas(stranger, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(stranger, tmp_path_factory):
-    """The package of the page: generated, installed as the page says, then its files as they stand on the page."""
+    """The package of the pages: generated, installed as they say, then its files as they stand there."""
     folder = tmp_path_factory.mktemp("page")
     assert COMMANDS[:3] == [
         "drivetrain new-plugin lockstep --replicated",

@@ -79,6 +79,19 @@ def test_a_run_begun_anew_is_told_what_lies_there(tmp_path, caplog):
     assert caplog.text == ""
 
 
+def test_it_is_told_too_where_its_first_save_has_a_path_of_its_own(tmp_path, caplog):
+    numbered_run(tmp_path, 2, 1.0)
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING):
+        accelerator.save_state(str(tmp_path / "best"))
+        assert caplog.text == ""
+        accelerator.save_state()
+        accelerator.save_state()
+    assert caplog.text.count("of an earlier run, up to checkpoint_1, and this run was begun anew") == 1
+
+
 def test_going_on_from_another_folders_checkpoint_deletes_nothing_of_a_third_run(tmp_path):
     numbered_run(tmp_path / "a", 2, 1.0)
     numbered_run(tmp_path / "b", 2, 2.0)

@@ -174,6 +174,22 @@ def test_a_picture_names_ranks_batches_and_megabytes(tmp_path):
     assert OTHERS.partition("'")[0] not in text
 
 
+@pytest.mark.parametrize("ranks", [2, 12])
+def test_a_legend_has_room_below_its_axis(ranks, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    from matplotlib.figure import Figure
+
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+    reports = [RankReport(rank, {}, [[0, 1]], HELD) for rank in range(ranks)]
+    write(reports, tmp_path / "a.png", backend="ddp", settings=[])
+    (figure,) = seen
+    figure.canvas.draw()
+    for axes in figure.axes:
+        name, legend = axes.xaxis.label.get_window_extent(), axes.get_legend().get_window_extent()
+        assert 0 < (name.y0 - legend.y1) / figure.dpi * 72 < 15, axes.get_title("left")
+
+
 def test_buckets_of_a_fixed_size_leave_room_for_the_model(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     import matplotlib as mpl

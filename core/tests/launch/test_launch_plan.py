@@ -160,6 +160,8 @@ def test_an_error_of_ours_is_shown_once_and_a_file_only_where_it_says_more(tmp_p
     first = Failure(1, 1, 1.0, said, f"Traceback\n  in ours\n{said}\n", ours=f"Traceback\n{said}\n")
     assert explain([first]) == f"Traceback\n{said}\nrank 1 failed: UsageError (exit code 1)"
     assert file_report([first], None) == ""
+    leaving = Failure(0, None, seen=LastSeen(0, 1, stack="  Garbage-collecting\n  <no Python frame>"))
+    assert file_report([first, leaving], None) == ""
     line = file_report([first], str(tmp_path))
     assert line.startswith(f"The report: {tmp_path}/drivetrain-failure-")
     assert "\n  in ours\n" in Path(line.split(": ", 1)[1].strip()).read_text()

@@ -194,6 +194,19 @@ class TestPicture:
         # Too few values for means over three of them.
         assert len(lines(curve, smooth=3)) == 1
 
+    def test_curves_that_lie_on_each_other_are_all_seen(self, tmp_path, monkeypatch):
+        from matplotlib.figure import Figure
+
+        seen = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+        for name in ("a", "b"):
+            jsonl(tmp_path / name)
+        jsonl(tmp_path / "c", {0: 2.0, 10: 1.01, 20: 0.5})
+        drawn(tmp_path, "--metric", "loss", "-o", tmp_path / "curves.png")
+        below, above, apart = (line.get_linewidth() for line in seen[0].axes[0].get_lines())
+        assert below > above + 1
+        assert above == apart
+
     def test_more_runs_than_colours_differ_by_their_lines(self, tmp_path, monkeypatch):
         from matplotlib.figure import Figure
 

@@ -63,6 +63,7 @@ class RunCheckpoints:
         self.save_hooks: Hooks = OrderedDict()
         self.load_hooks: Hooks = OrderedDict()
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
+        self._begun_anew = True  # Until it goes on from one, or has saved one under a number.
         self._saver = Saver(backend)
         self._num_loaders: dict[Folder, int] = {}
         """Counts the loaders that were prepared by the time of each checkpoint that this accelerator wrote."""
@@ -125,7 +126,6 @@ class RunCheckpoints:
             )
         self._catch_up()
         automatic = self._project.automatic_checkpoint_naming
-        begun_anew = self._run is None
         if self._run is None:
             self._run = secrets.token_hex(4)  # The main process's counts, as all of a checkpoint's info does.
         naming = self._naming() if automatic and output_dir is None else None
@@ -142,7 +142,8 @@ class RunCheckpoints:
         ranks = Ranks(self._backend, alone=alone)
         info: dict[str, Any] = {"run": self._run} if automatic else {}
         if naming is not None:
-            naming.iteration = ranks.on_main("claim the folder", partial(naming.claim_next, begun_anew=begun_anew))
+            claim = partial(naming.claim_next, begun_anew=self._begun_anew)
+            naming.iteration, self._begun_anew = ranks.on_main("claim the folder", claim), False
             path, info["iteration"] = naming.path, naming.iteration
             self._num_loaders[path.absolute()] = len(self._loaders)
         if self._trainer.unfinished:
@@ -189,7 +190,7 @@ class RunCheckpoints:
             self._project.iteration = ranks.on_main("number its checkpoints", partial(naming.resumed, manifest))
             run = str(manifest.info.get("run", ""))
             if run or path.absolute().parent == naming.folder.absolute():  # Others' begin a run of their own here.
-                self._run = run
+                self._run, self._begun_anew = run, False
         return path, manifest
 
     def _catch_up(self) -> None:

@@ -11,6 +11,7 @@ from drivetrain import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 OTHERS = "the engine's buffers"
 
@@ -25,10 +26,13 @@ COLOURS = {
 STEPS = ("#9ecae1", "#fdd0a2", "#a1d99b", "#dadaeb")
 """Of the batches, light, since each has its number in it; further ones repeat them."""
 
-AGAIN = "//////"
+AGAIN = "////"
 """Hatches samples that another data-parallel rank has read before."""
 
 MEGABYTE = 1e6
+
+BELOW = 32.0
+"""Points between a panel's axis and its legend: room for the axis' numbers and name, however high the panel is."""
 
 SMALLEST = 0.005
 """Of the most that a rank holds of the model: a part that is smaller on each rank is left out, since nobody sees it."""
@@ -89,7 +93,6 @@ def _draw_samples(axes: Axes, reports: Sequence[RankReport]) -> None:
 
     again = repeated(reports)
     last = max((number for report in reports for batch in report.batches for number in batch), default=0)
-    centre: dict[str, Any] = {"ha": "center", "va": "center"}
     for row, report in enumerate(reports):
         for step, batch in enumerate(report.batches):
             for start, length, repeat in _runs(batch, again[row][step]):
@@ -97,13 +100,16 @@ def _draw_samples(axes: Axes, reports: Sequence[RankReport]) -> None:
                 place, height = (row + 0.28, 0.24) if repeat else (row - 0.14, 0.56)
                 look: dict[str, Any] = {"color": STEPS[step % len(STEPS)], "hatch": AGAIN if repeat else ""}
                 axes.barh(place, length, left=start - 0.5, height=height, edgecolor="white", linewidth=1.0, **look)
-                axes.text(start + (length - 1) / 2, place, str(step + 1), fontsize=6 if repeat else 8, **centre)
+                if repeat:  # beside its piece, which is often as narrow as the number
+                    axes.text(start + length - 0.4, place, str(step + 1), fontsize=7, ha="left", va="center_baseline")
+                else:
+                    axes.text(start + (length - 1) / 2, place, str(step + 1), fontsize=8, ha="center", va="center")
     axes.set_xlim(-0.5, last + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if any(map(any, (batch for rank in again for batch in rank))):
         told = "read once more, and weighs nothing: each rank takes part in every step"
         patch = Patch(facecolor=STEPS[0], edgecolor="white", hatch=AGAIN, label=told)
-        axes.legend(handles=[patch], loc="upper left", bbox_to_anchor=(0, -0.3), fontsize=8, frameon=False)
+        _legend(axes, [patch])
 
 
 def repeated(reports: Sequence[RankReport]) -> list[list[list[bool]]]:
@@ -155,7 +161,15 @@ def _draw_memory(axes: Axes, reports: Sequence[RankReport]) -> None:
     ends.tick_params(axis="y", length=0)
     ends.spines["right"].set_visible(False)
     patches = [Patch(color=COLOURS[part], label=part) for part in shown]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=4, fontsize=8, frameon=False)
+    _legend(axes, patches)
+
+
+def _legend(axes: Axes, patches: Sequence[Patch]) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
+    place = axes.transAxes + ScaledTranslation(0, -BELOW / 72, axes.figure.dpi_scale_trans)
+    look: dict[str, Any] = {"loc": "upper left", "ncols": len(COLOURS), "fontsize": 8, "frameon": False}
+    axes.legend(handles=patches, bbox_to_anchor=(0, 0), bbox_transform=place, borderaxespad=0, **look)
 
 
 def _name(rank: int, report: RankReport) -> str:

@@ -341,7 +341,8 @@ def file_report(failures: list[Failure], folder: str | None) -> str:
         A line that names it; empty without a file, also when it cannot be written, which must not hide the failure
         itself.
     """
-    seen = [it.seen for it in failures if it.seen is not None and it.seen.stack]
+    # A process that Python is leaving has a stack without a frame.
+    seen = [it.seen for it in failures if it.seen is not None and _FRAME.search(it.seen.stack)]
     trace = failures[0].trace.rstrip()
     if folder is None and not seen and _shortened(trace) == trace:
         return ""

@@ -90,7 +90,8 @@ def _decorate(axes: Axes, shown: Sequence[Candidate], choice: Choice, unit: str,
     ends_here = memory / scale <= right
     if allowed <= right:
         axes.axvline(allowed, color="black", linewidth=1.0, linestyle="--")
-        axes.text(allowed, 1.0, f"{SHARE:.0%} of {gib(memory)} ", ha="right" if ends_here else "center", **top)
+        limit = f"{SHARE:.0%} of {gib(memory)}: no plan passes it "
+        axes.text(allowed, 1.0, limit, ha="right" if ends_here else "center", **top)
     if ends_here:
         axes.axvline(memory / scale, color="black", linewidth=1.0)
         axes.text(memory / scale, 1.0, " all", ha="left", **top)
@@ -100,7 +101,7 @@ def _decorate(axes: Axes, shown: Sequence[Candidate], choice: Choice, unit: str,
     labels = [f"{'-> ' if choice.fitting and each is choice.fitting[0] else ''}{each.estimate.title}" for each in shown]
     axes.set_yticks(range(len(shown)), labels, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel(f"a rank's most ({unit})", fontsize=8)
+    axes.set_xlabel(f"the most that a rank holds in a step ({unit}); -> the layout to take", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):

@@ -25,6 +25,12 @@ DECADES = 2
 MARKED = 40
 """A curve of at most this many values shows a mark for each."""
 
+WIDTH, WIDER, WIDEST = 1.3, 1.8, 8.5
+"""Of a line, what each later curve that lies on it adds, and the most, in points: it would be hidden below them."""
+
+SAME = 1e-3
+"""Values lie on each other where they differ by less than this part of them, on either scale."""
+
 
 def write(
     runs: Sequence[Run],
@@ -54,7 +60,7 @@ def write(
     pictures.check(path, pip_line("plot"))
     curves = [with_speed(run.curves) for run in runs]
     names = _chosen(list(dict.fromkeys(name for each in curves for name in each)), metrics)
-    columns = min(3, len(names))
+    columns = 2 if len(names) == 4 else min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure = pictures.figure(4.2 * columns if columns > 1 else 6.4, 0.6 + 2.9 * rows)
     styles = [{"color": colour, "linestyle": style} for style in STYLES for colour in pictures.COLOURS]
@@ -62,8 +68,9 @@ def write(
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if figure.axes else None)
         shown = [(each[name], look) for each, look in zip(curves, looks, strict=True) if name in each]
-        for curve, look in shown:
-            _draw(axes, curve, look, over=over, smooth=smooth)
+        for number, (curve, look) in enumerate(shown):
+            hidden = sum(_lie_on_each_other(curve, later) for later, _ in shown[number + 1 :])
+            _draw(axes, curve, look, over=over, smooth=smooth, width=min(WIDTH + WIDER * hidden, WIDEST))
         _decorate(axes, name, [curve for curve, _ in shown], over=over, scale=scale)
     _legend(figure, [run.name for run in runs], looks)
     pictures.save(figure, path)
@@ -80,14 +87,22 @@ def _chosen(logged: list[str], metrics: Sequence[str]) -> list[str]:
     return list(metrics) or sorted(logged, key=lambda name: 0 if "loss" in name.lower() else 2 if name == SPEED else 1)
 
 
-def _draw(axes: Axes, curve: Curve, look: dict[str, Any], *, over: str, smooth: int) -> None:
+def _lie_on_each_other(one: Curve, other: Curve) -> bool:
+    """Whether a picture shows one line for two curves."""
+    if one.steps != other.steps:
+        return False
+    pairs = zip(one.values, other.values, strict=True)
+    return all(math.isclose(*pair, rel_tol=SAME) or all(map(math.isnan, pair)) for pair in pairs)
+
+
+def _draw(axes: Axes, curve: Curve, look: dict[str, Any], *, over: str, smooth: int, width: float = WIDTH) -> None:
     places = curve.steps if over == "step" else [(time - curve.times[0]) / 60 for time in curve.times]
     mark = "o" if len(places) <= MARKED else ""
     if 1 < smooth <= len(places) // 4:
         axes.plot(places, curve.values, color=look["color"], linewidth=0.6, alpha=0.3)
-        axes.plot(places, _means(curve.values, smooth), linewidth=1.3, **look)
+        axes.plot(places, _means(curve.values, smooth), linewidth=width, **look)
     else:
-        axes.plot(places, curve.values, linewidth=1.3, marker=mark, markersize=3, **look)
+        axes.plot(places, curve.values, linewidth=width, marker=mark, markersize=width + 1.7, **look)
     for place, value in zip(places, curve.values, strict=True):
         if not math.isfinite(value):
             axes.axvline(place, color=look["color"], linewidth=0.8, linestyle=":")
@@ -105,6 +120,8 @@ def _means(values: Sequence[float], width: int) -> list[float]:
 
 
 def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scale: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     finite = [value for curve in curves for value in curve.values if math.isfinite(value)]
     above = [value for value in finite if value > 0]
     wide = bool(above) and min(finite) >= 0 and max(above) >= 10**DECADES * min(above)
@@ -113,6 +130,8 @@ def _decorate(axes: Axes, name: str, curves: Sequence[Curve], *, over: str, scal
         axes.set_yscale("log", nonpositive="clip")
     axes.set_title(name, fontsize=10, loc="left")
     axes.set_xlabel("step" if over == "step" else "minutes", fontsize=8)
+    if over == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(color="#e5e5e5", linewidth=0.6)
     axes.set_axisbelow(True)

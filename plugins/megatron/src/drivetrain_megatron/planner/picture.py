@@ -35,7 +35,7 @@ def write(timeline: Timeline, path: Path, *, title: str, unit: str = "") -> None
         timeline: what to draw.
         path: its suffix decides the format.
         title: one or two lines.
-        unit: of the time axis.
+        unit: of the time axis; empty for that of the costs.
 
     Raises:
         UsageError: matplotlib is not installed, or cannot write this kind of file or to this place.
@@ -71,7 +71,7 @@ def _decorate(figure: Figure, axes: Axes, timeline: Timeline, title: str, unit: 
     axes.set_yticks(range(len(timeline.bars)), [f"rank {rank}" for rank in range(len(timeline.bars))], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, timeline.duration)
-    axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=8)
+    axes.set_xlabel(f"time ({unit or 'in the unit of the costs'}); the numbers are micro-batches", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):

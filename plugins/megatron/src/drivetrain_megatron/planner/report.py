@@ -69,9 +69,10 @@ class Plan:
     def title(self) -> str:
         """Return one line: what is drawn and how much of it is bubble."""
         stages = f", {self.stages_per_rank} stages a rank" if self.stages_per_rank > 1 else ""
+        theory = "theory" if self.schedule in {"gpipe", "1f1b"} else "1f1b would have, in theory,"
         return (
             f"{self.schedule}: {self.num_ranks} ranks{stages}, {self.num_micro_batches} micro-batches, "
-            f"bubble {self.timeline.bubble:.1%} (theory (p-1)/(m+p-1): {self.classic:.1%})"
+            f"bubble {self.timeline.bubble:.1%} ({theory} (p-1)/(m+p-1): {self.classic:.1%})"
         )
 
     def lines(self) -> list[str]:
