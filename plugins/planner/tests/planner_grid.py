@@ -69,7 +69,8 @@ class Combination:
     def sections(self):
         """What the configuration says of backends."""
         if self.title.startswith("zero"):
-            return ZERO
+            keys = ("offload_optimizer", "offload_param")[: ("offload" in self.title) + ("parameters" in self.title)]
+            return {"deepspeed": {**ZERO["deepspeed"], **dict.fromkeys(keys, "cpu")}}
         if self.title.endswith("offload"):
             return {"fsdp": {"cpu_offload": True}}
         return {"megatron": megatron_section(self.title)} if self.title.startswith(("tp", "pp")) else {}
@@ -97,11 +98,14 @@ class Combination:
 
     def count(self, estimate, measure=censused):
         """What the fullest of real ranks holds at its most, in bytes."""
+        return max(each["most"] for each in self.counts(estimate, measure))
+
+    def counts(self, estimate, measure=censused):
+        """What each of real ranks counts."""
         settings = {**estimate.settings, "mixed_precision": self.precision}
         for name, section in self.sections.items():
             settings[name] = {**section, **settings.get(name, {})}
-        ranks = spawn(measure, self.ranks, settings, self.model, self.optimizer, timeout=400)
-        return max(each["most"] for each in ranks)
+        return spawn(measure, self.ranks, settings, self.model, self.optimizer, timeout=400)
 
 
 OFFLOADED = (("gpt2", "no"), ("llama", "bf16"))

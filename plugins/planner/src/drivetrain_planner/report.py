@@ -38,7 +38,7 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
             )
             for each in shown
         ]
-        found += [*table(rows), ""]
+        found += [*table(rows), *_of_host(shown[0], choice), ""]
     if choice.rejected:
         found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected]
         found.append("")
@@ -51,6 +51,18 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
         "Memory is counted, kernels' own workspace and fragmentation aside; seconds rank layouts and promise nothing."
     )
     return found
+
+
+def _of_host(best: Candidate, choice: Choice) -> list[str]:
+    """What a layout that is chosen takes of host memory."""
+    each = sum(best.estimate.host.values())
+    if not each:
+        return []
+    machine = gib(each * choice.request.ranks_per_node)
+    told = [f"{best.estimate.title} needs {gib(each)} of host memory for each rank, {machine} on a machine."]
+    if best.estimate.last_resort:
+        told.insert(0, "Nothing fits without offload. More devices, a smaller micro-batch or bf16 are faster.")
+    return told
 
 
 def title(choice: Choice) -> str:
@@ -170,6 +182,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "moment": one.estimate.moment,
         "allocator": one.unused,
         "seconds": one.seconds,
+        "last_resort": one.estimate.last_resort,
         "verdict": one.verdict,
     }
 
