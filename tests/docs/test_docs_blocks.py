@@ -43,6 +43,7 @@ ELSEWHERE = {
     "how-to/from-fabric.md": "tests/docs/test_docs_fabric.py",
     "how-to/write-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
     "how-to/pipeline-schedules.md": "plugins/megatron/tests/test_megatron_planner.py",
+    "how-to/model-layout.md": "plugins/megatron/tests/test_megatron_layouts.py",
 }
 
 

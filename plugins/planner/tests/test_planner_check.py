@@ -14,7 +14,8 @@ import yaml
 from planner_jobs import checked
 from torch.utils.flop_counter import FlopCounterMode
 
-from drivetrain.api import LaunchPlan, UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import LaunchPlan, load_config
 from drivetrain_planner import checking
 from drivetrain_planner.checking import PlanCheck, compared
 from drivetrain_planner.described import advice, prediction

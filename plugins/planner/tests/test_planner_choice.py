@@ -16,7 +16,8 @@ from planner_examples import EXAMPLES, shown
 from planner_grid import estimates_of, request_for
 from torch import nn
 
-from drivetrain.api import UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import load_config
 from drivetrain_planner import Estimate, Traffic
 from drivetrain_planner.choosing import choose, weigh
 from drivetrain_planner.commands import plan

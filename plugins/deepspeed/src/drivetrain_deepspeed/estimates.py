@@ -84,7 +84,7 @@ def _estimate(request: PlanRequest, section: DeepSpeedConfig, stage: int) -> Est
 def _refused(request: PlanRequest, values: Mapping[str, Any], stage: int, on_host: list[bool]) -> str:
     optimizer, parameters = on_host
     if request.world_size == 1 and not optimizer:
-        return "one process has nobody to share states with"
+        return "it shares out states over processes, and there is one"
     if stage == 0:
         return "stage 0 shares nothing; ddp holds and sends the same"
     for key, moved in zip(_OFFLOAD, on_host, strict=True):

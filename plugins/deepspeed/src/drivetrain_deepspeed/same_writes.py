@@ -109,8 +109,8 @@ class SameWrites:
             f"the parameters of {type(self._module).__name__} are not the same on all ranks ({which}): its forward, a "
             "hook or the script has written to them, on each rank something else",
             cure="Write the same on every rank: compute it from values that are gathered over them "
-            "(accelerator.gather), seed random values alike (drivetrain.utils.set_seed), or give all ranks rank 0's "
-            "values with drivetrain.utils.broadcast.",
+            "(accelerator.gather) or averaged (accelerator.reduce(values, 'mean')), seed random values alike "
+            "(drivetrain.utils.set_seed), or give all ranks rank 0's values with drivetrain.utils.broadcast.",
         )
 
     def _devices_are_alike(self) -> bool:

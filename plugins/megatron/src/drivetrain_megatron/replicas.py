@@ -100,7 +100,8 @@ class Replicas:
                 "the parameters of a model are not the same on all data-parallel ranks: its forward, a hook or the "
                 "script has written to them, on each rank something else",
                 cure="Write the same on every rank: compute it from values that are gathered over them "
-                "(accelerator.gather), or seed random values alike (drivetrain.utils.set_seed).",
+                "(accelerator.gather) or averaged (accelerator.reduce(values, 'mean')), or seed random values alike "
+                "(drivetrain.utils.set_seed).",
             )
 
     def _average(self, bucket: list[Tensor]) -> None:

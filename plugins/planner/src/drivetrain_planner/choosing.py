@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from drivetrain.api import UsageError, get_registry
+from drivetrain.api import UsageError
+from drivetrain.api.programs import get_registry
 from drivetrain_planner.estimates import Estimate, PlanRequest, Traffic
 from drivetrain_planner.machines import Machine
 

@@ -11,6 +11,7 @@ import click
 import yaml
 
 from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 
 if TYPE_CHECKING:
     from drivetrain_planner.choosing import Candidate, Choice
@@ -21,7 +22,22 @@ def _dashes(name: str) -> str:
     return name.replace("-", "_")
 
 
-@click.group(context_settings={"token_normalize_func": _dashes})
+ELSEWHERE = {"schedule": "megatron", "show": "megatron"}
+"""Subcommands of the group that another distribution adds: the extra that brings it."""
+
+
+class Plans(click.Group):
+    """A group that says what to install for a subcommand that is not there."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in ELSEWHERE and args[0] not in self.commands and not ctx.resilient_parsing:
+            ctx.fail(f"The subcommand 'plan {args[0]}' is not installed. Run: {pip_line(ELSEWHERE[args[0]])}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Plans, context_settings={"token_normalize_func": _dashes})
 def plan() -> None:
     """Look at layouts, memory and schedules before anything runs."""
 
@@ -143,7 +159,7 @@ def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plan(flags: dict[str, Any]) -> Choice:
-    from drivetrain.api import load_config
+    from drivetrain.api.programs import load_config
     from drivetrain_planner.choosing import check_mesh
     from drivetrain_planner.choosing import choose as choose_layout
     from drivetrain_planner.machines import HERE, find, kept_file

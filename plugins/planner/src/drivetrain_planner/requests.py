@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.api import ResolvedConfig, UsageError, cast_parameters, policy_for
+from drivetrain.api import UsageError, cast_parameters
+from drivetrain.api.programs import ResolvedConfig, policy_for
 from drivetrain_planner.estimates import PlanRequest
 from drivetrain_planner.inputs import build, example
 from drivetrain_planner.machines import HERE, Machine, find, kept_file
