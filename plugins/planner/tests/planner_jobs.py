@@ -169,7 +169,7 @@ class ZeroDeviceStorages(DeviceStorages):
 
         def to(tensor, *args, **kwargs):
             file = Path(sys._getframe(1).f_code.co_filename).name
-            moves = bool(args) and isinstance(args[0], str | torch.device)
+            moves = isinstance(args[0] if args else kwargs.get("device"), str | torch.device)
             storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
             if file not in self.copies or not moves or not self.hosts(storage._cdata):
                 return self.plain_to(tensor, *args, **kwargs)

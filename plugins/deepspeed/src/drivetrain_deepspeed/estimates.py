@@ -97,6 +97,8 @@ def _refused(request: PlanRequest, values: Mapping[str, Any], stage: int, on_hos
     ratio = look_up(values, (_ZERO, "offload_optimizer", "ratio"))
     if optimizer and ratio not in (MISSING, None, 1, 1.0):
         return f"offload_optimizer with ratio: {ratio} is not counted; plan without ratio"
+    if look_up(values, (_ZERO, "offload_optimizer", "super_offload")) is True:
+        return "offload_optimizer with super_offload is not counted; plan without it"
     if request.optimizer.elementwise:
         return ""
     return f"{request.optimizer.name} is not element-wise, and ZeRO steps on parts of the parameters"
@@ -153,8 +155,8 @@ class _Layout(ABC):
         return self.request.device_type != "cpu"
 
     def pinned(self, key: str) -> bool:
-        """Whether copies of what ``key`` offloads run beside computation."""
-        return look_up(self.values, (_ZERO, key, "pin_memory")) is True
+        """Whether copies of what ``key`` offloads run beside computation, as they do unless the memory is pageable."""
+        return look_up(self.values, (_ZERO, key, "pin_memory")) is not False
 
     def placed(self, held: dict[str, int], offloaded: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """Parts that are held on the device, and in host memory, if that is another."""
@@ -378,6 +380,11 @@ class _Stage3(_Layout):
         efficient = look_up(self.values, (_ZERO, "memory_efficient_linear")) is not False
         return _linear_of_stage_3 if efficient else None
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a whole parameter takes memory beside its parts: one process uses its part, or copies it."""
+        return self.ranks > 1 or (self.offload == Offload.ALL and self.apart)
+
     def remarks(self) -> list[str]:
         return ["parameters are counted as gathered from their first use in a micro-batch to their last"]
 
@@ -386,7 +393,8 @@ class _Stage3(_Layout):
         threshold = self.size("stage3_param_persistence_threshold")
         parts = [self._part(one) for one in self.trained]
         part = sum(parts)
-        always = sum(one.numel() * one.element_size() for one in self.trained if one.numel() <= threshold)
+        small = [one for one in self.trained if one.numel() <= threshold]
+        always = sum(one.numel() * one.element_size() for one in small) * self.gathers
         held = {"buffers": self.buffers, "gathered": always, "reduction buffers": self.bucket()}
         parameters, states = part + self.frozen, request.optimizer.state([part])
         host: dict[str, int] = {}
@@ -458,13 +466,13 @@ class _Stage3(_Layout):
             ledger.replay(event)
             if event.kind in ("enter", "backward_enter") and event.name not in gathered:
                 own = model.get_submodule(event.name).parameters(recurse=False)
-                size = sum(one.numel() * one.element_size() for one in own if one.numel() > threshold)
+                size = sum(one.numel() * one.element_size() for one in own if one.numel() > threshold) * self.gathers
                 if sum(gathered.values()) + size > most:
                     ledger.add("gathered", -sum(gathered.values()))
                     gathered.clear()
                 gathered[event.name] = size
                 ledger.add("gathered", size)
-                if self.offload == Offload.ALL and self.apart:
+                if self.offload == Offload.ALL and self.apart and self.ranks > 1:
                     # This rank's parts come from host memory first.
                     ledger.during("gathered", size // self.ranks)
             elif event.kind == "backward_leave" and event.name in gathered:

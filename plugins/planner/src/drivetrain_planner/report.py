@@ -10,6 +10,7 @@ import yaml
 
 from drivetrain.api.programs import get_registry
 from drivetrain_planner.choosing import GROUP, SHARE, Candidate, Choice, gib, offered_axes
+from drivetrain_planner.estimates import PlanRequest
 
 RUNNERS_UP = 3
 
@@ -61,8 +62,17 @@ def _of_host(best: Candidate, choice: Choice) -> list[str]:
     machine = gib(each * choice.request.ranks_per_node)
     told = [f"{best.estimate.title} needs {gib(each)} of host memory for each rank, {machine} on a machine."]
     if best.estimate.last_resort:
-        told.insert(0, "Nothing fits without offload. More devices, a smaller micro-batch or bf16 are faster.")
+        instead = _instead(choice.request)
+        told.insert(0, f"Nothing fits without offload, whose steps are slow; {instead} may fit without.")
     return told
+
+
+def _instead(request: PlanRequest) -> str:
+    """What to try so that nothing is offloaded."""
+    found = ["more or larger devices"]
+    found += ["a smaller micro-batch"] if request.micro_batch > 1 else []
+    found += ["bf16"] if request.precision.name == "no" else []
+    return ", ".join(found[:-1]) + (" or " if found[:-1] else "") + found[-1]
 
 
 def title(choice: Choice) -> str:
