@@ -103,6 +103,7 @@ def test_what_stays_on_the_device_under_offload(monkeypatch, model, precision, w
         pytest.param("zero 1, offload", "llama", "no", 2, 3, marks=pytest.mark.slow),
         pytest.param("zero 2, offload", "llama", "bf16", 2, 3, marks=pytest.mark.slow),
         pytest.param("zero 3, offload", "gpt2", "no", 2, 2, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload", "gpt2", "no", 1, 1, marks=pytest.mark.slow),
         pytest.param("zero 3, offload of parameters too", "gpt2", "no", 1, 3, marks=pytest.mark.slow),
         pytest.param("zero 3, offload of parameters too", "llama", "bf16", 2, 3, marks=pytest.mark.slow),
         pytest.param("zero 3, offload of parameters too", "resnet", "no", 1, 1, marks=pytest.mark.slow),
