@@ -70,7 +70,8 @@ class Combination:
     def sections(self):
         """What the configuration says of backends."""
         if self.title.startswith("zero"):
-            return ZERO
+            keys = ("offload_optimizer", "offload_param")[: ("offload" in self.title) + ("parameters" in self.title)]
+            return {"deepspeed": {**ZERO["deepspeed"], **dict.fromkeys(keys, "cpu")}}
         if self.title.endswith("offload"):
             return {"fsdp": {"cpu_offload": True}}
         return {"megatron": megatron_section(self.title)} if self.title.startswith(("tp", "pp")) else {}
@@ -98,15 +99,24 @@ class Combination:
 
     def count(self, estimate, measure=censused):
         """What the fullest of real ranks holds at its most, in bytes."""
+        return max(each["most"] for each in self.counts(estimate, measure))
+
+    def counts(self, estimate, measure=censused):
+        """What each of real ranks counts."""
         settings = {**estimate.settings, "mixed_precision": self.precision}
         for name, section in self.sections.items():
             settings[name] = {**section, **settings.get(name, {})}
-        ranks = spawn(measure, self.ranks, settings, self.model, self.optimizer, timeout=400)
-        return max(each["most"] for each in ranks)
+        return spawn(measure, self.ranks, settings, self.model, self.optimizer, timeout=400)
 
 
-OFFLOADED = (("gpt2", "no"), ("llama", "bf16"))
-"""On the CPU, where shards stay in the memory in which they are used; test_planner_memory.py keeps the two apart."""
+OFFLOADED = (
+    *(("gpt2", "fsdp, offload", 2, "no"), ("llama", "fsdp, offload", 2, "bf16")),
+    *(("llama", "zero 1, offload", 3, "no"), ("gpt2", "zero 2, offload", 2, "no")),
+    *(("resnet", "zero 2, offload", 1, "no"), ("gpt2", "zero 3, offload", 3, "no")),
+    *(("resnet", "zero 3, offload", 1, "no"), ("llama", "zero 3, offload of parameters too", 2, "bf16")),
+)
+"""On the CPU, where what is offloaded stays in the memory in which it is used; test_planner_memory.py keeps the two
+apart."""
 
 
 def combinations() -> list[Combination]:
@@ -161,7 +171,7 @@ def combinations() -> list[Combination]:
         )
     ]
     found += [Combination("llama", "tp 2 x pp 2, 1f1b, 4 micro-batches", 4, precision="bf16", windows=2)]
-    found += [Combination(model, "fsdp, offload", 2, precision=precision) for model, precision in OFFLOADED]
+    found += [Combination(model, title, ranks, precision=precision) for model, title, ranks, precision in OFFLOADED]
     return found
 
 

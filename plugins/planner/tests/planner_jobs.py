@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -82,6 +83,10 @@ class Storages(TorchDispatchMode):
     def stepped(self, optimizer):
         """An optimizer step has ended, or none was taken yet."""
 
+    def of_host(self):
+        """Bytes in host memory, where that is told apart."""
+        return 0
+
 
 class DeviceStorages(Storages):
     """Sums what would be on a device while fsdp keeps its shards in host memory.
@@ -137,15 +142,72 @@ class DeviceStorages(Storages):
         found = [one() for number, one in list(self.alive.items()) if not self.hosts(number)]
         return sum(storage.nbytes() for storage in found if storage is not None)
 
+    def of_host(self):
+        found = [one() for one in self.host.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
     def hosts(self, number):
         found = self.host.get(number)
         # The number of a storage is its address, which another gets when it is gone.
         return found is not None and found() is not None
 
 
+class ZeroDeviceStorages(DeviceStorages):
+    """Sums what would be on a device while ZeRO keeps its optimizer, and maybe the parameters, in host memory.
+
+    The engine copies in place, from one tensor that is there to another, but where stage 3 takes a part of host memory
+    to the device: to gather it, or to add to it and to compute its norm. These copies are made here.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.copies = {"partition_parameters.py": 0, "stage3.py": 0}
+        self.zero = None
+
+    def __enter__(self):
+        entered = super().__enter__()
+
+        def to(tensor, *args, **kwargs):
+            file = Path(sys._getframe(1).f_code.co_filename).name
+            moves = isinstance(args[0] if args else kwargs.get("device"), str | torch.device)
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if file not in self.copies or not moves or not self.hosts(storage._cdata):
+                return self.plain_to(tensor, *args, **kwargs)
+            self.copies[file] += 1
+            return tensor.detach().clone()
+
+        torch.Tensor.to = to
+        return entered
+
+    def __exit__(self, *raised):
+        Storages.__exit__(self, *raised)
+        torch.Tensor.to = self.plain_to
+        if raised[0] is None and self.zero is not None and hasattr(self.zero, "fp32_partitioned_groups_flat"):
+            assert self.copies["stage3.py"], self.copies
+            assert bool(self.copies["partition_parameters.py"]) == self.zero.offload_param, self.copies
+
+    def stepped(self, optimizer):
+        if self.zero is None:
+            names = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+            (self.zero,) = [one for one in gc.get_objects() if type(one).__name__ in names]
+        zero = self.zero
+        if hasattr(zero, "fp32_partitioned_groups_flat"):
+            masters, others = zero.fp32_partitioned_groups_flat, [zero.grad_partitions_flat_buffer]
+            others += zero.param_groups_fp16_flat_cpu_memory if zero.offload_param else []
+        else:
+            masters, others = zero.single_partition_of_fp32_groups, [zero.temp_grad_buffer_for_cpu_offload]
+            others += zero.param_buffer_of_bit16_for_cpu_offload_groups
+            others += zero.accumulated_grads_in_cpu.values()
+        states = [value for state in zero.optimizer.state.values() for value in state.values()]
+        for each in (*masters, *(one.grad for one in masters), *others, *states):
+            if isinstance(each, torch.Tensor):
+                self.on_host(each)
+
+
 def censused_on_device(settings, model, optimizer="adamw", micro_batch=4):
     """As :func:`censused`, of a device beside the host's memory."""
-    return censused(settings, model, optimizer, micro_batch, DeviceStorages)
+    kind = ZeroDeviceStorages if settings["distributed_type"] == "deepspeed" else DeviceStorages
+    return censused(settings, model, optimizer, micro_batch, kind)
 
 
 def censused(settings, model, optimizer="adamw", micro_batch=4, kind=Storages):
@@ -185,7 +247,8 @@ def censused(settings, model, optimizer="adamw", micro_batch=4, kind=Storages):
                     stepper.zero_grad()
                     storages.phase = ""
             storages.stepped(own)
-            measured.append({"most": max(storages.most.values()), "before": before, **storages.most})
+            most = {"most": max(storages.most.values()), "host": storages.of_host()}
+            measured.append({**most, "before": before, **storages.most})
     accelerator.end_training()
     return min(measured[STEPS - 1 :], key=lambda each: each["most"])
 

@@ -260,6 +260,11 @@ def described(folder, settings, ranks=2):
         ({"distributed_type": "fsdp", "mesh": {"dp_replicate": 2}}, 4, "fsdp, 2 replicas of 2 shards"),
         ({"distributed_type": "fsdp", "mesh": {"dp_shard": 2}}, 6, "fsdp, 3 replicas of 2 shards"),
         ({"distributed_type": "fsdp", "fsdp": {"cpu_offload": True}}, 2, "fsdp, offload"),
+        (
+            {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 2, "offload_optimizer": "cpu"}},
+            2,
+            "zero 2, offload",
+        ),
         ({"distributed_type": "single"}, 1, "single"),
         ({"distributed_type": "megatron", "mesh": {"tp": 2}}, 4, "tp 2, 2 replicas"),
         ({"distributed_type": "megatron", "mesh": {"pp": 2}}, 2, "pp 2, 1f1b, 2 micro-batches"),
@@ -291,8 +296,8 @@ def test_windows_are_the_configurations(folder):
 
 
 def test_a_layout_that_is_not_modelled_says_why(folder):
-    with pytest.raises(UsageError, match="offload_optimizer is not modelled"):
-        described(folder, {"distributed_type": "deepspeed", "deepspeed": {"offload_optimizer": "cpu"}})
+    with pytest.raises(UsageError, match="offload_param without offload_optimizer is not counted"):
+        described(folder, {"distributed_type": "deepspeed", "deepspeed": {"zero_stage": 3, "offload_param": "cpu"}})
     with pytest.raises(UsageError, match="the backend other does not say what its layouts hold"):
         prediction(load_config("config.yaml"), LaunchPlan(2, 2, backend="other"))
 

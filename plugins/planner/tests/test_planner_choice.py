@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -17,10 +18,10 @@ from torch import nn
 
 from drivetrain.api import UsageError
 from drivetrain.api.programs import load_config
-from drivetrain_planner import Estimate
-from drivetrain_planner.choosing import choose
+from drivetrain_planner import Estimate, Traffic
+from drivetrain_planner.choosing import choose, weigh
 from drivetrain_planner.commands import plan
-from drivetrain_planner.machines import find
+from drivetrain_planner.machines import Link, find
 from drivetrain_planner.optimizers import optimizer_costs
 from drivetrain_planner.report import lines
 from drivetrain_planner.requests import Asked, request
@@ -150,9 +151,120 @@ def test_offload_is_counted_where_it_is_asked_for_and_never_chosen(net, tmp_path
     found = next(each for each in json.loads(done.stdout)["fitting"] if each["title"] == "fsdp, offload")
     shards = next(each for each in plain["fitting"] if each["title"] == "fsdp")
     assert found["settings"]["fsdp"]["cpu_offload"]
+    # Behind all that keep the optimizer on the device, whose steps are shorter besides.
+    uses_host = [bool(each["host"]) for each in json.loads(done.stdout)["fitting"]]
+    assert uses_host == sorted(uses_host)
+    assert len(set(uses_host)) == 2
+    assert found["seconds"]["host copies"] > 0
+    assert sum(found["seconds"].values()) > sum(shards["seconds"].values()) + found["seconds"]["host optimizer"]
     for part in ("parameters", "optimizer states"):
         assert found["host"][part] == shards["resident"][part]
         assert not found["resident"][part]
+
+
+WIDE = """
+import torch
+from torch import nn
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(16))
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = torch.relu(block(inputs))
+        return inputs
+
+
+def batch():
+    return torch.ones(8, 1024)
+
+
+def loss(output, batch):
+    return output.pow(2).mean()
+"""
+
+
+@pytest.fixture
+def wide(tmp_path, monkeypatch):
+    (tmp_path / "wide.py").write_text(WIDE)
+    monkeypatch.chdir(tmp_path)
+    return ["wide.py:Wide", "--batch", "wide.py:batch", "--loss", "wide.py:loss", "--machine", "rtx4090"]
+
+
+def test_offload_is_offered_where_nothing_fits_without(wide):
+    """64 MiB of parameters, as much of gradients and twice of states, beside a driver's gibibyte."""
+    done = run("choose", *wide, "--memory", "1500MiB")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^->  fsdp, offload +1\.0 GiB", done.output, re.MULTILINE), done.output
+    instead = "more or larger devices, a smaller micro-batch or bf16 may fit without."
+    assert f"Nothing fits without offload, whose steps are slow; {instead}" in done.output
+    # Shards, their gradients and two moments of 16 matrices with their biases.
+    assert "fsdp, offload needs 256.3 MiB of host memory for each rank, 256.3 MiB on a machine." in done.output
+    assert re.search(r"^not single: 1\.\d GiB > 1\.2 GiB", done.output, re.MULTILINE), done.output
+    assert re.search(r"^not zero 2, offload: ", done.output, re.MULTILINE), done.output
+    assert "offload" not in run("choose", *wide, "--memory", "24GiB").output
+    assert "offload" not in run("memory", *wide, "--memory", "24GiB").output
+
+
+def test_zero_offloads_what_it_is_asked_for(wide, tmp_path):
+    def found(stage, **keys):
+        section = {"deepspeed": {"zero_stage": stage, "reduce_bucket_size": 2**21, **keys}}
+        (tmp_path / "zero.yaml").write_text(yaml.safe_dump(section))
+        asked = ("--config", "zero.yaml", "--nodes", "2", "--global_batch", "32", "--json")
+        every = json.loads(run("choose", *wide, *asked).stdout)
+        return next(each for each in (*every["fitting"], *every["rejected"]) if each["backend"] == "deepspeed")
+
+    for stage in (1, 2, 3):
+        plain, moved = found(stage), found(stage, offload_optimizer="cpu")
+        assert moved["title"] == f"zero {stage}, offload"
+        assert moved["settings"]["deepspeed"] == {"zero_stage": stage, "offload_optimizer": "cpu"}
+        assert moved["host"]["optimizer states"] == plain["resident"]["optimizer states"]
+        assert "optimizer states" not in moved["memory"]
+        assert moved["bytes"] < plain["bytes"]
+        assert moved["seconds"]["optimizer"] == 0 < moved["seconds"]["host optimizer"]
+        pageable = found(stage, offload_optimizer="cpu", offload_optimizer_pin_memory=False)
+        assert pageable["seconds"]["host copies"] > moved["seconds"]["host copies"]
+    older = found(3, config={"zero_optimization": {"cpu_offload": True}})
+    assert (older["title"], older["host"]) == ("zero 3, offload", moved["host"])
+    everything = found(3, offload_optimizer="cpu", offload_param="cpu")
+    assert everything["title"] == "zero 3, offload of parameters too"
+    assert everything["bytes"] < moved["bytes"]
+    assert everything["host"]["parameters"] == 2 * moved["host"]["parameters"]
+
+    def written(offload):
+        return {"config": {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}}
+
+    nvme = {"offload_optimizer": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
+
+    for keys, told in (
+        ({"offload_param": "cpu"}, "offload_param without offload_optimizer is not counted"),
+        (nvme, "offload_optimizer to another place than the CPU's memory is not counted"),
+        (written({"device": "cpu", "ratio": 0.5}), "offload_optimizer with ratio: 0.5 is not counted"),
+        (written({"device": "cpu", "super_offload": True}), "offload_optimizer with super_offload is not counted"),
+    ):
+        # Neither what the engine would hold nor what it would hold without is shown.
+        row = found(3, **keys)
+        assert told in row["verdict"]
+        assert not row["memory"]
+
+
+def test_seconds_of_a_host_are_its_links_and_its_memorys():
+    machine = replace(find("h100x4"), host=Link(1e-3, 1e9), host_bandwidth=1e10)
+    assert machine.traffic(Traffic("host_copy", 1, 2 * 10**9, 5)) == pytest.approx(2.005)
+    asked = replace(request_for("gpt2", 4), device_type="cuda")
+    trace = asked.trace((), (), None)
+    made = Estimate(
+        "one", "one", "one", 1, trace=trace, host={"parameters": 1}, stepped_in_host=10**8,
+        traffic=[Traffic("host_copy", 1, 10**9, 1, overlaps=False)],
+    )  # fmt: skip
+    found = weigh(made, asked, machine).seconds
+    assert found["host copies"] == pytest.approx(1.001, rel=0.01)
+    # Four processes at once, each 3 + 2 x 2 times the bytes of its parameters.
+    assert found["host optimizer"] == pytest.approx(4 * 7 * 10**8 / 1e10)
+    assert found["optimizer"] == 0
 
 
 def test_json_has_every_layout(net):

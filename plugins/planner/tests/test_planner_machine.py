@@ -120,6 +120,11 @@ def test_this_machine_is_measured(cache):
     assert 1e-6 < found.inside.latency < 10
     assert 1e4 < found.inside.bandwidth < 1e12
     assert found.outside == MACHINES["cpu"].outside
+    assert found.host != MACHINES["cpu"].host
+    assert found.host_bandwidth != MACHINES["cpu"].host_bandwidth
+    assert 1e-8 < found.host.latency < 1
+    assert 1e6 < found.host.bandwidth < 1e13
+    assert 1e6 < found.host_bandwidth < 1e13
 
 
 def test_more_processes_than_can_be(cache, monkeypatch):

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner_grid import Combination, combinations, estimates_of
+from planner_grid import ZERO, Combination, combinations, estimates_of
 from planner_jobs import censused, censused_on_device, counted
 
 _MEGATRON = [each for each in combinations() if each.title.startswith(("tp", "pp"))]
 _EACH = list({(each.title, each.precision): each for each in _MEGATRON}.values())
-_OFFLOADED = [each for each in combinations() if each.title.endswith("offload")]
+_OFFLOADED = [each for each in combinations() if "offload" in each.title]
 PART = [*[each for each in combinations() if each not in _MEGATRON + _OFFLOADED][3::4], *_EACH, *_OFFLOADED]
 """``planner_grid.py --all`` runs every combination; the record that the documents show is of those."""
 
@@ -94,6 +94,38 @@ def test_what_stays_on_the_device_under_offload(monkeypatch, model, precision, w
     assert estimate.host["parameters"] == together.resident["parameters"]
     assert estimate.host["optimizer states"] == together.resident["optimizer states"]
     assert estimate.peak < together.peak
+
+
+@pytest.mark.parametrize(
+    ("title", "model", "precision", "windows", "ranks"),
+    [
+        ("zero 2, offload", "gpt2", "no", 1, 2),
+        pytest.param("zero 1, offload", "llama", "no", 2, 3, marks=pytest.mark.slow),
+        pytest.param("zero 2, offload", "llama", "bf16", 2, 3, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload", "gpt2", "no", 2, 2, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload", "gpt2", "no", 1, 1, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload of parameters too", "gpt2", "no", 1, 3, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload of parameters too", "llama", "bf16", 2, 3, marks=pytest.mark.slow),
+        pytest.param("zero 3, offload of parameters too", "resnet", "no", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_what_stays_on_the_device_under_offload_of_zero(monkeypatch, title, model, precision, windows, ranks):
+    """Ranks on the CPU, of whose storages those are left out that the engine makes in host memory."""
+    one = Combination(model, title, ranks, precision=precision, windows=windows)
+    request = one.request()
+    together = estimates_of(request, title)
+    monkeypatch.setattr("drivetrain_deepspeed.estimates._Layout.apart", True)
+    apart = estimates_of(request, title)
+    counts = one.counts(apart, censused_on_device)
+    seen, host = (max(each[key] for each in counts) for key in ("most", "host"))
+    assert abs(apart.peak / seen - 1) <= 0.01, (apart.peak, seen, apart.memory, apart.moment)
+    assert abs(sum(apart.host.values()) / host - 1) <= 0.01, (apart.host, host)
+    # What is there no more is with the host, and the rest is where it was; gathered are copies, of one process too.
+    before, after = (sum(each.resident.values()) - each.resident.get("gathered", 0) for each in (together, apart))
+    assert sum(apart.host.values()) == before - after
+    plain = estimates_of(replace(request, sections=ZERO), title.partition(",")[0])
+    assert apart.host["optimizer states"] == plain.resident["optimizer states"]
+    assert not apart.resident.get("optimizer states")
 
 
 @pytest.mark.slow

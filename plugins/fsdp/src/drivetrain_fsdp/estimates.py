@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import final
 
@@ -38,7 +38,10 @@ class Unit:
 
 
 def estimates(request: PlanRequest) -> list[Estimate]:
-    """Shards over all ranks and, on several nodes, over the ranks of each; activations kept, and recomputed."""
+    """Shards over all ranks and, on several nodes, over the ranks of each; activations kept, and recomputed.
+
+    Shards in host memory are offered over all ranks, as a last resort, unless the configuration says where they are.
+    """
     section = FSDPConfig.model_validate(request.sections.get("fsdp", {}))
     ranks = request.world_size
     accumulation = request.accumulation(ranks)
@@ -53,14 +56,19 @@ def estimates(request: PlanRequest) -> list[Estimate]:
         meshes.append((ranks // request.ranks_per_node, request.ranks_per_node))
     if request.mesh is not None or "activation_checkpointing" in request.sections.get("fsdp", {}):
         recomputing = [section.activation_checkpointing]
+    layouts = [(mesh, each, section.cpu_offload) for mesh in meshes for each in recomputing]
+    said = request.mesh is not None or "cpu_offload" in request.sections.get("fsdp", {})
+    if not said and request.device_type != "cpu":
+        layouts += [(meshes[0], each, True) for each in recomputing]
     found = []
-    for mesh in meshes:
-        for each in recomputing:
-            layout = _Layout(request, section.model_copy(update={"activation_checkpointing": each}), mesh, accumulation)
-            try:
-                found.append(layout.estimate())
-            except UsageError as problem:  # a module that cannot be computed twice
-                found.append(Estimate(layout.title, "fsdp", "fsdp", 20 + each, refused=problem.what))
+    for mesh, each, offload in layouts:
+        keys = {"activation_checkpointing": each, "cpu_offload": offload}
+        layout = _Layout(request, section.model_copy(update=keys), mesh, accumulation)
+        try:
+            made = layout.estimate()
+        except UsageError as problem:  # a module that cannot be computed twice
+            made = Estimate(layout.title, "fsdp", "fsdp", 20 + each, refused=problem.what)
+        found.append(replace(made, last_resort=offload and not said))
     return found
 
 
@@ -188,13 +196,14 @@ class _Layout:
             accumulation=self._accumulation,
             trace=trace,
             traffic=self._traffic(),
-            stepped=sum(self._shards) + sum(self._rest),
+            stepped=sum(stepped),
+            stepped_in_host=sum(self._shards) if self.apart else 0,
             remarks=self._remarks(),
         )
 
     def _remarks(self) -> list[str]:
         if self.apart:
-            return ["the optimizer steps in host memory, which takes longer than the seconds shown"]
+            return ["seconds of copies and of the step in host memory follow host and host_bandwidth of the machine"]
         if self._section.cpu_offload:
             return ["here the host's memory is the device's, so that offload frees nothing"]
         return []
@@ -217,7 +226,8 @@ class _Layout:
             gathers = {name: 1 + self.freed_after_forward(name) for name in self._units}
             copied = steps * sum(gathers[name] * unit.sharded for name, unit in self._units.items())
             copies = (steps * 2 + reductions) * len(self._unit_of)
-            traffic.append(Traffic("host_copy", 1, copied + reductions * reduced // self._ranks, copies))
+            moved = copied + reductions * reduced // self._ranks
+            traffic.append(Traffic("host_copy", 1, moved, copies, overlaps=self._section.pin_memory))
         return traffic
 
     # ---- what the replay asks ---------------------------------------------------------------------------------------

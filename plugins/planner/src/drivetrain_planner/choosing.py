@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.api import UsageError
 from drivetrain.api.programs import get_registry
-from drivetrain_planner.estimates import Estimate, PlanRequest
+from drivetrain_planner.estimates import Estimate, PlanRequest, Traffic
 from drivetrain_planner.machines import Machine
 
 GROUP = "drivetrain.estimates"
@@ -97,8 +97,11 @@ def choose(request: PlanRequest, machine: Machine) -> Choice:
     request.trace((), (), None)
     estimates, complaints = ask(request)
     candidates = [weigh(each, request, machine) for each in estimates]
+    if any(not each.verdict and not each.estimate.last_resort for each in candidates):
+        candidates = [each for each in candidates if not each.estimate.last_resort]
     fitting = [each for each in candidates if not each.verdict]
-    fitting.sort(key=lambda each: (_rounded(each.time), each.estimate.rank))
+    # What host memory is used for takes longest to move and to update, and is known worst.
+    fitting.sort(key=lambda each: (bool(each.estimate.host), _rounded(each.time), each.estimate.rank))
     return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
 
 
@@ -172,19 +175,41 @@ def weigh(estimate: Estimate, request: PlanRequest, machine: Machine) -> Candida
 
 
 def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[str, float]:
-    """Seconds of an optimizer step by part: computation, waiting, communication that is not hidden, the optimizer."""
+    """Seconds of an optimizer step by part.
+
+    Returns:
+        ``computation``; ``communication`` that is not hidden; ``optimizer``, on the device; where a rank waits for
+        others, ``waiting``; where host memory is used, ``host copies`` that are not hidden, and ``host optimizer``.
+    """
     trace = estimate.trace
     assert trace is not None, estimate.title
     compute = estimate.accumulation * (machine.work(trace.forward) + machine.work(trace.backward))
-    beside = sum(machine.traffic(each) for each in estimate.traffic if each.overlaps)
-    alone = sum(machine.traffic(each) for each in estimate.traffic if not each.overlaps)
-    exposed = max(compute, beside) + BESIDE * min(compute, beside) - compute
+    copies = [each for each in estimate.traffic if each.operation == "host_copy"]
+    messages = [each for each in estimate.traffic if each.operation != "host_copy"]
+    with_messages, exposed = _beside(compute, messages, machine)
     # Reads parameters, gradients and state, writes parameters and state.
-    moved = estimate.stepped * (3 + 2 * request.optimizer.per_element)
-    found = {"computation": compute, "communication": alone + exposed, "optimizer": moved / machine.bandwidth}
+    moved = 3 + 2 * request.optimizer.per_element
+    found = {
+        "computation": compute,
+        "communication": exposed,
+        "optimizer": estimate.stepped * moved / machine.bandwidth,
+    }
     if estimate.idle:
         found["waiting"] = compute * estimate.idle / (1 - estimate.idle)
+    if copies:
+        found["host copies"] = _beside(with_messages, copies, machine)[1]
+    if estimate.stepped_in_host:
+        # The processes of a machine share its host.
+        found["host optimizer"] = estimate.stepped_in_host * moved * request.ranks_per_node / machine.host_bandwidth
     return found
+
+
+def _beside(busy: float, traffic: Sequence[Traffic], machine: Machine) -> tuple[float, float]:
+    """Seconds of what runs together, and those that traffic adds to what is busy."""
+    beside = sum(machine.traffic(each) for each in traffic if each.overlaps)
+    alone = sum(machine.traffic(each) for each in traffic if not each.overlaps)
+    together = max(busy, beside) + BESIDE * min(busy, beside)
+    return together, alone + together - busy
 
 
 def _rounded(time: float) -> float:

@@ -240,7 +240,8 @@ class Traffic:
     """Communication of one optimizer step by one rank.
 
     Args:
-        operation: the collective, ``send`` between two ranks, or ``host_copy`` between device and host memory.
+        operation: the collective, ``send`` between two ranks, or ``host_copy`` between device and host memory, over the
+            link that each device has to it.
         ranks: in the group.
         bytes: whole size of what all calls together work on: the gathered or the reduced tensors.
         calls: how many there are.
@@ -272,7 +273,9 @@ class Estimate:
         accumulation: micro-batches of one optimizer step.
         trace: of one micro-batch.
         traffic: of one optimizer step.
-        stepped: bytes of parameters that this rank's optimizer updates.
+        stepped: bytes of parameters that this rank's optimizer updates on the device.
+        stepped_in_host: bytes of parameters that it updates in host memory.
+        last_resort: nobody asked for it; it is offered in case that no other layout fits.
         idle: share of the time between a step's first forward and its last backward in which a rank waits for others.
         remarks: what the estimate leaves out, if anything.
     """
@@ -291,6 +294,8 @@ class Estimate:
     trace: Trace | None = None
     traffic: Sequence[Traffic] = ()
     stepped: int = 0
+    stepped_in_host: int = 0
+    last_resort: bool = False
     idle: float = 0.0
     remarks: Sequence[str] = ()
 

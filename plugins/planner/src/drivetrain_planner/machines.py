@@ -44,6 +44,9 @@ class Machine:
         inside: between devices of one machine.
         outside: between machines.
         context: bytes that the driver and libraries hold on a device, beside tensors.
+        host: between one device and host memory.
+        host_bandwidth: bytes in a second that an optimizer's step in host memory reads and writes, in all processes of
+            one machine together.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Machine:
     inside: Link
     outside: Link
     context: int = 2**30
+    host: Link = Link(1e-5, 25e9)
+    host_bandwidth: float = 1e10
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -70,22 +75,30 @@ class Machine:
 
     def traffic(self, one: Traffic) -> float:
         """Seconds of one kind of communication in a step: latency of its calls, and bytes of a ring."""
-        if one.ranks < 2 and one.operation != "host_copy":
+        if one.operation == "host_copy":
+            return one.calls * self.host.latency + one.bytes / self.host.bandwidth
+        if one.ranks < 2:
             return 0.0
         link = self.inside if one.ranks <= self.devices else self.outside
-        share = (one.ranks - 1) / one.ranks if one.ranks > 1 else 1.0
+        share = (one.ranks - 1) / one.ranks
         sent = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(one.operation, 1.0)
         return one.calls * link.latency + sent * one.bytes / link.bandwidth
 
 
 _GIB = 2**30
 
+_PCIE_5 = Link(1e-5, 50e9)
+
 MACHINES = {
     "h100": Machine(
-        *("h100", "cuda", 80 * 10**9, 1, 300e12, 550e12, 2.6e12, 4e-6), Link(2e-5, 300e9), Link(4e-5, 40e9)
+        *("h100", "cuda", 80 * 10**9, 1, 300e12, 550e12, 2.6e12, 4e-6),
+        *(Link(2e-5, 300e9), Link(4e-5, 40e9)),
+        host=_PCIE_5,
     ),
     "h200": Machine(
-        *("h200", "cuda", 141 * 10**9, 1, 300e12, 550e12, 3.8e12, 4e-6), Link(2e-5, 300e9), Link(4e-5, 40e9)
+        *("h200", "cuda", 141 * 10**9, 1, 300e12, 550e12, 3.8e12, 4e-6),
+        *(Link(2e-5, 300e9), Link(4e-5, 40e9)),
+        host=_PCIE_5,
     ),
     "a100": Machine(
         *("a100", "cuda", 80 * 10**9, 1, 110e12, 220e12, 1.6e12, 5e-6), Link(2e-5, 200e9), Link(4e-5, 20e9)
@@ -96,10 +109,22 @@ MACHINES = {
     "rtx4090": Machine(
         *("rtx4090", "cuda", 24 * _GIB, 1, 60e12, 140e12, 0.85e12, 5e-6), Link(3e-5, 12e9), Link(5e-5, 1e9)
     ),
-    "cpu": Machine(*("cpu", "cpu", 16 * _GIB, 1, 4e10, 2e10, 8e9, 1e-5), Link(2e-4, 1e9), Link(5e-4, 1e8), context=0),
+    "cpu": Machine(
+        *("cpu", "cpu", 16 * _GIB, 1, 4e10, 2e10, 8e9, 1e-5),
+        *(Link(2e-4, 1e9), Link(5e-4, 1e8)),
+        context=0,
+        host=Link(1e-5, 8e9),
+        host_bandwidth=8e9,
+    ),
 }
 """By name: about half of the makers' peaks in arithmetic, and four fifths of their memory bandwidth; float32 of NVIDIA
-devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are."""
+devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are.
+
+Links to host memory are four fifths of PCI Express with 16 lanes: 63 GB/s of generation 5 (H100, H200), 31.5 of
+generation 4 (the others). The step in host memory is slower than that memory: of LLaMA-7B on eight A800 beside two Xeon
+8358, ZeRO 2 with ``offload_optimizer`` was published to take 20 s longer for a step of 64 samples than without
+(1.81 and 4.19 samples/s; gist chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a), in which AdamW reads and writes 28 bytes for
+each of 6.7 billion parameters."""
 
 
 HERE = "here"
@@ -157,10 +182,10 @@ def _read(path: Path) -> Machine:
         known = ", ".join(vars(base))
         raise UsageError(f"{path}: unknown {', '.join(unknown)}", cure=f"The keys are base, {known}.")
     try:
-        for key in ("inside", "outside"):
+        for key in ("inside", "outside", "host"):
             if key in values:
                 values[key] = Link(**{name: float(value) for name, value in values[key].items()})
-        for key in ("flops", "half_flops", "bandwidth", "launch"):
+        for key in ("flops", "half_flops", "bandwidth", "launch", "host_bandwidth"):
             if key in values:
                 values[key] = float(values[key])
         for key in ("memory", "context"):

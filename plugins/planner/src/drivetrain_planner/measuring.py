@@ -1,4 +1,4 @@
-"""Measures this machine: arithmetic, memory, the start of a kernel, and the links between its devices.
+"""Measures this machine: arithmetic, memory, the start of a kernel, the links of its devices, a step in host memory.
 
 Each number is measured in all processes at once, as in training, where they share a machine; the slowest counts. Links
 are measured with ``all_reduce``. What is kept is a machine file, which :func:`drivetrain_planner.machines.find` reads.
@@ -26,6 +26,9 @@ from drivetrain_planner.machines import MACHINES, Link, Machine
 
 _ON_CPU, _ON_DEVICE = 512, 8192
 """Rows and columns of the matrices that are multiplied: 0.3 and 1,100 billion operations."""
+
+_STEPPED = 2**22
+"""Bytes of the parameters on which AdamW steps in host memory, in every process; no cache holds what it reads."""
 
 _SMALL_MESSAGE = 2**14
 """Bytes whose all_reduce takes about as long as an empty one."""
@@ -72,6 +75,8 @@ def measure(
         device_type=kind,
         devices=count,
         inside=link(count, small, large, ranks[0]["message"]) if count > 1 else base.inside,
+        host=Link(max(each["host_start"] for each in ranks), min(each["host_copy"] for each in ranks)),
+        host_bandwidth=count * min(each["host_step"] for each in ranks),
         **{**worst, "memory": int(worst["memory"]), "context": int(worst["context"])},
     )
 
@@ -96,9 +101,9 @@ def link(ranks: int, small: float, large: float, message: int) -> Link:
 def as_file(machine: Machine) -> dict[str, Any]:
     """Keys and values of a machine file, to three digits."""
     found = asdict(machine)
-    for key in ("flops", "half_flops", "bandwidth", "launch"):
+    for key in ("flops", "half_flops", "bandwidth", "launch", "host_bandwidth"):
         found[key] = float(f"{found[key]:.3g}")
-    for key in ("inside", "outside"):
+    for key in ("inside", "outside", "host"):
         found[key] = {name: float(f"{value:.3g}") for name, value in found[key].items()}
     return {"base": "cpu" if machine.device_type == "cpu" else "h100", **found}
 
@@ -136,11 +141,28 @@ def _measured(device: torch.device, seconds: float, size: int) -> dict[str, Any]
     found["bandwidth"] = 2 * moved.nbytes / _timed(lambda: target.copy_(moved), device, seconds)
     tiny = torch.ones(1, device=device)
     found["launch"] = _timed(lambda: [tiny.add_(1) for _ in range(100)], device, seconds) / 100
+    found |= _of_host(device, seconds)
     message = 2**23 if cpu else 2**28
     for key, bytes_ in (("small", _SMALL_MESSAGE), ("large", message)):
         sent = torch.zeros(bytes_ // 4, device=device)
         found[key] = _timed(lambda one=sent: dist.all_reduce(one), device, seconds, together=True)  # type: ignore[misc]
     return {**found, "message": message}
+
+
+def _of_host(device: torch.device, seconds: float) -> dict[str, float]:
+    """Seconds and bytes in a second of copies from host memory to a device, and bytes in a second of a step there."""
+    there = torch.ones((2**24 if device.type == "cpu" else 2**28) // 4)
+    # On an accelerator as engines that offload are advised to have it: in memory that the system does not move.
+    there = there if device.type == "cpu" else there.pin_memory()
+    here = torch.empty_like(there, device=device)
+    start = _timed(lambda: here[:1].copy_(there[:1]), device, seconds)
+    copied = _timed(lambda: here.copy_(there), device, seconds)
+    stepped = torch.nn.Parameter(torch.ones(_STEPPED // 4))
+    stepped.grad = torch.ones_like(stepped)
+    optimizer = torch.optim.AdamW([stepped])
+    # As the planner counts it: reads parameter, gradient and both moments, writes all but the gradient.
+    step = _timed(optimizer.step, torch.device("cpu"), seconds)
+    return {"host_start": start, "host_copy": there.nbytes / copied, "host_step": 7 * _STEPPED / step}
 
 
 def _memory(device: torch.device) -> tuple[int, int, str]:

@@ -10,6 +10,7 @@ import yaml
 
 from drivetrain.api.programs import get_registry
 from drivetrain_planner.choosing import GROUP, SHARE, Candidate, Choice, gib, offered_axes
+from drivetrain_planner.estimates import PlanRequest
 
 RUNNERS_UP = 3
 
@@ -38,7 +39,7 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
             )
             for each in shown
         ]
-        found += [*table(rows), ""]
+        found += [*table(rows), *_of_host(shown[0], choice), ""]
     if choice.rejected:
         found += [f"not {each.estimate.title}: {each.verdict}" for each in choice.rejected]
         found.append("")
@@ -51,6 +52,27 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
         "Memory is counted, kernels' own workspace and fragmentation aside; seconds rank layouts and promise nothing."
     )
     return found
+
+
+def _of_host(best: Candidate, choice: Choice) -> list[str]:
+    """What a layout that is chosen takes of host memory."""
+    each = sum(best.estimate.host.values())
+    if not each:
+        return []
+    machine = gib(each * choice.request.ranks_per_node)
+    told = [f"{best.estimate.title} needs {gib(each)} of host memory for each rank, {machine} on a machine."]
+    if best.estimate.last_resort:
+        instead = _instead(choice.request)
+        told.insert(0, f"Nothing fits without offload, whose steps are slow; {instead} may fit without.")
+    return told
+
+
+def _instead(request: PlanRequest) -> str:
+    """What to try so that nothing is offloaded."""
+    found = ["more or larger devices"]
+    found += ["a smaller micro-batch"] if request.micro_batch > 1 else []
+    found += ["bf16"] if request.precision.name == "no" else []
+    return ", ".join(found[:-1]) + (" or " if found[:-1] else "") + found[-1]
 
 
 def title(choice: Choice) -> str:
@@ -170,6 +192,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "moment": one.estimate.moment,
         "allocator": one.unused,
         "seconds": one.seconds,
+        "last_resort": one.estimate.last_resort,
         "verdict": one.verdict,
     }
 
