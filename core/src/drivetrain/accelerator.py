@@ -226,7 +226,10 @@ class Accelerator(ProcessControl):
                 be shared out a second time, or make a loader with different settings.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+            raise UsageError(
+                f"prepare was given {len(args)} objects and a device_placement of {len(device_placement)} entries",
+                cure="Pass one true or false for each object, or leave device_placement out.",
+            )
         placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
 
         def load(each: Any) -> Any:
@@ -248,8 +251,9 @@ class Accelerator(ProcessControl):
         """Prepare a model alone; ``evaluation_mode`` leaves the gradient machinery out. Collective over all ranks."""
         if device_placement is not None and device_placement != self.device_placement:
             raise UnsupportedError(
-                "placement is decided for all models at once",
-                cure="Pass device_placement to Accelerator(...).",
+                f"prepare_model was given device_placement={device_placement}, and the accelerator has "
+                f"device_placement={self.device_placement} for all models",
+                cure=f"Leave it out here, or write Accelerator(device_placement={device_placement}).",
             )
         prepared = self._preparer.model(model, training=not evaluation_mode)
         self._loop.find_loose()
@@ -373,7 +377,10 @@ class Accelerator(ProcessControl):
         chosen = self._preparer.optimizers if optimizer is None else [optimizer]
         for each in chosen:
             if not isinstance(each, PreparedOptimizer):
-                raise UsageError("this optimizer was not prepared", cure="Pass what prepare returned.")
+                raise UsageError(
+                    f"unscale_gradients was given a {type(each).__name__} that is not prepared",
+                    cure="Pass the optimizer that accelerator.prepare returned, or no optimizer for all of them.",
+                )
             each.unscale()
 
     @property

@@ -438,7 +438,10 @@ def loader_configuration(
     if split_batches is None or split_batches == config.split_batches:
         return config
     if given is not None and config.split_batches:
-        raise UsageError("split_batches=False contradicts DataLoaderConfiguration(split_batches=True)")
+        raise UsageError(
+            "split_batches=False contradicts DataLoaderConfiguration(split_batches=True)",
+            cure="Write it in one place: DataLoaderConfiguration(split_batches=...).",
+        )
     return replace(config, split_batches=split_batches)
 
 

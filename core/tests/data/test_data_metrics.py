@@ -380,7 +380,7 @@ def mismatch(context):
         with pytest.raises(CollectiveMismatchError) as caught:
             gather_for_metrics(value, context)
         seen.append(str(caught.value))
-    with pytest.raises(UsageError, match="lists by some ranks") as listed:
+    with pytest.raises(UsageError, match="a list on some ranks") as listed:
         gather_for_metrics([1] if rank else 1, context)
     return [*seen, str(listed.value)]
 

@@ -179,7 +179,7 @@ def test_stand_ins_have_nothing_to_stand_for_without_an_engine():
         accelerator.prepare(model, DummyOptim(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(UsageError, match=r"DummyScheduler .* has none here"):
+    with pytest.raises(UsageError, match=r"DummyScheduler .* there is none"):
         accelerator.prepare(DummyScheduler(optimizer, total_num_steps=4))
     accelerator.end_training()
 

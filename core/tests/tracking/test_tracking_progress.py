@@ -22,6 +22,30 @@ def test_it_gives_back_every_item_on_every_process(capsys):
     assert "3/3" in capsys.readouterr().err
 
 
+def test_a_bar_that_is_not_shown_counts_and_has_the_methods_of_one_that_is(capsys):
+    bars = []
+    for rank in (0, 1):
+        set_rank(rank, 2)
+        bar = tqdm(None, "train", 4, True, None, 80, mininterval=0)
+        bar.set_postfix_str("warm")
+        bar.reset(total=7)
+        bar.update(5)
+        bar.refresh()
+        bar.set_description("more")
+        bars.append(bar)
+    shown, quiet = bars
+    assert "5/7" in capsys.readouterr().err
+    assert (shown.n, quiet.n, quiet.disable) == (5, 5, False)
+    assert vars(shown).keys() == vars(quiet).keys()
+    for name in ("n", "total", "desc", "postfix", "leave", "unit", "initial"):
+        assert getattr(quiet, name) == getattr(shown, name), name
+    quiet.close()
+    assert capsys.readouterr().err == ""
+    shown.close()
+    # As tqdm has it: a bar that the script has switched off is off.
+    assert tqdm(range(3), disable=True).disable
+
+
 def test_it_is_tqdms_own_object():
     with tqdm(total=4, desc="train", disable=True) as bar:
         bar.update(2)

@@ -348,8 +348,12 @@ def _parse_size(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
-            raise CheckpointError(f"max_shard_size {size!r} is no size", cure="Write for example '10GB' or '500MiB'.")
+            raise CheckpointError(
+                f"max_shard_size={size!r} is not a size", cure="Write a number with a unit, such as '10GB' or '500MiB'."
+            )
         number, unit = float(match[1]), match[2].upper()
     if number <= 0:
-        raise CheckpointError(f"max_shard_size must be positive, not {size!r}")
+        raise CheckpointError(
+            f"max_shard_size={size!r} is not above 0", cure="Write a size such as '10GB', or a number of bytes."
+        )
     return int(number * _UNITS[unit])

@@ -341,7 +341,9 @@ def _is_mapping(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _senseless(what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
+    return CheckpointCorruptError(
+        f"{what} has values that a checkpoint cannot have", cure="Load an older checkpoint: this one is damaged."
+    )
 
 
 # ---- Loading
@@ -410,7 +412,8 @@ def load(
         raise type(problem)(
             f"{problem.what}; weights were replaced by then",
             whose=problem.whose,
-            cure="Load another checkpoint, or start the run again: what is prepared now is of neither.",
+            cure="Load another checkpoint, or start the run again: some weights are the checkpoint's now, and others "
+            "are not.",
         ) from problem
     return manifest
 

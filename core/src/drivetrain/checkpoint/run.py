@@ -13,7 +13,7 @@ from typing import Any, final
 
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.backend import Backend
+from drivetrain.backend import Backend, name_of
 from drivetrain.checkpoint import folder
 from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
@@ -119,7 +119,8 @@ class RunCheckpoints:
         """
         if not blocking and not self._backend.capabilities.async_save:
             raise UnsupportedError(
-                f"{type(self._backend).__name__} cannot save beside the training: its state cannot be copied at once",
+                f"save_state(blocking=False) copies the state and writes it while training goes on, which "
+                f"{name_of(self._backend)} does not support",
                 cure="Leave blocking at True.",
             )
         self._catch_up()

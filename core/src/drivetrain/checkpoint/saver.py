@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from drivetrain.backend import name_of
 from drivetrain.checkpoint.folder import abandon, commit, data_folder, stage, written_sizes
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
 from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of
@@ -233,8 +234,8 @@ def make_plan(
         plans, _ = planner.create_global_plan(plans)
     except (ValueError, AssertionError) as problem:
         raise CheckpointError(
-            f"the ranks do not hold one state together: {problem}",
-            cure="A tensor is either whole on every rank that has it or a DTensor on all of its mesh.",
+            f"the parts of the state on the ranks do not make up whole tensors: {problem}",
+            cure="Hand each tensor over whole on every rank that has it, or as a DTensor on all ranks of its mesh.",
         ) from problem
     files = [_in_files(plan.items, rank) for rank, plan in enumerate(plans)]
     chunks: dict[str, list[Chunk]] = {}
@@ -388,7 +389,7 @@ class SaveWork:
             sources = [Source.of(key, tensor) for key, tensor in tensors.items()]
             self._files.append(PlannedFile(_rng_file(topology.dp_rank), sources, {"tree": json.dumps(tree)}))
         self._manifest = Manifest(
-            backend=self._backend.settings.name or type(self._backend).__name__,
+            backend=name_of(self._backend),
             mesh=topology.mesh.sizes,
             world_size=topology.world_size,
             created=time.time(),
@@ -688,7 +689,7 @@ class Saver:
             what = failure.what if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
             raise CheckpointError(
                 f"the save of {self._target} in the background failed: {what}",
-                cure="Older checkpoints are as they were. Cure the cause and save again.",
+                cure="Older checkpoints are unchanged. Remove the cause, and save again.",
             ) from failure
         return self._target
 

@@ -104,7 +104,7 @@ def judge_section(name: str, values: Any, rules: Mapping[str, Rule]) -> Iterator
         rule = rules.get(key) or rules.get(f"{name.removesuffix('_config')}_{key}")
         if rule is None:
             guess = closest(str(key), rules)
-            says = f"nobody knows this key{f'; did you mean {guess!r}?' if guess else ''}"
+            says = f"there is no such key{f'; did you mean {guess!r}?' if guess else ''}"
             yield Verdict(f"{name}.{key}", value, "not supported", says, stops=True)
         else:
             yield judge(f"{name}.{key}", value, rule)

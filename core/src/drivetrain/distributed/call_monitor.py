@@ -556,7 +556,7 @@ class CallMonitor:
         """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
         if frame is None:
-            return "has no main thread any more"
+            return "has ended its main thread"
         self._frames.append((id(frame.f_code), frame.f_lasti))
         self._moves = len(set(self._frames)) > 1
         return f"{'waits ' if _communicates(frame) else ''}{script_line(''.join(traceback.format_stack(frame)))}"
@@ -600,15 +600,15 @@ class CallMonitor:
             first = f"{who}, for {self._limit:g} s so far, and {'slow' if slow else 'slow or stopped'}:"
         elif len({each.where for each in found}) > 1:
             first = (
-                f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (models "
-                "called, or their losses handed over, in another order on some rank), or in one slow call:"
+                f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (some "
+                "rank calls the models, or backward for their losses, in another order), or in one slow call:"
             )
         else:
             first = (
                 f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile), or "
-                "they hand over what does not belong together (losses of two models in another order on some rank):"
+                "they pass different losses to it (those of two models, in another order on some rank):"
             )
-        last = "The run goes on as soon as they come; process_group.timeout_seconds limits how long that may take."
+        last = "The run goes on as soon as these ranks do; process_group.timeout_seconds limits how long that may take."
         return "\n".join([first, *_by_ranks(told), last])
 
     def _statuses(self) -> list[str]:
@@ -800,10 +800,10 @@ def _described(call: str, values: tuple[Any, ...]) -> str:
 def _consequence(calls: Iterable[str]) -> str:
     kinds = set(calls)
     if kinds <= {"backward", "train_step"}:
-        return "gradients of different batches, or of losses that do not belong together, were added up since then"
+        return "since then gradients of different batches, or of different losses, were added up"
     if kinds == {"step"}:
-        return "the ranks' copies or parts of the model were changed in different ways since then"
-    return "they wait for each other, or add up what does not belong together"
+        return "since then the ranks' copies or parts of the model were changed in different ways"
+    return "since then they wait for each other, or add up gradients of different batches"
 
 
 def _by_ranks(told: dict[str, list[int]]) -> list[str]:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from drivetrain.backend import Backend, FileConfiguredBackend
+from drivetrain.backend import Backend, FileConfiguredBackend, name_of
 from drivetrain.data.comparison import FirstInputs
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.trees import attribute
@@ -64,7 +64,7 @@ class Preparer:
     ) -> None:
         self._backend, self._loop = backend, loop
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
-        self._memory = SharedMemory(type(backend).__name__, moves=not backend.capabilities.replicated)
+        self._memory = SharedMemory(name_of(backend), moves=not backend.capabilities.replicated)
         self.optimizers = loop.optimizers
         self.schedulers: list[PreparedScheduler] = []
         watch_unprepared_steps(loop)
@@ -106,8 +106,8 @@ class Preparer:
             if both:
                 raise UnsupportedError(
                     f"{type(first).__name__} and {type(second).__name__} share parameters that are trained "
-                    f"({', '.join(both[:3])}{', ...' if both[3:] else ''}), and {type(self._backend).__name__} trains "
-                    "each parameter in one model",
+                    f"({', '.join(both[:3])}{', ...' if both[3:] else ''}), and {name_of(self._backend)} trains a "
+                    "parameter as part of one model only",
                     cure="Make one nn.Module of both with one optimizer, and prepare that: its forward returns the "
                     "outputs of both, and one accelerator.backward(first + second) trains them.",
                 )
@@ -142,8 +142,9 @@ class Preparer:
         for optimizer in mine:
             if optimizer.models and not capabilities.optimizer_spans_models:
                 raise UnsupportedError(
-                    f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
-                    cure="Make one optimizer for each model.",
+                    f"this {type(optimizer.source).__name__} holds parameters of two models, and "
+                    f"{name_of(self._backend)} steps each model by optimizers of its own",
+                    cure="Make one optimizer for each model, and call step() of each.",
                 )
         batch_norm.convert_or_warn(module, self._backend, training=training)
         if self._compile is not None:
@@ -195,7 +196,7 @@ class Preparer:
         capabilities = self._backend.capabilities
         if capabilities.replicated:
             return None
-        return FormerMemory(type(self._backend).__name__, module, moved_later=capabilities.pipelined)
+        return FormerMemory(name_of(self._backend), module, moved_later=capabilities.pipelined)
 
     def _watch_buffers(self, model: PreparedModel) -> None:
         if model.trainable.settles_buffers:
@@ -233,7 +234,7 @@ class Preparer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if not isinstance(self._backend, FileConfiguredBackend):
-            refuse_without_engine(optimizer, type(self._backend).__name__)
+            refuse_without_engine(optimizer, name_of(self._backend))
         prepared = PreparedOptimizer(optimizer, self._loop)
         before = list(self.optimizers) if before is None else before
         for model in self._loop.models:
@@ -285,7 +286,7 @@ class Preparer:
         theirs = None
         if isinstance(self._backend, FileConfiguredBackend):
             theirs = self._backend.file_scheduler(scheduler, [each.optimizer for each in followed])
-        scheduler = scheduler_without_engine(scheduler, type(self._backend).__name__) if theirs is None else theirs
+        scheduler = scheduler_without_engine(scheduler, name_of(self._backend)) if theirs is None else theirs
         prepared = PreparedScheduler(
             scheduler, followed, self._backend, step_with_optimizer=self._follow, moves_per_step=self._moves
         )

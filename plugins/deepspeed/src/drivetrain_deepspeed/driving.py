@@ -214,8 +214,8 @@ class Driver:
             self._settled = hooks is None or not hooks.untried
         elif not self._guard.engine_at_work:
             raise UsageError(
-                "loss.backward() has come to a model under DeepSpeed, which reduces gradients in a backward that it "
-                "knows of",
+                "loss.backward() was called on the loss of a model under DeepSpeed, whose gradients are reduced in "
+                "accelerator.backward only",
                 cure="Write accelerator.backward(loss).",
             )
 
@@ -306,7 +306,7 @@ class Driver:
         if parameter.dtype != dtype:  # model.double(): of all, one is enough.
             raise UnsupportedError(
                 f"{self._guard.named(id(parameter))} was {dtype} when it was prepared and is {parameter.dtype} now: "
-                "DeepSpeed reduces and steps the former",
+                "DeepSpeed still reduces and steps it as it was",
                 cure="Change dtypes before prepare; mixed_precision computes in a lower one.",
             )
         self._groups.check()
@@ -465,8 +465,8 @@ class Driver:
         """
         if self._waiting:
             raise UsageError(
-                f"an optimizer was prepared while gradients of {self._guard.model} wait for a step: DeepSpeed lays out "
-                "the parameters anew",
+                f"an optimizer was prepared between a backward of {self._guard.model} and the step that uses its "
+                "gradients: DeepSpeed makes new buffers for the parameters, and these gradients would be lost",
                 cure="Prepare it after optimizer.step(), or call optimizer.zero_grad() first.",
             )
         wrapped = self.engine.optimizer is not self.engine.basic_optimizer
@@ -514,10 +514,10 @@ class Driver:
         self._groups.check()
         if id(optimizer) not in self._waiting:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() found no gradients: no backward has reached its model since they "
-                "were last used or dropped",
-                cure="First call accelerator.backward(loss) with a loss that depends on the model; call zero_grad() "
-                "after step().",
+                f"{type(optimizer).__name__}.step() found no gradients: there was no backward of its model since the "
+                "last step() or zero_grad()",
+                cure="Call accelerator.backward(loss), with a loss that depends on the model, before step(), and "
+                "zero_grad() after it.",
             )
         self._check_dropped(self._parameters[id(optimizer)], f"{type(optimizer).__name__}.step()")
         if self._same_writes is not None:

@@ -54,7 +54,7 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     """Layers shared over ``tp``, depth over ``pp``, both, each with replicas over the ranks that are left."""
     section = MegatronConfig.model_validate(request.sections.get("megatron", {}))
     if request.world_size == 1:
-        return [_refused("megatron", "megatron", "one process has nobody to share layers with")]
+        return [_refused("megatron", "megatron", "it shares out layers over processes, and there is one")]
     if section.engine != "torch":
         return [_refused("megatron", "megatron", f"engine: {section.engine} is not modelled; plan with engine: torch")]
     made = _Model(request, section)
