@@ -30,6 +30,9 @@ from drivetrain_testing.kit import all_cases, user_model_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TWO_SCREENS = 150
+"""Lines of a how-to from which on it is named."""
+
 
 def backends() -> str:
     """One row for each backend of this repository: what its plugin says about itself, and what the kit found."""
@@ -470,9 +473,8 @@ def documents() -> dict[Path, str]:
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
-    planner = ROOT / "docs/how-to/planner.md"
+    counted_plans, published_plans = ROOT / "docs/how-to/planner-check.md", ROOT / "docs/how-to/planner-read.md"
     which = ROOT / "docs/how-to/which-backend.md"
-    plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
     methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
@@ -486,7 +488,8 @@ def documents() -> dict[Path, str]:
         launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
-        planner: renewed(plans, "published memory", published()),
+        counted_plans: renewed(counted_plans.read_text(encoding="utf-8"), "counted memory", planned()),
+        published_plans: renewed(published_plans.read_text(encoding="utf-8"), "published memory", published()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),
@@ -494,12 +497,21 @@ def documents() -> dict[Path, str]:
     }
 
 
+def long_pages() -> dict[Path, int]:
+    """How-tos that nobody reads on two screens, with their lengths."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("docs/how-to/*.md")}
+    return {path: lines for path, lines in sorted(lengths.items()) if lines > TWO_SCREENS}
+
+
 def main() -> None:
-    """Rewrite them."""
+    """Rewrite them, and name the pages that are too long."""
     for path, text in documents().items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             sys.stdout.write(f"renewed {path.relative_to(ROOT)}\n")
+    for path, lines in long_pages().items():
+        name = path.relative_to(ROOT)
+        sys.stdout.write(f"{name} has {lines} lines: split it by task, or move tables to docs/reference\n")
 
 
 if __name__ == "__main__":

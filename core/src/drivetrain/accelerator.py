@@ -131,7 +131,9 @@ class Accelerator(ProcessControl):
         count_items: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
+        run_setup.shorten_tracebacks()
         self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
+        run_setup.shorten_tracebacks(debug=resolved.config.debug)
         process = read_process_info()
         self._choice = choice = choose_backend(resolved, distributed_type, process.world_size, engine_arguments)
         self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
@@ -714,18 +716,23 @@ class Accelerator(ProcessControl):
         """Finish the trackers and release the process group. Collective over all ranks; may be called twice.
 
         Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
+
+        While an exception is handled, as in ``finally`` after an error of the script, it waits for no other rank and
+        compares nothing with them: they may be elsewhere, and the script's error is what counts.
         """
         if self._closed:
             return
-        check_collective("end_training")
-        if sys.exc_info()[0] is None:  # else the script's own error says why ranks are apart, and goes on its way
+        failed = sys.exc_info()[0] is not None
+        if not failed:
+            check_collective("end_training")
             call_monitor.agree()
         try:
             self.wait_for_checkpoint()
         finally:
             self._trackers.finish()
             self._loop.release()
-            self.backend.barrier()
+            if not failed:
+                self.backend.barrier()
             self._close()
 
     def _close(self) -> None:

@@ -104,8 +104,8 @@ class BackendInfo:
         names: ``{"Name": "package.module:Name"}``: what scripts of Accelerate import for this engine, found by
             ``from drivetrain.utils import Name`` too.
         imports: by the name of a section of Accelerate's configuration files, ``"package.module:RULES"``: a mapping
-            from each key of that section to the :class:`drivetrain.api.Rule` that says what becomes of it. The module
-            imports nothing heavy.
+            from each key of that section to the :class:`drivetrain.api.accelerate.Rule` that says what becomes of it.
+            The module imports nothing heavy.
     """
 
     name: str
@@ -273,7 +273,7 @@ class Trainable(ABC):
         module: the user's own module with its original parameter names (parameters may be sharded by now).
         optimizers: what really steps, in the order given to ``prepare``.
         settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
-            evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
+            evaluation (see :class:`drivetrain.api.engines.Buffers`); else the core does, once a window.
         communicates_in_forward: forwards with gradients gather parameters or exchange activations, so that ranks must
             call several models in the same order; the core compares it.
     """

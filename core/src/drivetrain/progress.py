@@ -58,7 +58,6 @@ def _measuring(bar: Any) -> Any:
         def _timed(self, loader: Any) -> Iterator[Any]:
             self._samples = loader.total_batch_size
             self._begun = asked = perf_counter()
-            self._waited = 0.0
             for batch in loader:
                 self._ended = perf_counter()
                 self._waited += self._ended - asked
@@ -107,7 +106,7 @@ def _quiet() -> Any:
     """
     from tqdm.asyncio import tqdm as bar  # tqdm.auto's is a widget in a notebook
 
-    class QuietBar(bar):  # type: ignore[misc,type-arg]
+    class QuietBar(bar):  # type: ignore[misc]
         """The bar of a process whose progress is not shown."""
 
         monitor_interval = 0  # no thread that redraws it

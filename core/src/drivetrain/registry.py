@@ -34,12 +34,9 @@ from drivetrain.errors import (
     BackendError,
     BackendNotFoundError,
     ContractMismatchError,
-    closest,
-    did_you_mean,
-    listed,
-    sentences,
 )
 from drivetrain.hookspecs import GROUP, HOOK_GROUP
+from drivetrain.wording import closest, did_you_mean, listed, sentences
 
 if TYPE_CHECKING:
     import click

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.backend import RunSettings
 from drivetrain.distributed import watchdog
 from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
@@ -219,8 +220,9 @@ def test_alone_there_is_nothing_to_compare():
 def without_a_group():
     class Lazy:
         topology = type("Topology", (), {"world_size": 2})
+        settings = RunSettings()
 
-    with pytest.raises(UnsupportedError, match="Lazy forms none"):
+    with pytest.raises(UnsupportedError, match="Lazy makes no process group"):
         watchdog.watch(Lazy(), lambda: None)
 
 

@@ -83,7 +83,7 @@ def test_every_rank_may_call_what_only_the_main_process_does(tmp_path: Path) -> 
     assert "3/3" in main["bars"]
     assert "4/4" in main["bars"]
     assert other.pop("shown") == other.pop("bars") == ""
-    assert main["bar"] == (3, 3, "steps: ", "loss=0.5", "it", 3, True)
+    assert main["bar"] == (3, 3, "steps", "loss=0.5", "it", 3, True)
     assert other == {key: main[key] for key in other}
     assert main["saved"] == [0.0, 0.0]
     assert (tmp_path / "w.safetensors").is_file()

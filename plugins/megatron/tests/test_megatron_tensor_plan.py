@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.api import UsageError, get_registry, hookimpl
+from drivetrain.api import UsageError, hookimpl
+from drivetrain.api.programs import get_registry
 from drivetrain_megatron.tensor.plan import make_plan, table
 from drivetrain_megatron.tensor.trial import Cut
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from drivetrain.api import UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import load_config
 from drivetrain_planner.choosing import check_mesh
 
 TRAIN = """

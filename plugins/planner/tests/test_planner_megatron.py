@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 from planner_grid import Combination, megatron_section, request_for
 
-from drivetrain.api import load_config
+from drivetrain.api.programs import load_config
 from drivetrain_planner.choosing import GROUP, choose, settings_of, weigh
 from drivetrain_planner.machines import find
 from drivetrain_planner.optimizers import optimizer_costs

@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of, local_folder
+from drivetrain.checkpoint.storage import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError

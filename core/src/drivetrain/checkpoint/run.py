@@ -14,7 +14,7 @@ from typing import Any, final
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.backend import Backend, name_of
-from drivetrain.checkpoint import folder
+from drivetrain.checkpoint import owner
 from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
@@ -104,7 +104,7 @@ class RunCheckpoints:
     def close(self) -> None:
         """Wait as well, and release the folders and the resources of background saves. Not collective."""
         self._saver.close()
-        folder.release()
+        owner.release()
 
     def save(self, output_dir: str | Folder | None, *, blocking: bool = True) -> Folder:
         """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from drivetrain.errors import UsageError, closest, cut
+from drivetrain.errors import UsageError
+from drivetrain.wording import closest, cut
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -544,6 +544,9 @@ class CallMonitor:
         trace: TracebackType | None = None
         while frame is not None:
             trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+        handled: Any = sys._current_exceptions().get(self._main)  # noqa: SLF001 (the only way to another thread's error)
+        # Python 3.11 has a triple where later ones have the exception.
+        self.error.__context__ = handled[1] if isinstance(handled, tuple) else handled
         # What is called for an exception that nobody catches: it prints it, or hands it to the launcher.
         sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
         for stream in (sys.stdout, sys.stderr):

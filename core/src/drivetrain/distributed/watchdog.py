@@ -35,9 +35,10 @@ from torch.distributed.constants import default_pg_timeout
 from drivetrain.backend import Backend, name_of
 from drivetrain.distributed import call_monitor, trees
 from drivetrain.distributed.call_monitor import Place
-from drivetrain.errors import CollectiveMismatchError, UnsupportedError, likely_cause
+from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
 from drivetrain.topology import Topology
+from drivetrain.wording import likely_cause
 
 logger = logging.getLogger(__name__)
 

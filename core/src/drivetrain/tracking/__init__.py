@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from drivetrain.errors import UsageError, did_you_mean, listed, sentences
+from drivetrain.errors import UsageError
 from drivetrain.logging import current_rank, get_logger
 from drivetrain.registry import known_extras, pip_line
+from drivetrain.wording import did_you_mean, listed, sentences
 
 _logger = get_logger(__name__)
 P = ParamSpec("P")

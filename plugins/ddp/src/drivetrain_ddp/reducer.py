@@ -410,8 +410,9 @@ class GradientReducer:
             raise UsageError(
                 f"the script wrote to parameters of {kind} after prepare, and their values are not the same on all "
                 "ranks",
-                cure="Write the same on every rank: call drivetrain.utils.set_seed(0) before drawing random values, "
-                "or give all ranks rank 0's values with drivetrain.utils.broadcast.",
+                cure="Write the same on every rank: call drivetrain.utils.set_seed(0) before drawing random values; "
+                "give all ranks the mean of what each has found, accelerator.reduce(values, 'mean'); or rank 0's "
+                "values with drivetrain.utils.broadcast.",
             )
         if difference > _ROUNDING:
             raise UsageError(

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     DistributedBackend,
-    DummyScheduler,
     FileConfiguredBackend,
     Mesh,
     Topology,
@@ -28,6 +27,7 @@ from drivetrain.api import (
     original_module,
     pick_device,
 )
+from drivetrain.api.accelerate import DummyScheduler
 from drivetrain_deepspeed import effects, private_names, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
 from drivetrain_deepspeed.engine_config import EngineConfig

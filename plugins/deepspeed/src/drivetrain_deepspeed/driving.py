@@ -15,15 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import (
-    StepResult,
-    Topology,
-    UnsupportedError,
-    UsageError,
-    collectives,
-    is_taken,
-    multiply_gradients,
-)
+from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, collectives, multiply_gradients
+from drivetrain.api.engines import is_taken
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.forward_writes import WatchedForwards
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients

@@ -108,8 +108,9 @@ class SameWrites:
         raise UsageError(
             f"the parameters of {type(self._module).__name__} are not the same on all ranks ({which}): a forward, a "
             "hook or the script has written different values to them",
-            cure="Write the same values on every rank: compute them from gathered ones (accelerator.gather), seed "
-            "random ones alike (drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
+            cure="Write the same values on every rank: compute them from gathered or averaged ones "
+            "(accelerator.gather, accelerator.reduce(values, 'mean')), seed random ones alike "
+            "(drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
         )
 
     def _devices_are_alike(self) -> bool:

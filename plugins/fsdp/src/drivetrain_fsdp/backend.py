@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Buffers,
     DistributedBackend,
     GradientHook,
     Mesh,
@@ -34,12 +33,12 @@ from drivetrain.api import (
     cast_parameters,
     collectives,
     ensure_process_group,
-    is_taken,
     original_module,
     pick_device,
     plain_state_dict,
     portable,
 )
+from drivetrain.api.engines import Buffers, is_taken
 from drivetrain_fsdp import hidden, private_names
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError
+from drivetrain.api.engines import autocast
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import ModuleState
 from drivetrain_megatron.pipeline.batches import Dims, Rows, cut

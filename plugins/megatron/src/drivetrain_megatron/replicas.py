@@ -99,8 +99,9 @@ class Replicas:
             raise UsageError(
                 "the parameters of a model are not the same on all data-parallel ranks: a forward, a hook or the "
                 "script has written different values to them",
-                cure="Write the same values on every rank: compute them from gathered ones (accelerator.gather), seed "
-                "random ones alike (drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
+                cure="Write the same values on every rank: compute them from gathered or averaged ones "
+                "(accelerator.gather, accelerator.reduce(values, 'mean')), seed random ones alike "
+                "(drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
             )
 
     def _average(self, bucket: list[Tensor]) -> None:

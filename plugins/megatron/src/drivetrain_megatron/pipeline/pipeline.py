@@ -11,15 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import (
-    DrivetrainError,
-    TorchEngine,
-    UnsupportedError,
-    UsageError,
-    autocast,
-    call_plainly,
-    numbers_coordinate,
-)
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError
+from drivetrain.api.engines import autocast, call_plainly, numbers_coordinate
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients

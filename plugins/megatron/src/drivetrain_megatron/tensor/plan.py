@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from drivetrain.api import UsageError, get_registry, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
+from drivetrain.api.programs import get_registry
 from drivetrain_megatron.planner.layout import collapsed
 from drivetrain_megatron.tensor.derive import conditions, derive
 from drivetrain_megatron.tensor.layout import Layout

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.api import UsageError, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
 from drivetrain_megatron.module_state import unchanged
 from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
 
