@@ -20,13 +20,10 @@ from parity_worlds import PLACES, Place
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drivetrain import Accelerator, load_config
 from drivetrain.errors import DrivetrainError
-from drivetrain_testing import preload, spawn
-
-preload("transformers.models.llama.modeling_llama")
+from drivetrain_testing import spawn
 
 FP16 = {"mixed_precision": "fp16"}
 SCALED = ("single", "deepspeed-2")
@@ -132,7 +129,7 @@ class Breaking(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-LIVES = ("in windows", "an error in backward", "an interrupt", "a break from workers", "two models", "a refused model")
+LIVES = ("in windows", "an error in backward", "an interrupt", "a break from workers", "two models")
 
 
 def live(accelerator: Accelerator, life: str) -> Refs:
@@ -142,13 +139,6 @@ def live(accelerator: Accelerator, life: str) -> Refs:
         data = loader.dataset
         loader = DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
         refs["loader"] = weakref.ref(loader)
-    if life == "a refused model":
-        # The loader and the scheduler are prepared by then, the model and its optimizer are not.
-        model.append(nn.LazyLinear(4))
-        refs["lazy"] = weakref.ref(model[4])
-        with pytest.raises(DrivetrainError, match="lazy layers"):
-            accelerator.prepare(loader, scheduler, model, optimizer)
-        return refs
     prepared: Any = accelerator.prepare(model, optimizer, loader, scheduler)
     model, optimizer, loader, scheduler = prepared
     refs |= {f"prepared {index}": weakref.ref(one) for index, one in enumerate(prepared)}
@@ -202,74 +192,6 @@ def test_nothing_outlives_trials_that_end_in_other_ways(layout: str) -> None:
     # A stage whose neighbour's backward fails waits for it, as it does without us.
     which = tuple(life for life in LIVES if not (layout == "pp-2" and life == "an error in backward"))
     assert spawn(lives, place.world_size, place.config, which, timeout=200) == [[]] * place.world_size
-
-
-class Coupled(torch.optim.SGD):
-    """Steps by the norm of all gradients, which no rank has that holds a part of the parameters."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
-        norm = torch.stack([one.norm() for one in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm)
-        super().step(closure)
-
-
-def generating(accelerator: Accelerator, *, optimizer_is_refused: bool = False) -> Refs:
-    """Train a language model for an update, and let it generate words; all strong references end with the call."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = LlamaConfig(vocab_size=24, num_hidden_layers=2, max_position_embeddings=16, **tokens, **sizes)
-    model: Any = LlamaForCausalLM(config)
-    kind = Coupled if optimizer_is_refused else torch.optim.AdamW
-    optimizer: Any = kind(model.parameters(), lr=0.1)
-    refs: Refs = {"model": weakref.ref(model), "layer": weakref.ref(model.model.layers[0])}
-    refs["optimizer"] = weakref.ref(optimizer)
-    if optimizer_is_refused:
-        with pytest.raises(DrivetrainError, match="Coupled"):
-            accelerator.prepare(model, optimizer)
-        return refs
-    model, optimizer = accelerator.prepare(model, optimizer)
-    refs |= {"prepared model": weakref.ref(model), "prepared optimizer": weakref.ref(optimizer)}
-    ids = torch.arange(32).reshape(4, 8) % 24
-    accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        words = accelerator.unwrap_model(model).generate(
-            ids[:, :3], max_new_tokens=2, do_sample=False, use_cache=False
-        )
-    assert words.shape == (4, 5)
-    return refs
-
-
-TRIALS = 20
-
-
-def generations(config: Mapping[str, Any]) -> list[str]:
-    """What is alive after each of twenty trials, a model whose optimizer is refused among them."""
-    accelerator = Accelerator(config=load_config(overrides={**config, "use_cpu": True}, environ={}))
-    parts = accelerator.distributed_type in ("fsdp", "deepspeed", "megatron")
-    alive: list[str] = []
-    for trial in range(TRIALS):
-        refused = parts and trial % 4 == 3
-        refs = generating(accelerator, optimizer_is_refused=refused)
-        accelerator.free_memory()
-        gc.collect()
-        told = "a refused optimizer" if refused else "generate"
-        alive += [f"trial {trial}, after {told}: {name}" for name, one in refs.items() if one() is not None]
-    accelerator.end_training()
-    return alive
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["single", "ddp-2", "fsdp-2", "deepspeed-2", "deepspeed-3", "tp-2", "pp-2"])
-def test_nothing_outlives_twenty_models_that_generate(layout: str) -> None:
-    place = LAYOUTS[layout]
-    assert spawn(generations, place.world_size, place.config, timeout=300) == [[]] * place.world_size
 
 
 def said_twice(config: Mapping[str, Any]) -> list[list[str]]:
