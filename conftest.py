@@ -7,4 +7,7 @@ import os
 # Ranks share few cores, and a process that is forked after OpenMP made its threads hangs in its next parallel loop.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A program that a test starts buffers what it prints, as it does on a user's machine.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 pytest_plugins = ["drivetrain_testing.plugin", "suite_gate"]

@@ -192,5 +192,6 @@ print(inside, "DRIVETRAIN_MIXED_PRECISION" in os.environ)
     ],
 )
 def test_what_cannot_be_launched_is_refused(run, call, words):
-    done = run(f"try:\n    {call}\nexcept DrivetrainError as error:\n    print(error)\nimport os; os._exit(0)")
+    reports = "except DrivetrainError as error:\n    print(error, flush=True)"
+    done = run(f"try:\n    {call}\n{reports}\nimport os; os._exit(0)")
     assert words in done.stdout or words in done.stderr

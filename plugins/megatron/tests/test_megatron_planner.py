@@ -632,7 +632,7 @@ class TestCommand:
             (["--ranks", "4", "--forward", "1,2,3"], "cannot be laid on 4 ranks"),
             (["--forward", "1,x"], "is no list of numbers"),
             (["--forward", "0"], "take no time"),
-            (["--output", "/nowhere/at/all.png"], "cannot be written: No such file"),
+            (["--output", "/nowhere/at/all.png"], "cannot be written: there is no folder"),
             (["--search", "--activations", "9GiB", "--memory", "1GiB"], "nothing fits: even"),
         ],
     )
