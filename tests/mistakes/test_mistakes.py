@@ -215,7 +215,8 @@ def test_an_error_of_ours_is_reported_once_with_the_scripts_line(tmp_path):
         "Traceback (most recent call last):\n"
         '  File "train.py", line 19, in <module>\n'
         "    optimizer.step()\n"
-        "drivetrain.errors.UsageError: an optimizer of Linear would step with gradients of this rank alone: ...\n"
+        "drivetrain.errors.UsageError: an optimizer of Linear would step with gradients of this rank's samples alone: "
+        "...\n"
         "rank ... failed: UsageError (exit code 1) [host ...; in step at train.py:19; last call: ...]\n"
         "rank ...\n"
     )

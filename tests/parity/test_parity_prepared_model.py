@@ -381,10 +381,10 @@ def refuse(backend, mistake):
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("plain backward", "gradients of this rank alone"),
-        ("plain backward, unprepared optimizer", "gradients of this rank alone"),
-        ("step after no_sync", "gradients of this rank alone"),
-        ("backward after the reduction", "gradients of this rank alone"),
+        ("plain backward", "gradients of this rank's samples alone"),
+        ("plain backward, unprepared optimizer", "gradients of this rank's samples alone"),
+        ("step after no_sync", "gradients of this rank's samples alone"),
+        ("backward after the reduction", "gradients of this rank's samples alone"),
         ("no backward", "no backward since its last step"),
         ("gradients taken", "of this rank's samples alone"),
         ("other values on each rank", "not the same on all ranks"),

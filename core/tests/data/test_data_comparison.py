@@ -303,7 +303,7 @@ def test_a_part_is_found_in_the_first_pass(name, how, tmp_path):
         spawn(how, 2, "FIRST_PASS", name, str(tmp_path))
     assert isinstance(caught.value.cause, CollectiveMismatchError), caught.value
     said = str(caught.value.cause)
-    assert "ranks are given different samples in loader 0" in said
+    assert "ranks read different samples in loader 0" in said
     assert "already_sharded" in said
     assert said.index("rank 0: ") < said.index("rank 1: ")
 
@@ -340,7 +340,7 @@ def test_a_rank_that_draws_by_itself_in_the_middle_of_a_pass_is_found(kind, tmp_
         spawn(draw_between, 2, kind, str(tmp_path))
     assert isinstance(caught.value.cause, CollectiveMismatchError), caught.value
     said = str(caught.value.cause)
-    assert "ranks are given different samples in loader 0" in said
+    assert "ranks read different samples in loader 0" in said
     assert "give the sampler a generator of its own" in said
 
 

@@ -93,7 +93,7 @@ def test_the_first_difference_of_all_is_named_on_every_rank(ranks):
         "ranks are apart since call 3, in optimizer step 0:",
         "  ranks 0-1, 3: backward at job.py:7, batch 2 of epoch 1",
         "  rank 2: backward at job.py:7, batch 3 of epoch 1",
-        "gradients of different batches, or of losses that do not belong together, were added up since then",
+        "since then gradients of different batches, or of different losses, were added up",
         "saved since then, and not to be resumed from: out/checkpoint_4",
     ]
     for each in monitors:

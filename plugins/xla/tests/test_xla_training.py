@@ -99,6 +99,12 @@ def test_shapes_that_stay_are_not_told():
     assert spawn(jobs.shapes, 1, [4] * 10)[0] == []
 
 
+@pytest.mark.parametrize(("second", "number"), [([11, 12, 13], 1), ([4, 4, 4, 4, 11, 12, 13, 14], 2)])
+def test_each_trial_has_a_warm_up_and_is_told_once(second, number):
+    told = spawn(jobs.shapes, 1, [4, 4, 4, 4, 5, 6, 7, 8], second)[0]
+    assert len([line for line in told if "compiled" in line]) == number
+
+
 def test_compiled_graphs_are_kept(tmp_path):
     files, told = spawn(jobs.graph_cache, 1, str(tmp_path / "graphs"))[0]
     assert files > 0

@@ -231,17 +231,19 @@ def moved() -> dict[str, Any]:
     return result
 
 
-def shapes(lengths: list[int]) -> list[str]:
-    """What is logged when inputs have these lengths, step by step."""
+def shapes(*trials: list[int]) -> list[str]:
+    """What is logged when inputs have these lengths, step by step; each trial has a model of its own."""
     told: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("drivetrain_xla").addHandler(listener)
     accelerator = make("xla", {}, {"warmup_steps": 3, "max_recompiles": 2})
-    run = Run(accelerator, max_norm=None)
-    for length in lengths:
-        numbers = torch.zeros(GLOBAL_BATCH, length, dtype=torch.int64, device=accelerator.device)
-        run.step(numbers, numbers)
+    for lengths in trials:
+        run = Run(accelerator, max_norm=None)
+        for length in lengths:
+            numbers = torch.zeros(GLOBAL_BATCH, length, dtype=torch.int64, device=accelerator.device)
+            run.step(numbers, numbers)
+        accelerator.free_memory()
     accelerator.end_training()
     return told
 

@@ -432,9 +432,9 @@ def _compare(index: int, ranks: dict[int, Description]) -> None:
     if holds_other:
         differing = [*parts, *other_samples, *(["the number of samples"] if len(lengths) > 1 else [])]
         raise UsageError(
-            f"ranks hold different samples in loader {index} of this prepare, a {one.what}, which shares samples out "
-            "over the ranks by itself: parts would be shared out a second time, and samples never be seen. Different: "
-            f"{listed(differing)}\n{_by_rank(told)}",
+            f"ranks hold different samples in loader {index} of this prepare, a {one.what}. A prepared loader shares "
+            "its samples out over the ranks, so that these parts would be shared out a second time, and some samples "
+            f"would not be read. Different: {listed(differing)}\n{_by_rank(told)}",
             cure=PARTS_CURE,
         )
     if settings:
@@ -518,8 +518,9 @@ class PassComparison:
     def _tell(self, key: str, digest: int, text: str, cure: str = PARTS_CURE) -> None:
         if Current.monitor is not None:
             what = (
-                f"ranks are given different samples in loader {self._number}, a {self._what}, which shares samples out "
-                "over the ranks by itself: parts are shared out a second time, and samples are never seen"
+                f"ranks read different samples in loader {self._number}, a {self._what}. A prepared loader shares its "
+                "samples out over the ranks, so that these parts are shared out a second time, and some samples are "
+                "not read"
             )
             Current.monitor.tell(f"loader/{self._number}/{key}", digest, text, what=what, cure=cure)
 

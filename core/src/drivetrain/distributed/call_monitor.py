@@ -803,10 +803,10 @@ def _described(call: str, values: tuple[Any, ...]) -> str:
 def _consequence(calls: Iterable[str]) -> str:
     kinds = set(calls)
     if kinds <= {"backward", "train_step"}:
-        return "gradients of different batches, or of losses that do not belong together, were added up since then"
+        return "since then gradients of different batches, or of different losses, were added up"
     if kinds == {"step"}:
-        return "the ranks' copies or parts of the model were changed in different ways since then"
-    return "they wait for each other, or add up what does not belong together"
+        return "since then the ranks' copies or parts of the model were changed in different ways"
+    return "since then they wait for each other, or add up gradients of different batches"
 
 
 def _by_ranks(told: dict[str, list[int]]) -> list[str]:

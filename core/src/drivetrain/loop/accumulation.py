@@ -723,13 +723,14 @@ class TrainingLoop:
         if unclear or len({None if one is None else one.real for one in found}) > 1:
             if window.conflict or by_items:
                 return None
-            why = "it may be over views of them or others" if unclear else "it joins means over them and others"
-            cure = "Give the DataLoader drop_last=True."
-            if not unclear:
-                cure = f"Call backward once for the loss of the batch and once for that of others. Or: {cure}"
+            why = "adds a mean over the samples of the batch to a mean over other samples"
+            cure = "Call accelerator.backward once for each of the two, or give the DataLoader drop_last=True."
+            if unclear:
+                why = "may be a mean over samples of the batch or over other samples"
+                cure = "Give the DataLoader drop_last=True."
             raise UsageError(
-                f"no weight makes this loss that of one process: the ranks hold {_list(shares[0].real)} samples of "
-                f"this batch, and {why}",
+                f"the ranks hold {_list(shares[0].real)} samples of this batch, and the loss {why}, so that no weight "
+                "of the ranks' losses gives the loss of one process",
                 cure=cure,
             )
         share = next(iter(found), None)

@@ -85,10 +85,10 @@ class FormerMemory:
             if not (all(each.is_frozen for each in mine) or tensor.untyped_storage().resizable()) and _exported(tensor):
                 raise UnsupportedError(
                     f"an array of numpy lies in the memory of {mine[0].name} of {self.model}, and {self.engine} moves "
-                    "parameters: the array would keep the first values, and what is written to it would not reach the "
-                    "model",
-                    cure="Copy it before prepare, array = p.detach().numpy().copy(), or let go of it, del array; and "
-                    "take it from model.parameters() after prepare.",
+                    "parameters: the array would keep the first values, and the model would not see what is written "
+                    "to it",
+                    cure="Before prepare, copy it (array = p.detach().numpy().copy()) or delete it (del array). Take "
+                    "later values from model.parameters() after prepare.",
                 )
             self._tensors[id(tensor)] = ref(tensor), mine
 
@@ -298,9 +298,9 @@ def _has_changed(tensor: Any) -> bool:
 def _refuse(operation: str, tensor: Any) -> NoReturn:
     memory, name = vars(tensor)["drivetrain_memory"]
     raise UsageError(
-        f"`{operation}` was called on a tensor that lies where {name} of {memory.model} was before "
-        f"accelerator.prepare; {memory.engine} has moved the parameter, so that this tensor keeps its first values, "
-        "and what is written to it does not reach the model",
-        cure="Take it from the model after prepare (p.data, p.detach(), model.state_dict()), and again where it is "
-        "kept; to keep the first values, copy them before prepare: tensor = tensor.clone().",
+        f"`{operation}` was called on a tensor that was taken from {name} of {memory.model} before "
+        f"accelerator.prepare; {memory.engine} has moved the parameter since, so that this tensor keeps the first "
+        "values, and the model does not see what is written to it",
+        cure="Take the tensor from the model after prepare (p.data, p.detach(), model.state_dict()). To keep the first "
+        "values, copy them before prepare: tensor = tensor.clone().",
     )

@@ -75,9 +75,9 @@ def refuse_multiples(hooks: Iterable[GradientHook], tried: set[int], *, by_items
             kind = "register_post_accumulate_grad_hook" if accumulated else "register_hook"
             is_so = "is not linear, as one that clamps or normalises" if found == "not linear" else found
             raise UsageError(
-                f"{name} has a hook by {kind} that {is_so}; over how many {'items' if by_items else 'samples'} an "
-                "accumulation window averages is known after its last backward, so that the hook is given a multiple "
-                "of the gradient that it is given on one process",
+                f"{name} has a hook by {kind} that {is_so}. It is given a multiple of the gradient of one process, "
+                f"since the number of {'items' if by_items else 'samples'} by which a window divides is known "
+                "after its last backward only",
                 cure="Pass the number where it is known before: accelerator.backward(loss_sum, denominator=n), with n "
                 "of the whole window over all ranks; or change p.grad after the last accelerator.backward(loss).",
             )

@@ -136,11 +136,11 @@ class PreparedModel:
             self.former.before_step()
         if not (self.held or self.steps_alone) and self.trainable.has_unreduced_gradients():
             raise UsageError(
-                f"an optimizer of {self.plain_class.__name__} would step with gradients of this rank alone: they came "
-                "from loss.backward(), from a backward inside no_sync, or from a micro-batch of a window that is still "
-                "open",
-                cure="Call accelerator.backward(loss), and step where a window ends: prepare the optimizer with its "
-                "model.",
+                f"an optimizer of {self.plain_class.__name__} would step with gradients of this rank's samples alone: "
+                "they came from loss.backward(), from a backward inside no_sync, or from a micro-batch before the last "
+                "one of an accumulation window",
+                cure="Call accelerator.backward(loss), and step the optimizer that accelerator.prepare returned, which "
+                "waits for the end of a window.",
             )
 
     @contextmanager
@@ -350,8 +350,9 @@ def _refuse_transforms(model: nn.Module) -> None:
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 (torch has no public word for it)
         raise UnsupportedError(
-            f"a transform of torch.func calls {type(model).__name__}, whose parameters are shared out over ranks",
-            cure="Use distributed_type: ddp, where every rank holds them all, or compute without torch.func.",
+            f"a transform of torch.func, such as vmap or grad, calls {type(model).__name__}, whose engine computes by "
+            "hooks and collectives that such a transform does not support",
+            cure="Use distributed_type: ddp, or compute without torch.func.",
         )
 
 

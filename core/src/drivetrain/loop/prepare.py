@@ -64,7 +64,7 @@ class Preparer:
     ) -> None:
         self._backend, self._loop = backend, loop
         self._follow, self._moves, self._compile = step_with_optimizer, moves_per_step, compile_options
-        self._memory = SharedMemory(type(backend).__name__, moves=not backend.capabilities.replicated)
+        self._memory = SharedMemory(name_of(backend), moves=not backend.capabilities.replicated)
         self.optimizers = loop.optimizers
         self.schedulers: list[PreparedScheduler] = []
         watch_unprepared_steps(loop)
@@ -106,8 +106,8 @@ class Preparer:
             if both:
                 raise UnsupportedError(
                     f"{type(first).__name__} and {type(second).__name__} share parameters that are trained "
-                    f"({', '.join(both[:3])}{', ...' if both[3:] else ''}), and {type(self._backend).__name__} trains "
-                    "each parameter in one model",
+                    f"({', '.join(both[:3])}{', ...' if both[3:] else ''}), and {name_of(self._backend)} trains a "
+                    "parameter as part of one model only",
                     cure="Make one nn.Module of both with one optimizer, and prepare that: its forward returns the "
                     "outputs of both, and one accelerator.backward(first + second) trains them.",
                 )
@@ -142,8 +142,9 @@ class Preparer:
         for optimizer in mine:
             if optimizer.models and not capabilities.optimizer_spans_models:
                 raise UnsupportedError(
-                    f"{type(self._backend).__name__} needs an optimizer for each model; one holds parameters of two",
-                    cure="Make one optimizer for each model.",
+                    f"this {type(optimizer.source).__name__} holds parameters of two models, and "
+                    f"{name_of(self._backend)} steps each model by optimizers of its own",
+                    cure="Make one optimizer for each model, and call step() of each.",
                 )
         batch_norm.convert_or_warn(module, self._backend, training=training)
         if self._compile is not None:
@@ -195,7 +196,7 @@ class Preparer:
         capabilities = self._backend.capabilities
         if capabilities.replicated:
             return None
-        return FormerMemory(type(self._backend).__name__, module, moved_later=capabilities.pipelined)
+        return FormerMemory(name_of(self._backend), module, moved_later=capabilities.pipelined)
 
     def _watch_buffers(self, model: PreparedModel) -> None:
         if model.trainable.settles_buffers:

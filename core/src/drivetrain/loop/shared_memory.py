@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from drivetrain.errors import UnsupportedError
 
+_LOOSE = "the parameter that no model holds"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -161,7 +163,7 @@ class SharedMemory:
             UnsupportedError: two parameters, or a parameter and a buffer, share memory.
         """
         mine = [place for module in modules for place in places(module)]
-        beside = [place_of("a parameter that no model holds", None, each, is_parameter=True) for each in loose]
+        beside = [place_of(_LOOSE, None, each, is_parameter=True) for each in loose]
         mine += [each for each in beside if each is not None]
         for one, other in _overlapping([*self._before(mine), *mine]):
             if not (one.is_frozen and other.is_frozen):
@@ -212,10 +214,13 @@ class SharedMemory:
             advice = f"Use the one parameter for both, as in F.linear(h, {one.name}.t())"
         else:
             advice = f"Use the larger parameter for both, as in F.linear(x, {one.name}[:4])"
+        untied = f"{other.name}.data = {other.name}.data.clone()"
+        if other.name == _LOOSE:
+            untied = f"p.data = p.data.clone(), where p is {_LOOSE}"
         return UnsupportedError(
-            f"{where} are {kind} in one memory, and {self._engine} moves parameters, so that they would come apart",
-            cure=f"{advice}; or give each its own memory before prepare: "
-            f"{other.name}.data = {other.name}.data.clone().",
+            f"{where} are {kind} in one memory, and {self._engine} moves parameters, so that they would no longer "
+            "share it",
+            cure=f"{advice}; or give each its own memory before prepare: {untied}.",
         )
 
 

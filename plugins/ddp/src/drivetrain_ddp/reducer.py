@@ -332,9 +332,9 @@ class GradientReducer:
             if not gone:
                 raise
             raise UnsupportedError(
-                f"{self._name(gone[0])} was of another type or on another device since prepare (`p.data = ...`, "
-                "model.half()), and torch's DistributedDataParallel hears no more of its gradients, which this "
-                "backward has not averaged",
+                f"{self._name(gone[0])} was changed to another dtype or device after prepare (`p.data = ...`, "
+                "model.half()): torch's DistributedDataParallel no longer averages its gradients, and has not averaged "
+                "those of this backward",
                 cure="Write values in place (`with torch.no_grad(): p.copy_(values)`), and convert a copy of the "
                 "model: copy.deepcopy(accelerator.unwrap_model(model)).",
             ) from error

@@ -180,8 +180,8 @@ class ScriptHooks:
             f"gradients were accumulated without reducing them, and a hook of {self._name(parameter)} by {method} was "
             f"called with those of this rank's samples; it {why}, so that it would not do what it does on one process",
             cure="Reduce in each micro-batch: Accelerator(gradient_accumulation_plugin="
-            "GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)), or no no_sync; or change p.grad after "
-            "the last accelerator.backward(loss).",
+            "GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)), or leave no_sync out; or change p.grad "
+            "after the last accelerator.backward(loss).",
         )
 
 

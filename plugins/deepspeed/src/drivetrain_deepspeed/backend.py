@@ -151,7 +151,8 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
         if any(trainable.shares(parameters) for trainable in self._trainables):
             raise UsageError(
                 f"{type(module).__name__} shares parameters with a model that was prepared before",
-                cure="Make one nn.Module of both and prepare that.",
+                cure="Make one nn.Module of both with one optimizer, and prepare that: its forward returns the outputs "
+                "of both.",
             )
 
     def engine(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> MadeEngine:

@@ -207,8 +207,8 @@ class Driver:
             self._settled = hooks is None or not hooks.untried
         elif not self._guard.engine_at_work:
             raise UsageError(
-                "loss.backward() has come to a model under DeepSpeed, which reduces gradients in a backward that it "
-                "knows of",
+                "loss.backward() was called on the loss of a model under DeepSpeed, whose gradients are reduced in "
+                "accelerator.backward only",
                 cure="Write accelerator.backward(loss).",
             )
 
@@ -299,7 +299,7 @@ class Driver:
         if parameter.dtype != dtype:  # model.double(): of all, one is enough.
             raise UnsupportedError(
                 f"{self._guard.named(id(parameter))} was {dtype} when it was prepared and is {parameter.dtype} now: "
-                "DeepSpeed reduces and steps the former",
+                "DeepSpeed still reduces and steps it as it was",
                 cure="Change dtypes before prepare; mixed_precision computes in a lower one.",
             )
         self._groups.check()

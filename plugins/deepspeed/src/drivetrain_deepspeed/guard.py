@@ -251,10 +251,10 @@ class Guard:
         else:
             refused = writes
         if refused:
+            how = "written, without effect" if wrote else "read, and is None"
             raise UnsupportedError(
-                f"{'writing' if wrote else 'reading'} `grad` of {self.named(id(args[0]))} would do nothing: ZeRO stage "
-                f"{self._stage} takes gradients out of the parameters while backward runs and shares them out over "
-                "ranks",
+                f"`grad` of {self.named(id(args[0]))} was {how}: ZeRO stage {self._stage} takes gradients out "
+                "of the parameters while backward runs, and shares them out over ranks",
                 cure="Clip with accelerator.clip_grad_norm_ or accelerator.clip_grad_value_, drop gradients with "
                 "optimizer.zero_grad(), weight them in the loss or in parameter.register_hook; zero_stage: 0 keeps "
                 "them in the parameters.",

@@ -168,7 +168,8 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
 
     def by_itself(name: str) -> UsageError:
         return UsageError(
-            f"this {name} was called by itself, and holds ZeRO's partitions without gradients",
+            f"step() or zero_grad() of the {name} that was given to prepare was called: under ZeRO it holds partitions "
+            "of the parameters, which have no gradients",
             cure="Call zero_grad() and step() of the optimizer that accelerator.prepare returned.",
         )
 

@@ -106,11 +106,11 @@ class SameWrites:
             else "they were different before an earlier step"
         )
         raise UsageError(
-            f"the parameters of {type(self._module).__name__} are not the same on all ranks ({which}): its forward, a "
-            "hook or the script has written to them, on each rank something else",
-            cure="Write the same on every rank: compute it from values that are gathered over them "
-            "(accelerator.gather) or averaged (accelerator.reduce(values, 'mean')), seed random values alike "
-            "(drivetrain.utils.set_seed), or give all ranks rank 0's values with drivetrain.utils.broadcast.",
+            f"the parameters of {type(self._module).__name__} are not the same on all ranks ({which}): a forward, a "
+            "hook or the script has written different values to them",
+            cure="Write the same values on every rank: compute them from gathered or averaged ones "
+            "(accelerator.gather, accelerator.reduce(values, 'mean')), seed random ones alike "
+            "(drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
         )
 
     def _devices_are_alike(self) -> bool:

@@ -118,8 +118,8 @@ class DeepSpeedTrainable(Trainable):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is not None:
             raise UnsupportedError(
-                "DeepSpeed's step takes no closure",
-                cure="Call backward before step(), and step() without arguments.",
+                "step() was given a closure, and the step of DeepSpeed takes none",
+                cure="Call accelerator.backward(loss) first, and step() without arguments.",
             )
         if self._driver is not None and self._driver.zero is not None:
             check_step_hooks(optimizer, self._step_hooks, "this rank's parts of the parameters by ZeRO")
@@ -158,10 +158,10 @@ class DeepSpeedTrainable(Trainable):
             new = isinstance(value, nn.Parameter) and value is not getattr(parent, name, None)
         if new:
             raise UnsupportedError(
-                f"{name} of {type(parent).__name__} has parameters that ZeRO did not share out when "
-                f"{type(self.module).__name__} was prepared, and would not train",
-                cure="Build the whole model before prepare. Values are written into the parameters that there are "
-                "(`p.copy_`, load_state_dict without assign=True).",
+                f"{name} of {type(parent).__name__} was set after {type(self.module).__name__} was prepared, and has "
+                "parameters that ZeRO would not train",
+                cure="Build the whole model before prepare. To change values, write them into the parameters that the "
+                "model has (`p.copy_(values)`, load_state_dict without assign=True).",
             )
 
     def before_copy(self) -> None:
@@ -211,10 +211,10 @@ class DeepSpeedTrainable(Trainable):
     def _check_replaced(self, optimizer: Optimizer) -> None:
         if optimizer in self._replaced:
             raise UsageError(
-                f"this {type(optimizer).__name__} was replaced by one that was prepared later, since they share "
-                f"parameters of {type(self.module).__name__}, which DeepSpeed steps by one optimizer, or since all of "
-                "its own were frozen then",
-                cure="Step the later one; or prepare this one's parameters again in a new optimizer.",
+                f"this {type(optimizer).__name__} steps no more, since another optimizer was prepared later: that one "
+                f"holds the same parameters of {type(self.module).__name__}, or all parameters of this one were frozen "
+                "then",
+                cure="Step the later one, or prepare a new optimizer of these parameters.",
             )
 
     def _dissolve(self) -> None:
@@ -322,10 +322,10 @@ class DeepSpeedTrainable(Trainable):
 
     def _refuse_gradient(self, _: Tensor) -> None:
         raise UsageError(
-            f"a backward reached parameters of {type(self.module).__name__}, which was prepared without an optimizer: "
-            "DeepSpeed reduces none of their gradients, and ranks would train apart",
-            cure="Prepare a model together with its optimizer; freeze one that does not train with "
-            "requires_grad_(False).",
+            f"a backward computed gradients of {type(self.module).__name__}, which was prepared without an optimizer: "
+            "DeepSpeed does not reduce them, and each rank would have those of its own samples",
+            cure="Prepare the model together with its optimizer: model, optimizer = accelerator.prepare(model, "
+            "optimizer). A model that does not train is frozen by model.requires_grad_(False).",
         )
 
     def _take_in(self) -> None:

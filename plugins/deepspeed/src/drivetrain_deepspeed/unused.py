@@ -75,10 +75,10 @@ class Unused:
         back = frozenset(used & mine & self.behind.keys())
         if back and not isinstance(optimizer, _WITHOUT_COUNT) and self._counts(optimizer):
             raise UnsupportedError(
-                f"{self._named(next(iter(back)))} has a gradient again, and earlier windows used others without it: "
-                f"ZeRO keeps one count of steps for all parameters of a group, which {type(optimizer).__name__} reads",
-                cure="Before prepare, give parameters that are used now and then to a group or an optimizer of their "
-                "own; or use zero_stage: 0.",
+                f"{self._named(next(iter(back)))} has a gradient, and had none in an earlier step of its group: "
+                f"{type(optimizer).__name__} counts the steps of each parameter, and ZeRO keeps one count for a group",
+                cure="Before prepare, give parameters that are not used in each step to a group or an optimizer of "
+                "their own; or use zero_stage: 0.",
             )
         self._now = mine - used if not mine <= used else frozenset()
         self._back = back

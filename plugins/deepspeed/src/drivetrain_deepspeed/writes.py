@@ -72,8 +72,8 @@ class Writes:
         for places, key, parameter in self._places:
             if places.get(key) is not parameter:
                 raise UnsupportedError(
-                    f"{self._named(parameter)} is not the one that was prepared any more, and DeepSpeed would go on to "
-                    "train that one",
+                    f"{self._named(parameter)} was replaced after prepare, and DeepSpeed would train the former one, "
+                    "which the model no longer has",
                     cure="Write values into the parameter (`with torch.no_grad(): p.copy_(values)`, load_state_dict "
                     "without assign=True), or replace it before prepare.",
                 )
@@ -88,8 +88,8 @@ class Writes:
         for parameter in self._left_out:
             if parameter.requires_grad:
                 raise UnsupportedError(
-                    f"{self._named(parameter)} was frozen when it was prepared and is not any more, and ZeRO updates "
-                    "only what it has shared out then",
+                    f"{self._named(parameter)} was frozen when it was prepared and requires a gradient now, and ZeRO "
+                    "updates only parameters that were trained when they were prepared",
                     cure="Prepare a new optimizer once it is unfrozen, whose state begins anew: optimizer = "
                     "accelerator.prepare(torch.optim.AdamW(model.parameters())). Or prepare it with "
                     "requires_grad=True in an optimizer of its own that does not step yet.",

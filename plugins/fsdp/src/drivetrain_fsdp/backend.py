@@ -321,9 +321,10 @@ class FSDPTrainable(TorchTrainable):
         if not new or hidden.is_own(self._sharded.modules, parent, name, value):
             return
         raise UnsupportedError(
-            f"{name!r} brings parameters into {type(parent).__name__} after prepare, and fsdp shards a whole model",
-            cure="Build the whole model before accelerator.prepare(model), with adapters and heads that come later; "
-            "freeze them by requires_grad_(False) until then.",
+            f"{name!r} of {type(parent).__name__} was set after prepare and has parameters, and fsdp shards "
+            "parameters in prepare only",
+            cure="Build the whole model before accelerator.prepare(model), with the adapters and heads that it will "
+            "need; freeze them by requires_grad_(False) until they train.",
         )
 
     def before_conversion(self) -> None:
@@ -482,7 +483,8 @@ class FSDPBackend(DistributedBackend):
         if any(trainable.shares(parameters) for trainable in self.trainables):
             raise UsageError(
                 f"{type(module).__name__} shares parameters with a model that was prepared before",
-                cure="Make one nn.Module of both and prepare that.",
+                cure="Make one nn.Module of both with one optimizer, and prepare that: its forward returns the outputs "
+                "of both.",
             )
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:

@@ -147,9 +147,9 @@ def _pre_backward(plain: Callable[..., None], reached: Callable[[], None], *args
     # In a backward, gradients are enabled under create_graph=True alone.
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "fsdp cannot differentiate a gradient (create_graph=True, as a gradient penalty does): whole parameters "
-            "of the first backward are gone in the second",
-            cure="Use distributed_type: ddp for this model, or a loss without derivatives of derivatives.",
+            "fsdp cannot differentiate a gradient (create_graph=True, as a gradient penalty does): the parameters "
+            "that it gathers for the first backward are freed before the second",
+            cure="Use distributed_type: ddp for this model, or a loss without second derivatives.",
         )
     reached()
     plain(*args)

@@ -580,7 +580,7 @@ class _Pipeline(_Layout):
         if uneven and self._parts > 1:
             raise UnsupportedError(
                 f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: its "
-                f"forward changes {', '.join(uneven)} where only some of the stages come by",
+                f"forward changes {', '.join(uneven)}, and only some of the stages would do so",
                 cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece.",
             )
 

@@ -106,7 +106,7 @@ class PipelinedTrainable(DeferredTrainable):
         self._share = share
         if self._dp_size > 1:
             self._stepping.lay_out(self._how, self._mesh)
-        what = "the pipeline put one without values, whose stage is another"
+        what = "the pipeline put one without values, which belongs to another stage,"
         self._former.close(self.module, what, "the first forward of the prepared model")
         parameters = dict(self.module.named_parameters())
         self._held = [parameters[name] for name in parameters if share.holds(name)]
@@ -167,8 +167,8 @@ class PipelinedTrainable(DeferredTrainable):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         if closure is not None:
             raise UnsupportedError(
-                "an optimizer closure cannot be combined with a pipeline",
-                cure="Use an optimizer that steps without one.",
+                "step() was given a closure, which a pipeline cannot run while it steps",
+                cure="Call accelerator.backward(loss) first, and step() without a closure.",
             )
         self.pipeline.changed()
         with without_absent(optimizer):
@@ -214,8 +214,8 @@ class PipelinedTrainable(DeferredTrainable):
             interception.written(parent, name, value)
             return
         raise UnsupportedError(
-            f"{name!r} was set on {type(parent).__name__} after prepare; a pipelined {type(self.module).__name__} is "
-            "cut into stages as it was then, and no stage would compute it",
+            f"{name!r} was set on {type(parent).__name__} after prepare, which has cut {type(self.module).__name__} "
+            "into pipeline stages: no stage would compute it",
             cure="Set it before accelerator.prepare(model, optimizer).",
         )
 

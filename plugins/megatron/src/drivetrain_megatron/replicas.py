@@ -97,11 +97,11 @@ class Replicas:
         highest, negated_lowest = both.tolist()
         if highest != -negated_lowest:
             raise UsageError(
-                "the parameters of a model are not the same on all data-parallel ranks: its forward, a hook or the "
-                "script has written to them, on each rank something else",
-                cure="Write the same on every rank: compute it from values that are gathered over them "
-                "(accelerator.gather) or averaged (accelerator.reduce(values, 'mean')), or seed random values alike "
-                "(drivetrain.utils.set_seed).",
+                "the parameters of a model are not the same on all data-parallel ranks: a forward, a hook or the "
+                "script has written different values to them",
+                cure="Write the same values on every rank: compute them from gathered or averaged ones "
+                "(accelerator.gather, accelerator.reduce(values, 'mean')), seed random ones alike "
+                "(drivetrain.utils.set_seed), or use rank 0's (drivetrain.utils.broadcast).",
             )
 
     def _average(self, bucket: list[Tensor]) -> None:

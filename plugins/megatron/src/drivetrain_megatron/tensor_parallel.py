@@ -174,8 +174,8 @@ def _refuse_missing(homes: list[dict[str, Any]], uses: list[_Use]) -> None:
     for home, use in zip(homes, uses, strict=True):
         if use.attribute not in home:
             raise UnsupportedError(
-                f"{use.name} was a parameter when the model was prepared, cut over tensor-parallel ranks, and is none "
-                "any more",
+                f"{use.name} was a parameter, cut over tensor-parallel ranks, when the model was prepared, and the "
+                "script has replaced it by something else",
                 cure="Prune and parametrize a model before accelerator.prepare(model, optimizer).",
             )
 

@@ -121,8 +121,8 @@ def _replaced(value: Any) -> Iterable[_Replaced]:
 
 def _refuse(name: str, one: _Replaced, *_: Any) -> NoReturn:
     raise UsageError(
-        f"`{name}` was called on a parameter that was taken from the model before {one.drivetrain_when}; "
-        f"{one.drivetrain_instead} in its place, and this one trains no more and gets no gradient",
-        cure=f"Call model.parameters() after {one.drivetrain_when.removeprefix('accelerator.')}, and again where a "
-        "list of them is kept; pass an optimizer to prepare together with its model.",
+        f"`{name}` was used on a parameter that was taken from the model before {one.drivetrain_when}; "
+        f"{one.drivetrain_instead} in its place, and this one is no longer trained",
+        cure=f"Call model.parameters() after {one.drivetrain_when.removeprefix('accelerator.')}, also to renew a list "
+        "that was made before. Pass an optimizer to prepare together with its model.",
     )

@@ -86,7 +86,7 @@ class SameOrder:
         self._let_all_see(store, self._prefix)
         raise UnsupportedError(
             f"rank 0 {_what(words[0], words[other])}, while rank {other} {_what(words[other], words[0])}: ranks have "
-            "not run the same submodules, and the engine would wait without end or end the process",
+            "not run the same submodules, and the collectives of the engine would hang or fail",
             cure="Run every submodule on every rank, in the same order, and choose by a mask afterwards what counts "
             "(`torch.where(high[:, None], heads.high(x), heads.low(x))`, or weight 0 in the loss where a rank has no "
             "samples for a head), or use distributed_type: ddp.",

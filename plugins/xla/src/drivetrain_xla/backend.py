@@ -172,7 +172,7 @@ class XLABackend(DistributedBackend):
         if process.world_size > 1:
             self.reduction = DeviceReduction(self._host) if started.spans_processes else HostReduction(self._host)
         self.mesh = None if started.mesh is None else DeviceMesh(started.mesh, self.section)
-        self.watch = CompileWatch(self.section.warmup_steps, self.section.max_recompiles)
+        self.watch = self._new_watch()
         filler = self.section.ignore_index if self.section.fill_last_batch else None
         self._placement = BatchPlacement(self._send, ahead=self.section.transfer_ahead, filler=filler)
         register_device_generator("xla", randomness.generator())
@@ -181,6 +181,9 @@ class XLABackend(DistributedBackend):
         self.finite: dict[int, tuple[Tensor, Tensor]] = {}
         """Norm before clipping, and whether it is finite, for each optimizer whose step that decides."""
         return self.topology
+
+    def _new_watch(self) -> CompileWatch:
+        return CompileWatch(self.section.warmup_steps, self.section.max_recompiles)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module = original_module(model)
@@ -194,6 +197,9 @@ class XLABackend(DistributedBackend):
             self.mesh.place(module)
             self.mesh.separate_backwards(module)
         self.place_state(optimizers)
+        if training:
+            # Its graphs are compiled from now on, whatever was trained before.
+            self.watch = self._new_watch()
         trainable = XLATrainable(self, model, optimizers, self._engine)
         self._trainables.append(trainable)
         return trainable

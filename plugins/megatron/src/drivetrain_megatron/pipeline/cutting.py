@@ -111,10 +111,13 @@ def balanced(
     candidates = _candidates(module, timeline, num_stages)
     if len(candidates) < num_stages - 1:
         called = [name for name, _ in timeline.once() if name and name not in timeline.ungraded]
+        most = f"{len(candidates) + 1} or less" if candidates else "1"
+        able = f"of the modules that its forward calls once ({', '.join(called[:8])}), {len(candidates) or 'none'} can"
         raise UsageError(
-            f"{type(module).__name__} cannot be cut into {num_stages} pipeline stages: its forward calls "
-            f"{len(candidates)} module(s) at which a stage could begin ({', '.join(called[:8])})" + _ungraded(timeline),
-            cure=f"Use pipeline_parallel_size: {len(candidates) + 1} or less, or give the model more modules.",
+            f"{type(module).__name__} cannot be cut into {num_stages} pipeline stages: "
+            f"{able if called else 'its forward calls no module once that could'} begin a second or later stage"
+            + _ungraded(timeline),
+            cure=f"Use pipeline_parallel_size: {most}, or divide what forward computes into more modules.",
         )
     return tuple(candidates[index - 1] for index in partition(costs(candidates), num_stages))
 

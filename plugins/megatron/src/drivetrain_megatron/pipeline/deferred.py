@@ -134,7 +134,8 @@ class Deferred(Tensor):
             return func(*_values(args), **_values(kwargs))
         if name in {"backward", "autograd_grad"} or func in {torch.autograd.grad, torch.autograd.backward}:
             raise UsageError(
-                "backward of a pipelined model's loss was called past Drivetrain",
+                "loss.backward() or torch.autograd.grad was called on the loss of a pipelined model, whose backward "
+                "runs in accelerator.backward only",
                 cure="Write accelerator.backward(loss), which leaves gradients in p.grad. For torch.autograd.grad and "
                 "gradients of gradients use distributed_type: ddp.",
             )

@@ -143,9 +143,9 @@ def stubs_of(timeline: Timeline, points: Sequence[str]) -> dict[str, Stub]:
     if missing:
         raise UsageError(
             f"with these inputs forward calls {missing[0]!r}, where a pipeline stage begins, "
-            f"{len(timeline.calls.get(missing[0], ()))} times",
-            cure="Give each batch the way through the model that the first one took, or name other split_points, or "
-            "use pipeline_parallel_size: 1.",
+            f"{len(timeline.calls.get(missing[0], ()))} times, and with the first batch it called it once",
+            cure="Call the same modules for every batch, or name other split_points, or use "
+            "pipeline_parallel_size: 1.",
         )
     check_graded(timeline, points)
     times = [called[name].began for name in points]

@@ -119,8 +119,8 @@ class Pipeline:
         arguments = (args, kwargs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(arguments)):
             raise UnsupportedError(
-                "an input of a pipelined model requires a gradient, which would come back to the first stage's process "
-                "alone",
+                "an input of a pipelined model requires a gradient, which only the process of the first stage would "
+                "get",
                 cure="Put what computes the input into the model's forward, or pass input.detach(), or use "
                 "pipeline_parallel_size: 1.",
             )
@@ -187,8 +187,7 @@ class Pipeline:
             self._check_types()
         if any(_is_cache(value) for value in (*arguments[0], *arguments[1].values())):
             raise UnsupportedError(
-                "keys and values of earlier words (a cache) lie on the stages that computed them, and cannot be given "
-                "to a pipelined model",
+                "a pipelined model was given a cache of keys and values, whose layers are on different stages",
                 cure="Pass use_cache=False, as in model.generate(..., use_cache=False).",
             )
         if any(isinstance(leaf, Deferred) and leaf.node.value is None for leaf in leaves(arguments)):
@@ -268,8 +267,8 @@ class Pipeline:
         for name, parameter in self._module.named_parameters():
             if parameter.is_meta and not isinstance(parameter, Elsewhere):
                 raise UsageError(
-                    f"{name} has no values any more: {name}.data = ... gave it what is computed from a parameter of "
-                    "another pipeline stage",
+                    f"{name}.data = ... was given values that are computed from a parameter of another pipeline stage, "
+                    "which this rank does not have",
                     cure="Compute it from this parameter alone, or before accelerator.prepare.",
                 )
 

@@ -204,8 +204,8 @@ class Planner:
             except NO_VALUE as unknown:
                 raise UnsupportedError(
                     f"{type(self._module).__name__} cannot be cut into pipeline stages: in its forward "
-                    f"{getattr(unknown, 'func', 'an operation')} asks for values, and a pipeline has to know all "
-                    "shapes before there are any",
+                    f"{getattr(unknown, 'func', 'an operation')} decides by values, and a pipeline plans its stages "
+                    "from the shapes of the inputs alone",
                     cure="Write masks and torch.where instead of selecting rows by their values, or use "
                     "pipeline_parallel_size: 1.",
                 ) from unknown

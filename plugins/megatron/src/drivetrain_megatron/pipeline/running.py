@@ -146,9 +146,9 @@ class StageRun:
     def _same_way(self, crossing: Crossing) -> None:
         if self.between.calls != crossing.calls:
             raise UsageError(
-                f"forward came to {crossing.point!r} by another way than with an earlier batch of the same shapes: "
-                "it looks at values of its inputs to decide what it does with those of its layers",
-                cure="Compute both ways and choose with torch.where, or name split_points behind that place.",
+                f"before {crossing.point!r}, where a pipeline stage begins, forward called other modules than with an "
+                "earlier batch of the same shapes: it decides by values of its inputs",
+                cure="Compute both branches and choose with torch.where, or name split_points after the branch.",
             )
 
     def _enter(self, crossing: Crossing) -> None:
@@ -170,8 +170,8 @@ class StageRun:
                 raise keeps_tensors("an object that is given to it")
             if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
                 raise UsageError(
-                    f"a value that {crossing.point!r} needs is {value.dtype} of {list(value.shape)}, but a forward "
-                    f"without values foretold {meta.dtype} of {list(meta.shape)}",
+                    f"a value that {crossing.point!r} needs is {value.dtype} of {list(value.shape)}, and the shapes of "
+                    f"the inputs made it {meta.dtype} of {list(meta.shape)}: forward decides shapes by values",
                     cure="Let the shapes in forward depend on the shapes of the inputs alone, or use "
                     "pipeline_parallel_size: 1.",
                 )
@@ -304,8 +304,8 @@ class Interception:
                 cure="Copy the model before prepare, and prepare the copy too.",
             )
         raise UsageError(
-            f"{name!r} of a pipelined {type(self._module).__name__} was called past the model's own call: it lies on "
-            "one of the stages, and no other process has it",
+            f"{name!r} of a pipelined {type(self._module).__name__} was called outside of the model's forward, and "
+            "only one stage has its parameters",
             cure="Call the model, whose forward can take an argument for what to compute: model(x, part='encode').",
         )
 

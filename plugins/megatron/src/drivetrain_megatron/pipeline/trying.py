@@ -161,7 +161,7 @@ class Trials:
                 return str(one or other)
         uneven = {name for *_, mine in told for name in mine if any(name not in others for *_, others in told)}
         if uneven:
-            return f"its forward changes {', '.join(sorted(uneven))} where only some of the stages come by"
+            return f"its forward changes {', '.join(sorted(uneven))}, and only some of the stages would do so"
         self.counted |= counted
         return ""
 
