@@ -36,4 +36,9 @@ html_js_files = ["copy.js", "wrap.js"]
 html_search_scorer = str(HERE / "site/scorer.js")
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    # Until the distributions are published; one text for all pages, so it holds no link of a page.
+    "announcement": 'Not on a package index yet. Where a page says <code>pip install "drivetrain[NAME]"</code>, type '
+    "<code>pip install --editable core --editable plugins/NAME</code> in a clone.",
+}

@@ -30,6 +30,9 @@ from drivetrain_testing.kit import all_cases, user_model_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
+TWO_SCREENS = 150
+"""Lines of a how-to from which on it is named."""
+
 
 def backends() -> str:
     """One row for each backend of this repository: what its plugin says about itself, and what the kit found."""
@@ -348,7 +351,9 @@ def surface() -> str:
             counts[place][shown[ending]] += 1
             told.append(shown[ending])
             if text:
-                words.setdefault(plain(text.replace(method, "...")), []).append(f"`{method}` ({place})")
+                # Where it is an operation's name: a method's name may be an English word, or a letter of one.
+                text = re.sub(rf"(aten\.|`|, and ){re.escape(method)}(?=[.`]| (?:reads|joins) )", r"\1(it)", text)
+                words.setdefault(plain(text), []).append(f"`{method}` ({place})")
         rows.append(f"| `{method}` | " + " | ".join(told) + " |")
     total = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
     total += [
@@ -360,7 +365,7 @@ def surface() -> str:
         f"- {text} ({', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''})"
         for text, names in words.items()
     ]
-    return "\n".join([*total, *rows, "", "The words, without the names of methods:", "", *told])
+    return "\n".join([*total, *rows, "", "The words, with (it) for the name of the method:", "", *told])
 
 
 STEPS = {
@@ -468,9 +473,8 @@ def documents() -> dict[Path, str]:
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
-    planner = ROOT / "docs/how-to/planner.md"
+    counted_plans, published_plans = ROOT / "docs/how-to/planner-check.md", ROOT / "docs/how-to/planner-read.md"
     which = ROOT / "docs/how-to/which-backend.md"
-    plans = renewed(planner.read_text(encoding="utf-8"), "counted memory", planned())
     methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
     tables = kit.read_text(encoding="utf-8")
@@ -484,7 +488,8 @@ def documents() -> dict[Path, str]:
         launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
-        planner: renewed(plans, "published memory", published()),
+        counted_plans: renewed(counted_plans.read_text(encoding="utf-8"), "counted memory", planned()),
+        published_plans: renewed(published_plans.read_text(encoding="utf-8"), "published memory", published()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),
@@ -492,12 +497,21 @@ def documents() -> dict[Path, str]:
     }
 
 
+def long_pages() -> dict[Path, int]:
+    """How-tos that nobody reads on two screens, with their lengths."""
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("docs/how-to/*.md")}
+    return {path: lines for path, lines in sorted(lengths.items()) if lines > TWO_SCREENS}
+
+
 def main() -> None:
-    """Rewrite them."""
+    """Rewrite them, and name the pages that are too long."""
     for path, text in documents().items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             sys.stdout.write(f"renewed {path.relative_to(ROOT)}\n")
+    for path, lines in long_pages().items():
+        name = path.relative_to(ROOT)
+        sys.stdout.write(f"{name} has {lines} lines: split it by task, or move tables to docs/reference\n")
 
 
 if __name__ == "__main__":

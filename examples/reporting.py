@@ -111,14 +111,18 @@ class Report:
         from matplotlib import pyplot as plt
 
         lines = self.read()
-        figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
-        right = left.twinx()
-        for axis, name, colour in ((left, "loss", "tab:blue"), (right, quality, "tab:orange")):
-            points = [(line["update"], line[name]) for line in lines if name in line]
-            axis.plot(*zip(*points, strict=True), color=colour, marker="." if name == quality else None)
-            axis.set_ylabel(name.replace("_", " "), color=colour)
-        left.set_xlabel("optimizer updates")
-        left.set_ylim(bottom=0)
-        left.set_title(title)
+        figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+        for axes, name, colour in zip(panels, ("loss", quality), ("#0072b2", "#d55e00"), strict=True):
+            updates, values = zip(*((line["update"], line[name]) for line in lines if name in line), strict=True)
+            axes.plot(updates, values, color=colour, marker="o" if name == quality else None, markersize=4)
+            axes.annotate(f"{values[-1]:.3g}", (updates[-1], values[-1]), xytext=(4, 0), textcoords="offset points")
+            if 0 < 100 * min(values) < max(values):
+                axes.set_yscale("log")  # else most of the run would lie on the axis
+            else:
+                axes.set_ylim(0, 1.05 if max(values) <= 1 else None)
+            axes.set(title=name.replace("_", " "), xlabel="optimizer updates")
+            axes.grid(color="0.9")
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(title)
         figure.savefig(self.picture, dpi=120)
         plt.close(figure)

@@ -115,7 +115,8 @@ def public_names() -> dict[str, str]:
 def add_programs(_app: Sphinx, _what: str, name: str, _value: Any, _options: Any, lines: list[str]) -> None:
     """Add to a docstring the pages that show the name."""
     full = public_names().get(name, name)
-    if full.rpartition(".")[0] in {"drivetrain", "drivetrain.Accelerator", "drivetrain.api"} and shown_in(full):
+    owner = full.rpartition(".")[0]
+    if (owner in {"drivetrain", "drivetrain.Accelerator"} or owner.startswith("drivetrain.api")) and shown_in(full):
         lines += ["", shown_in(full), ""]
 
 

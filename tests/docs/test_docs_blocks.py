@@ -43,6 +43,7 @@ ELSEWHERE = {
     "how-to/from-fabric.md": "tests/docs/test_docs_fabric.py",
     "how-to/write-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
     "how-to/pipeline-schedules.md": "plugins/megatron/tests/test_megatron_planner.py",
+    "how-to/model-layout.md": "plugins/megatron/tests/test_megatron_layouts.py",
 }
 
 
@@ -142,8 +143,8 @@ def run_command(command, folder):
 
 
 COSTLY = (
-    "explanation/conformance.md", "how-to/planner-examples.md", "how-to/planner.md", "how-to/trainer.md",
-    "how-to/which-backend.md",
+    "explanation/conformance.md", "how-to/dp-or-ddp.md", "how-to/planner-check.md", "how-to/planner-machines.md",
+    "how-to/planner.md", "how-to/trainer.md", "how-to/which-backend.md",
 )  # fmt: skip
 """Pages whose programs take ten seconds of processor time and more."""
 

@@ -66,6 +66,12 @@ def test_the_site_builds_without_a_warning(site):
     assert site.complaints == ""
 
 
+@pytest.mark.parametrize("name", ["index", "how-to/planner", "tutorial/first-run"])
+def test_every_page_says_what_to_type_instead_of_a_line_that_cannot_work_yet(site, name):
+    announced = site.page(name).select_one(".announcement").get_text()
+    assert "pip install --editable core --editable plugins/NAME" in announced
+
+
 @pytest.mark.parametrize("line", frozen("hooks"), ids=lambda line: line.partition("(")[0])
 def test_every_hook_is_shown_with_its_signature(site, line):
     name = line.partition("(")[0]
@@ -85,7 +91,15 @@ def test_the_accelerator_is_shown_with_every_signature(site):
             assert on_the_page(found) == promised(line), name
 
 
-PAGES = {"drivetrain": "accelerator", "drivetrain.api": "api", "drivetrain_testing": "testing"}
+PAGES = {
+    "drivetrain": "accelerator",
+    "drivetrain.api": "api",
+    "drivetrain.api.accelerate": "api",
+    "drivetrain.api.config": "api",
+    "drivetrain.api.engines": "api",
+    "drivetrain.api.programs": "api",
+    "drivetrain_testing": "testing",
+}
 
 
 @pytest.mark.parametrize("module", PAGES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-OURS = re.compile(r"_drivetrain|_getframe$|_current_frames$")
-"""What is not another library's: our own marks, and Python's frames."""
+OURS = re.compile(r"_drivetrain|_getframe$|_current_(frames|exceptions)$")
+"""What is not another library's: our own marks, and Python's frames and exceptions."""
 
 AT_IMPORT = {
     *("_dynamo", "_ops", "_subclasses"),  # Modules of torch; the first is imported when it is asked for.

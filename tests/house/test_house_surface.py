@@ -58,7 +58,8 @@ def members(kind):
 
 
 def public_names():
-    for name in ("drivetrain", "drivetrain.api", "drivetrain_testing"):
+    beside = [f"drivetrain.api.{name}" for name in ("accelerate", "config", "engines", "programs")]
+    for name in ("drivetrain", "drivetrain.api", *beside, "drivetrain_testing"):
         module = importlib.import_module(name)
         for each in sorted(module.__all__):
             assert getattr(module, each) is not None, each

@@ -225,6 +225,24 @@ def test_an_error_of_ours_is_reported_once_with_the_scripts_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("debug", [False, True])
+def test_without_a_launcher_an_error_of_ours_is_shown_at_the_scripts_line_too(debug, tmp_path):
+    """In the constructor, which reads the configuration, and in a call."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DRIVETRAIN_DEBUG": str(debug).lower()}
+    wrong = {"accelerator = Accelerator(mixed_precision='fp61')": 8, f"{PREPARE}\naccelerator.load_state('none')": 15}
+    for (line, number), (old, *_) in zip(wrong.items(), (("accelerator = Accelerator()",), (PREPARE,)), strict=True):
+        (tmp_path / "train.py").write_text(script([(old, line)]), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "train.py"],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=170, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert f'train.py", line {number}, in <module>\n' in done.stderr
+        assert ("/drivetrain/" in done.stderr) == debug, done.stderr
+        assert re.search(r"^drivetrain\.errors\.\w+Error: .*[.?]$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_a_rank_that_lost_its_neighbour_says_that(tmp_path):
     wrong = "    if number == 2 and accelerator.process_index == 1:\n        raise ValueError('mine')\n"
     done = launched(tmp_path, script([(BACKWARD, wrong + BACKWARD)]))

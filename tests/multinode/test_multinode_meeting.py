@@ -29,7 +29,9 @@ def test_a_port_that_is_taken(cluster):
     (first, second) = machines.ends(*(machines.launch(number, *TWO, command=SLEEP) for number in range(2)))
     cure = "rite another --main_process_port, the same on every machine.\n"
     assert first[0] == second[0] == 1
-    assert f"error: port {PORT} of this machine is taken, so that the machines cannot meet there. W{cure}" in first[1]
+    assert f"error: port {PORT} of this machine is taken, and the machines of the run would connect to it. W{cure}" in (
+        first[1]
+    )
     assert f"error: what answers at 10.231.7.1, port {PORT}, is no `drivetrain launch`." in second[1]
     assert second[1].endswith(cure)
 
@@ -47,7 +49,7 @@ def test_machine_0_does_not_come(cluster):
     ((code, words),) = machines.ends(machines.launch(1, *TWO, command=SLEEP))
     assert code == 1
     assert words.startswith(
-        f"error: machine 0 at 10.231.7.1, port {PORT} did not come within 2 seconds (Connection refused)"
+        f"error: machine 0 did not answer at 10.231.7.1, port {PORT}, within 2 seconds (Connection refused)"
     )
 
 

@@ -106,7 +106,7 @@ def test_a_machine_that_is_lost_stops_the_others(cluster, tmp_path, how):
     if how == "cable":  # it is as lost to itself: it must not hold its devices for ever
         assert "rank 1 was stopped [host" in words
         assert (
-            "machine 0 at 10.231.7.1, port 29617, where the machines meet, was lost: no answer for 6 seconds" in words
+            "machine 0 at 10.231.7.1, port 29617, which coordinates the run, was lost: no answer for 6 seconds" in words
         )
     assert [machine.pids() for machine in machines.machines] == [[], []]
 
@@ -119,7 +119,7 @@ def test_when_machine_0_is_lost_the_others_stop_and_say_so(cluster, tmp_path):
     machines.machines[0].kill()
     (_, (code, words)) = machines.ends(first, second)
     assert code == 1
-    assert "machine 0 at 10.231.7.1, port 29617, where the machines meet, was lost" in words
+    assert "machine 0 at 10.231.7.1, port 29617, which coordinates the run, was lost" in words
     assert "Start all machines again" in words
     assert machines.machines[1].pids() == []
 

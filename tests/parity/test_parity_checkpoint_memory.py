@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +9,7 @@ from torch import nn
 from drivetrain import Accelerator, load_config
 from drivetrain.registry import get_registry
 from drivetrain_testing import spawn
+from drivetrain_testing.resident_memory import ResidentMemory
 
 MEGABYTES, PARAMETERS = 128, 8
 
@@ -21,33 +19,6 @@ def sharding() -> list[str]:
     registry = get_registry()
     names = [report.name for report in registry.reports() if report.ready]
     return [name for name in names if registry.info(name).capabilities.sharded_save]
-
-
-class Sampler:
-    """Watches this process's anonymous resident memory from a thread."""
-
-    def __enter__(self):
-        self._stop = threading.Event()
-        self._first = self._highest = self._now()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.grown = max(self._highest, self._now()) - self._first
-
-    def _watch(self):
-        while not self._stop.wait(0.0005):
-            self._highest = max(self._highest, self._now())
-
-    @staticmethod
-    def _now():
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) / 1024
-        raise AssertionError
 
 
 def grown(backend, folder):
@@ -60,12 +31,12 @@ def grown(backend, folder):
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.save_state(folder)
-    with Sampler() as saving:
+    with ResidentMemory() as saving:
         accelerator.save_state(folder)
-    with Sampler() as loading:
+    with ResidentMemory() as loading:
         accelerator.load_state(folder)
     accelerator.end_training()
-    return saving.grown, loading.grown
+    return saving.grown / 2**20, loading.grown / 2**20
 
 
 @pytest.mark.parametrize("backend", sharding())

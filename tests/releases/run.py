@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests/releases/tools.txt"
+HELD = ROOT / "tests/releases/held.txt"
 OUTCOMES = ROOT / "tests/releases/outcomes.json"
 
 EXTRAS = {
@@ -86,7 +87,7 @@ class World:
     def declared(self) -> str:
         """Names what the environment is made of."""
         found = hashlib.blake2b(editable().encode(), digest_size=8)
-        for file in (*(ROOT / each / "pyproject.toml" for each in distributions()), TOOLS):
+        for file in (*(ROOT / each / "pyproject.toml" for each in distributions()), TOOLS, HELD):
             project = file.read_bytes()
             if file.suffix == ".toml":
                 project = json.dumps(tomllib.loads(project.decode())["project"], sort_keys=True).encode()
@@ -124,7 +125,7 @@ class World:
             one version of each package, as lines of a requirements file.
         """
         resolve = (self.python, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header")
-        resolve += ("--python", self.python, "-")
+        resolve += ("--python", self.python, "--constraints", HELD, "-")
         found = run(*resolve, "--resolution", "lowest-direct", text=editable())
         pins = "".join(f"{line}\n" for line in found.splitlines() if not line.startswith("-e"))
         found = run(*resolve, text=TOOLS.read_text(encoding="utf-8") + pins)

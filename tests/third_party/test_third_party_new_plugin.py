@@ -149,14 +149,26 @@ def test_a_script_chooses_it(stranger, generated, tmp_path):
 def test_the_pages_other_commands_work(stranger, written):
     """A bare `pytest` is ``test_it_passes_the_kit``, on what was generated and on the page's files."""
     others = [line for line in COMMANDS[3:] if line != "pytest"]
-    assert others == ["drivetrain backends", 'pytest -k "gradients.dense-2"', "drivetrain test --config train.yaml"]
+    assert others == [
+        "drivetrain backends",
+        'pytest -k "gradients.dense-2"',
+        "drivetrain test --config train.yaml --plot ranks.png",
+        "drivetrain launch --config train.yaml train.py",
+    ]
     assert "lockstep  ready" in stranger.run(shlex.split(others[0]), written).stdout
     assert re.search(r"\b1 passed", kit(stranger, written, *shlex.split(others[1])[1:]))
     config = re.findall(r"^```text\n(distributed_type:.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     (written / "train.yaml").write_text(config[0], encoding="utf-8")
     done = stranger.run(shlex.split(others[2]), written)
     assert "2 process(es), backend lockstep" in done.stdout
-    assert "Everything works." in done.stdout
+    assert "Everything works. The picture: ranks.png" in done.stdout
+    assert (written / "ranks.png").read_bytes().startswith(b"\x89PNG")
+    # The script of the tutorial, and what that says it prints.
+    tutorial = (ROOT / "docs/tutorial/first-run.md").read_text(encoding="utf-8")
+    story = tutorial.partition("<!-- saved as: train.py -->\n")[2]
+    source, printed = re.findall(r"^```(?:python|text)\n(.*?)^```", story, re.DOTALL | re.MULTILINE)[:2]
+    (written / "train.py").write_text(source, encoding="utf-8")
+    assert stranger.run(shlex.split(others[3]), written).stdout == printed
 
 
 def contract():

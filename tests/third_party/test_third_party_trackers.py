@@ -1,4 +1,4 @@
-"""A stranger's package that brings a tracker and observers, made of the blocks of the page about trackers."""
+"""A stranger's package that brings a tracker and observers, made of the blocks of the pages about them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/how-to/trackers.md").read_text(encoding="utf-8")
-SCRIPT, _, OWN, HOOK, OBSERVER = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def blocks(page):
+    text = (ROOT / "docs/how-to" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+SCRIPT, *_ = blocks("trackers.md")
+OWN, HOOK, OBSERVER = blocks("write-a-tracker.md")
 CLASS, USE = OWN.split("\n\naccelerator = ")
 
 PROJECT = """

@@ -131,7 +131,9 @@ class Accelerator(ProcessControl):
         count_items: bool | None = None,
         **engine_arguments: Any,
     ) -> None:
+        run_setup.shorten_tracebacks()
         self._config = resolved = run_setup.with_mesh(run_setup.resolve_config(config), engine_arguments)
+        run_setup.shorten_tracebacks(debug=resolved.config.debug)
         process = read_process_info()
         self._choice = choice = choose_backend(resolved, distributed_type, process.world_size, engine_arguments)
         self._handlers = handlers = run_setup.Handlers.of(kwargs_handlers)
@@ -227,7 +229,10 @@ class Accelerator(ProcessControl):
                 be shared out a second time, or make a loader with different settings.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise UsageError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+            raise UsageError(
+                f"prepare was given {len(args)} objects and a device_placement of {len(device_placement)} entries",
+                cure="Pass one true or false for each object, or leave device_placement out.",
+            )
         placement = {id(each): place for each, place in zip(args, device_placement or (), strict=False)}
 
         def load(each: Any) -> Any:
@@ -249,8 +254,9 @@ class Accelerator(ProcessControl):
         """Prepare a model alone; ``evaluation_mode`` leaves the gradient machinery out. Collective over all ranks."""
         if device_placement is not None and device_placement != self.device_placement:
             raise UnsupportedError(
-                "placement is decided for all models at once",
-                cure="Pass device_placement to Accelerator(...).",
+                f"prepare_model was given device_placement={device_placement}, and the accelerator has "
+                f"device_placement={self.device_placement} for all models",
+                cure=f"Leave it out here, or write Accelerator(device_placement={device_placement}).",
             )
         prepared = self._preparer.model(model, training=not evaluation_mode)
         self._loop.find_loose()
@@ -374,7 +380,10 @@ class Accelerator(ProcessControl):
         chosen = self._preparer.optimizers if optimizer is None else [optimizer]
         for each in chosen:
             if not isinstance(each, PreparedOptimizer):
-                raise UsageError("this optimizer was not prepared", cure="Pass what prepare returned.")
+                raise UsageError(
+                    f"unscale_gradients was given a {type(each).__name__} that is not prepared",
+                    cure="Pass the optimizer that accelerator.prepare returned, or no optimizer for all of them.",
+                )
             each.unscale()
 
     @property
@@ -708,18 +717,23 @@ class Accelerator(ProcessControl):
         """Finish the trackers and release the process group. Collective over all ranks; may be called twice.
 
         Waits for a save in the background. Raises :class:`CheckpointError` when that failed, after everything else.
+
+        While an exception is handled, as in ``finally`` after an error of the script, it waits for no other rank and
+        compares nothing with them: they may be elsewhere, and the script's error is what counts.
         """
         if self._closed:
             return
-        check_collective("end_training")
-        if sys.exc_info()[0] is None:  # else the script's own error says why ranks are apart, and goes on its way
+        failed = sys.exc_info()[0] is not None
+        if not failed:
+            check_collective("end_training")
             call_monitor.agree()
         try:
             self.wait_for_checkpoint()
         finally:
             self._trackers.finish()
             self._loop.release()
-            self.backend.barrier()
+            if not failed:
+                self.backend.barrier()
             self._close()
 
     def _close(self) -> None:

@@ -104,8 +104,8 @@ class BackendInfo:
         names: ``{"Name": "package.module:Name"}``: what scripts of Accelerate import for this engine, found by
             ``from drivetrain.utils import Name`` too.
         imports: by the name of a section of Accelerate's configuration files, ``"package.module:RULES"``: a mapping
-            from each key of that section to the :class:`drivetrain.api.Rule` that says what becomes of it. The module
-            imports nothing heavy.
+            from each key of that section to the :class:`drivetrain.api.accelerate.Rule` that says what becomes of it.
+            The module imports nothing heavy.
     """
 
     name: str
@@ -273,7 +273,7 @@ class Trainable(ABC):
         module: the user's own module with its original parameter names (parameters may be sharded by now).
         optimizers: what really steps, in the order given to ``prepare``.
         settles_buffers: the engine itself broadcasts the main process's buffers before they are used in
-            evaluation (see :class:`drivetrain.api.Buffers`); else the core does, once a window.
+            evaluation (see :class:`drivetrain.api.engines.Buffers`); else the core does, once a window.
         communicates_in_forward: forwards with gradients gather parameters or exchange activations, so that ranks must
             call several models in the same order; the core compares it.
     """
@@ -466,7 +466,9 @@ class Trainable(ABC):
             self.backward(loss, scale)
             total = loss.detach() if total is None else total + loss.detach()
         if total is None:
-            raise UsageError("a training step needs at least one micro-batch")
+            raise UsageError(
+                "train_step was given no micro-batch", cure="Pass a batch, or a list of at least one micro-batch."
+            )
         return total
 
     @abstractmethod
@@ -593,8 +595,9 @@ class Backend(ABC):
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
         """Let ranks run out of batches at different times; needs the capability ``join_uneven_inputs``."""
         raise UnsupportedError(
-            f"{type(self).__name__} cannot join uneven inputs",
-            cure="Keep even_batches=True so that every rank gets the same number of batches.",
+            f"the backend {name_of(self)} cannot train while some ranks have no batches left",
+            cure="Leave join_uneven_inputs out, and keep even_batches=True, which gives every rank the same number of "
+            "batches.",
         )
 
     # Collectives on tensors and objects: over the data-parallel axes for gather and reduce, over all ranks for
@@ -623,6 +626,11 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the job has made this call."""
+
+
+def name_of(backend: Backend) -> str:
+    """Return what ``distributed_type`` calls a backend, or the name of its class where it was made by hand."""
+    return backend.settings.name or type(backend).__name__
 
 
 class FileConfiguredBackend(Backend):

@@ -166,7 +166,7 @@ def drivetrain_prepared(accelerator: Any, objects: tuple[Any, ...]) -> None:
 def drivetrain_step_ended(accelerator: Any, step: int, skipped: bool) -> None:
     """Observe the end of an optimizer step.
 
-    Called on every rank after each optimizer step; costs nothing when nobody implements it. An exception is reported
+    Called on every rank after each optimizer step; costs nothing when no plugin implements it. An exception is reported
     with the plugin's name and training goes on.
 
     Args:

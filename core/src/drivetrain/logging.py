@@ -100,7 +100,7 @@ class RankLogger(_Adapter):
             self._in_order(level, msg, args, kwargs)
             return
         if in_order:
-            self.warning_once("in_order=True orders nothing while only one process speaks; add main_process_only=False")
+            self.warning_once("in_order=True changes nothing: only the main process logs; add main_process_only=False")
         if not main_process_only or current_rank() == 0:
             self.logger.log(level, msg, *args, **kwargs)
 
@@ -108,8 +108,8 @@ class RankLogger(_Adapter):
         world_size, barrier = current_world_size(), _process.barrier
         if world_size > 1 and barrier is None:
             raise UsageError(
-                "in_order=True needs processes that can wait for each other, and they have not met yet",
-                cure="Create the Accelerator (or PartialState) first.",
+                "in_order=True lets processes log one after the other, and they are not connected yet",
+                cure="Create the Accelerator (or PartialState) before this message.",
             )
         kwargs["stacklevel"] += 1
         for rank in range(world_size):

@@ -20,12 +20,15 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         *args: as for tqdm: the iterable first.
-        main_process_only: the other processes iterate without a bar.
+        main_process_only: the other processes have a bar with the same methods and attributes, which counts as the main
+            process's does and shows nothing.
         **kwargs: as for tqdm.
     """
     from tqdm.auto import tqdm as bar
 
     if main_process_only and current_rank() != 0:
+        if kwargs.get("disable", False) is False:
+            return _quiet()(*args, **kwargs)
         kwargs["disable"] = True
     iterable = args[0] if args else kwargs.get("iterable")
     samples = getattr(iterable, "total_batch_size", None)
@@ -55,7 +58,6 @@ def _measuring(bar: Any) -> Any:
         def _timed(self, loader: Any) -> Iterator[Any]:
             self._samples = loader.total_batch_size
             self._begun = asked = perf_counter()
-            self._waited = 0.0
             for batch in loader:
                 self._ended = perf_counter()
                 self._waited += self._ended - asked
@@ -79,6 +81,48 @@ def _measuring(bar: Any) -> Any:
             return {**parts, "postfix": ", ".join((*told, *filter(None, (parts["postfix"],))))}
 
     return MeasuringBar
+
+
+_FILE = 4
+"""Place of ``file`` among the arguments of tqdm."""
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        """Return the number of characters, which are dropped."""
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is kept."""
+
+
+@cache
+def _quiet() -> Any:
+    """A class of tqdm that counts and shows nothing.
+
+    A bar with ``disable=True`` has neither counts nor most attributes: a script that stops at ``bar.n`` would go on.
+    """
+    from tqdm.asyncio import tqdm as bar  # tqdm.auto's is a widget in a notebook
+
+    class QuietBar(bar):  # type: ignore[misc]
+        """The bar of a process whose progress is not shown."""
+
+        monitor_interval = 0  # no thread that redraws it
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if len(args) > _FILE:
+                args = (*args[:_FILE], _Nowhere(), *args[_FILE + 1 :])
+            else:
+                kwargs["file"] = _Nowhere()
+            super().__init__(*args, **kwargs)
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            """Show nothing."""
+            return True
+
+    return QuietBar
 
 
 def _short(number: float) -> str:

@@ -34,12 +34,9 @@ from drivetrain.errors import (
     BackendError,
     BackendNotFoundError,
     ContractMismatchError,
-    closest,
-    did_you_mean,
-    listed,
-    sentences,
 )
 from drivetrain.hookspecs import GROUP, HOOK_GROUP
+from drivetrain.wording import closest, did_you_mean, listed, sentences
 
 if TYPE_CHECKING:
     import click
@@ -775,8 +772,9 @@ class Registry:
         wanted = name.lower()
         if wanted == AUTO:
             raise BackendNotFoundError(
-                "distributed_type: auto is settled by `drivetrain launch`, before a script starts",
-                cure="Start the script with it, or name the file that it has written as the configuration.",
+                "distributed_type: auto is replaced by a backend in `drivetrain launch`, before the script starts, and "
+                "this script was started without it",
+                cure="Start the script with `drivetrain launch`, or pass the file that an earlier launch has written.",
             )
         named = [plugin for plugin in self._plugins if plugin.name.lower() == wanted and _BACKENDS in plugin.hooks]
         if len({plugin.owner for plugin in named}) > 1:

@@ -25,7 +25,7 @@ from drivetrain.config.schema import MeshConfig, RankMonitorConfig
 from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import CallMonitor
 from drivetrain.distributed.watchdog import default_store
-from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError, UsageError
+from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError, DrivetrainError, UsageError
 from drivetrain.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -38,6 +38,7 @@ from drivetrain.kwargs import (
     ProjectConfiguration,
 )
 from drivetrain.launch.environment import PREDICTION
+from drivetrain.launch.worker import of_the_script
 from drivetrain.logging import set_rank
 from drivetrain.loop.precision import policy_for
 from drivetrain.registry import get_registry, pip_line
@@ -105,6 +106,27 @@ def start_monitor(backend: Backend, settings: RankMonitorConfig, *, compares: bo
         standstill=settings.standstill_seconds,
         compares=compares,
     )
+
+
+def shorten_tracebacks(*, debug: bool = False) -> None:
+    """Show errors of ours that end a script with the script's line, without what we called from there.
+
+    As the launcher does, for scripts that were started otherwise. Another program's ``sys.excepthook`` stays.
+
+    Args:
+        debug: show all frames again.
+    """
+    if sys.excepthook is _show_of_the_script and debug:
+        sys.excepthook = sys.__excepthook__
+    elif sys.excepthook is sys.__excepthook__ and not debug:
+        sys.excepthook = _show_of_the_script
+
+
+def _show_of_the_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, DrivetrainError):
+        sys.stderr.write(of_the_script(kind, error, trace))
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def on_failure(report: Callable[[BaseException], None]) -> None:
@@ -438,7 +460,10 @@ def loader_configuration(
     if split_batches is None or split_batches == config.split_batches:
         return config
     if given is not None and config.split_batches:
-        raise UsageError("split_batches=False contradicts DataLoaderConfiguration(split_batches=True)")
+        raise UsageError(
+            "split_batches=False contradicts DataLoaderConfiguration(split_batches=True)",
+            cure="Write it in one place: DataLoaderConfiguration(split_batches=...).",
+        )
     return replace(config, split_batches=split_batches)
 
 

@@ -46,7 +46,8 @@ class ProcessInfo:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise UsageError(
-                f"rank {self.rank} of {self.world_size}, local {self.local_rank} of {self.local_world_size}, cannot be",
+                f"there is no rank {self.rank} of {self.world_size}, local rank {self.local_rank} of "
+                f"{self.local_world_size}",
                 cure="Ranks count from 0 to the size minus one.",
             )
 
@@ -65,7 +66,9 @@ class Mesh:
         if unknown:
             raise UsageError(f"unknown mesh axis {', '.join(unknown)}", cure=f"The axes are {', '.join(AXES)}.")
         if any(size < 1 for size in self.sizes.values()):
-            raise UsageError(f"mesh sizes must be at least 1, not {dict(self.sizes)}")
+            raise UsageError(
+                f"mesh sizes must be at least 1, not {dict(self.sizes)}", cure="Leave an axis out, or write 1."
+            )
         object.__setattr__(self, "sizes", {axis: self.sizes.get(axis, 1) for axis in AXES})
 
     def __hash__(self) -> int:
@@ -83,7 +86,9 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of a global rank along each axis."""
         if not 0 <= rank < self.world_size:
-            raise UsageError(f"rank {rank} is not in a mesh of {self.world_size}")
+            raise UsageError(
+                f"rank {rank} is not in a mesh of {self.world_size}", cure=f"Ranks are 0 to {self.world_size - 1}."
+            )
         position: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, self.sizes[axis])

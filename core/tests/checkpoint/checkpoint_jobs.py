@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import resource
 import warnings
 from dataclasses import replace
@@ -23,6 +24,7 @@ from drivetrain.distributed.current import World
 from drivetrain.distributed.rng import set_seed
 from drivetrain.errors import CheckpointError
 from drivetrain.launch.environment import read_process_info
+from drivetrain_testing.resident_memory import ResidentMemory
 
 
 class Plain(Trainable):
@@ -163,8 +165,7 @@ def save_job(path, layout, steps=3, seed=0):
 
 def load_job(path, layout, steps=3, warm=False):
     """Load into another start; returns what was loaded, the losses after it, and what else came back."""
-    with started() as backend, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")  # More processes than were saved.
+    with started() as backend:
         net, optimizer, scheduler = build(layout, 99)
         if warm:
             train(net, optimizer, scheduler, 1)
@@ -189,19 +190,31 @@ def load_warnings_job(path, **options):
         return [str(one.message) for one in caught]
 
 
+def load_log_job(path):
+    """Load a replicated model and return what is logged of it; a warning would be an error."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(f"{record.levelname}: {record.getMessage()}")
+    logger = logging.getLogger("drivetrain.checkpoint")
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    with started() as backend, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(path, run_state(*build("replicated", 99), Counter()), backend)
+    return records
+
+
 def random_job(path, saving, device_specific=None):
     """Save, or load; then draw numbers."""
     with started() as backend:
         net, optimizer, scheduler = build("replicated", 0)
         state = run_state(net, optimizer, scheduler, Counter())
         set_seed(100 + backend.topology.rank)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*random state of.*")
-            if saving:
-                save(path, state, backend)
-            else:
-                set_seed(7, device_specific)
-                load(path, state, backend)
+        if saving:
+            save(path, state, backend)
+        else:
+            set_seed(7, device_specific)
+            load(path, state, backend)
         return torch.rand(2).tolist()
 
 
@@ -258,14 +271,14 @@ def unwritable_job(path):
 
 
 def refused_remark_job(path):
-    """Load what more processes have random state of, where the script turns warnings into errors."""
+    """Pass over an object of the checkpoint, where the script turns warnings into errors."""
     with started() as backend:
-        state = run_state(*build("replicated", 0), Counter())
+        state = run_state(*build("replicated", 0))
         before = torch.get_rng_state()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
-                load(path, state, backend)
+                load(path, state, backend, strict=False)
             except Exception as problem:
                 return type(problem).__name__, str(problem), torch.equal(before, torch.get_rng_state())
         return None
@@ -367,39 +380,10 @@ def memory_job(path, saving, megabytes):
         fully_shard(net)
         state = TrainingState([Plain(net)])
         save(path, state, backend) if not saving else None
-        sampled = Sampler()
+        sampled = ResidentMemory()
         with sampled:
             save(path, state, backend) if saving else load(path, state, backend)
         return sampled.grown / 2**20
-
-
-class Sampler:
-    """Watches this process's anonymous resident memory from a thread."""
-
-    def __enter__(self):
-        import threading
-
-        self._stop = threading.Event()
-        self._first = self._highest = self._now()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.grown = max(self._highest, self._now()) - self._first
-
-    def _watch(self):
-        while not self._stop.wait(0.0005):
-            self._highest = max(self._highest, self._now())
-
-    @staticmethod
-    def _now():
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError
 
 
 def resume_for_ever(folder):
@@ -426,8 +410,7 @@ def resume_once(folder):
     """Load the newest checkpoint; returns its step."""
     from drivetrain.checkpoint import Naming
 
-    with started() as backend, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")
+    with started() as backend:
         state = run_state(*build("replicated", 9, width=64))
         naming = Naming(folder)
         manifest = load(naming.latest(), state, backend)

@@ -261,8 +261,7 @@ def full_disk_job(folder, times, small=False):
 
 def load_job(folder):
     """The newest checkpoint's step, loaded into a sharded run of this world's size."""
-    with checkpoint_jobs.started() as backend, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")
+    with checkpoint_jobs.started() as backend:
         return resumed(backend, folder)[3].counters["step"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.checkpoint import inspect
-from drivetrain.checkpoint.folder import OWNER
+from drivetrain.checkpoint.owner import OWNER
 from drivetrain_testing import spawn
 
 # Forked from one process that has imported torch, so that 20 kills cost seconds.
@@ -95,16 +95,16 @@ def test_killed_while_replacing_a_checkpoint_the_old_or_the_new_one_is_whole(tmp
 REPLACE = """
 import os, pathlib, sys, time
 target, point = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-from drivetrain.checkpoint.folder import CheckedFile, commit, data_folder, stage
 from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.storage import CheckedFile, storage_of
+storage = storage_of(target)
 
 def write(iteration):
-    staging = stage(target)
-    data = data_folder(staging)
-    with CheckedFile(data / "numbers") as file:
+    staging = storage.stage(target)
+    with CheckedFile(staging.data / "numbers") as file:
         file.write(bytes([iteration]) * 1000)
-    files = {f"{data.name}/numbers": file.entry}
-    commit(staging, target, Manifest("B", {}, 1, float(iteration), info={"iteration": iteration}, files=files))
+    files = {f"{staging.data.name}/numbers": file.entry}
+    storage.commit(staging, Manifest("B", {}, 1, float(iteration), info={"iteration": iteration}, files=files))
 
 write(1)
 (target / "notes.txt").write_text("the user's own")

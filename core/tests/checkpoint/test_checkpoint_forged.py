@@ -318,41 +318,38 @@ def test_chunks_that_overlap_are_found(saved, tmp_path):
         read_manifest(folder)
 
 
-def test_a_hyper_parameter_of_another_kind_is_named(saved, tmp_path):
+def problem_of(saved, tmp_path, change):
+    """The error of loading a copy of the checkpoint whose manifest ``change`` has altered; nothing else has changed."""
     folder = shutil.copytree(saved, tmp_path / "ckpt")
     body = json.loads((folder / MANIFEST).read_text())
-    body["trainables"][0]["optimizers"][0][0]["lr"] = "fast"
+    change(body)
     (folder / MANIFEST).write_text(signed(body))
     parts = run(1, seed=1)
     problem = attempt(parts, folder, everything(parts))
+    parts[0].end_training()
+    return problem
+
+
+def exchange(entries, one, other):
+    entries[one], entries[other] = entries[other], entries[one]
+
+
+def test_a_hyper_parameter_of_another_kind_is_named(saved, tmp_path):
+    problem = problem_of(saved, tmp_path, lambda body: body["trainables"][0]["optimizers"][0][0].update(lr="fast"))
     assert isinstance(problem, CheckpointMismatchError)
     assert "optimizers[0][0] of model 0.lr is 'fast' in the checkpoint and 0.02 here" in str(problem)
-    parts[0].end_training()
 
 
 def test_state_of_the_optimizer_in_another_shape_than_here_changes_nothing(saved, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "ckpt")
-    body = json.loads((folder / MANIFEST).read_text())
-    tensors = body["tensors"]
     step, moment = "optim.norm.weight.step", "optim.norm.bias.exp_avg"
-    tensors[step], tensors[moment] = tensors[moment], tensors[step]
-    (folder / MANIFEST).write_text(signed(body))
-    parts = run(1, seed=1)
-    problem = attempt(parts, folder, everything(parts))
+    problem = problem_of(saved, tmp_path, lambda body: exchange(body["tensors"], step, moment))
     assert isinstance(problem, CheckpointMismatchError)
     assert "optim.norm.weight.step of model 0 is [4] in the checkpoint and [] here" in str(problem)
-    parts[0].end_training()
 
 
 def test_a_scheduler_that_took_another_objects_state_is_as_it_was(saved, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "ckpt")
-    body = json.loads((folder / MANIFEST).read_text())
-    objects = body["objects"]
-    objects["scheduler.0"], objects["custom.0"] = objects["custom.0"], objects["scheduler.0"]
-    (folder / MANIFEST).write_text(signed(body))
-    parts = run(1, seed=1)
-    assert "could not take over" in str(attempt(parts, folder, everything(parts)))
-    parts[0].end_training()
+    problem = problem_of(saved, tmp_path, lambda body: exchange(body["objects"], "scheduler.0", "custom.0"))
+    assert "could not take over" in str(problem)
 
 
 def test_a_manifest_that_is_no_regular_file_is_not_read(saved, tmp_path):

@@ -1,7 +1,7 @@
 """Kills at random points of sharded saves, half of them in the background: the newest complete checkpoint always loads.
 
-With the 20 of ``test_checkpoint_crash.py`` these are 200. Successive jobs have 2, 1 and 3 processes, so that each
-takes up what another world has left.
+With the 20 of ``test_checkpoint_crash.py`` these are 200 in the file system, and 30 on an object store. Successive jobs
+have 2, 1 and 3 processes, so that each takes up what another world has left.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import object_store
 import pytest
 
 from drivetrain_testing import spawn
@@ -21,13 +22,11 @@ from drivetrain_testing import spawn
 SCRIPT = Path(__file__).with_name("kill_jobs.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "kills"), [("rank", 72), ("launcher", 48)])
-def test_the_newest_complete_checkpoint_is_whole_after_every_kill(killing, tmp_path, victim, kills):
-    folder = tmp_path / "checkpoints"
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), victim, str(kills)]
+def newest_after_kills(folder, victim, kills, *place, timeout=115):
+    """Run jobs that save in a folder, kill each, and check what every kill left; the newest checkpoint's number."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), victim, str(kills), *map(str, place)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=115, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout.splitlines()[-1])
     assert len(reports) == kills
@@ -38,8 +37,23 @@ def test_the_newest_complete_checkpoint_is_whole_after_every_kill(killing, tmp_p
         assert iteration > newest, "the next job went on from it, in another world, and came further"
         newest = iteration
     assert {world for *_, world, _ in reports} == {1, 2, 3}
-    assert any(hidden for *_, hidden in reports), "some kill hit a save"
+    assert any(unfinished for *_, unfinished in reports), "some kill hit a save"
+    return newest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "kills"), [("rank", 72), ("launcher", 48)])
+def test_the_newest_complete_checkpoint_is_whole_after_every_kill(killing, tmp_path, victim, kills):
+    folder = tmp_path / "checkpoints"
+    newest = newest_after_kills(folder, victim, kills)
     assert spawn(killing.load_job, 2, folder) == [newest, newest]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_the_newest_complete_checkpoint_of_a_remote_storage_is_whole_after_every_kill(tmp_path, victim):
+    with object_store.serving():
+        newest_after_kills("bucket://bucket/run", victim, 15, tmp_path, timeout=300)
 
 
 @pytest.mark.slow

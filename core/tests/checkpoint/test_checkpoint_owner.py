@@ -18,9 +18,9 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import Naming, inspect
-from drivetrain.checkpoint import folder as owners
-from drivetrain.checkpoint.folder import commit, stage
+from drivetrain.checkpoint import owner as owners
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest
+from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.errors import CheckpointError
 from drivetrain_testing import spawn
 
@@ -136,12 +136,11 @@ def test_a_path_under_automatic_naming_is_where_the_checkpoint_goes(tmp_path, wo
 LINGERING = """
 import sys, time
 from pathlib import Path
-from drivetrain.checkpoint import Naming
-from drivetrain.checkpoint.folder import commit, data_folder, stage
-from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint import Manifest, Naming, storage_of
 folder = Path(sys.argv[1])
 target = folder / f"checkpoint_{Naming(folder).claim_next()}" if sys.argv[2] == "numbered" else folder
-commit(stage(target), target, Manifest("B", {}, 1, 0.0, info={"iteration": 0}))
+storage = storage_of(target)
+storage.commit(storage.stage(target), Manifest("B", {}, 1, 0.0, info={"iteration": 0}))
 print("saved", flush=True)
 time.sleep(600)
 """
@@ -207,27 +206,29 @@ def test_a_second_writer_raises_before_it_changes_anything(lingering, tmp_path, 
 
 def test_of_two_first_saves_at_a_new_path_the_second_raises(lingering, tmp_path):
     target = tmp_path / "ckpt"
-    staging = stage(target)
+    storage = LocalStorage()
+    staging = storage.stage(target)
     process = lingering(target, "fixed")
     before = contents(target)
     with pytest.raises(CheckpointError, match=f"belongs to process {process.pid} on .*, which is alive"):
-        commit(staging, target, Manifest("B", {}, 1, 0.0))
+        storage.commit(staging, Manifest("B", {}, 1, 0.0))
     assert contents(target) == before
 
 
 def test_a_writer_that_was_taken_for_dead_raises_and_changes_nothing(tmp_path):
     naming = Naming(tmp_path / "checkpoints", total_limit=1)
     naming.claim_next()
-    commit(stage(naming.path), naming.path, Manifest("B", {}, 1, 0.0))
+    storage = LocalStorage()
+    storage.commit(storage.stage(naming.path), Manifest("B", {}, 1, 0.0))
     naming.claim_next()
     second = naming.path
-    staging = stage(second)
+    staging = storage.stage(second)
     file = tmp_path / ".checkpoints.owner.json"
     other = json.loads(file.read_text()) | {"machine": "there/boot/1"}
     file.write_text(json.dumps(other))
     before = contents(tmp_path / "checkpoints/checkpoint_0")
     with pytest.raises(CheckpointError, match=r"belongs to process .* on there"):
-        commit(staging, second, Manifest("B", {}, 1, 0.0))
+        storage.commit(staging, Manifest("B", {}, 1, 0.0))
     assert not second.exists()
     assert contents(tmp_path / "checkpoints/checkpoint_0") == before
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from drivetrain.checkpoint import FileEntry, Naming, loader
-from drivetrain.checkpoint.folder import discard, stage, sweep
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, stored_name
 from drivetrain.checkpoint.saver import layout_of
+from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.tensors import Source, TensorFile, raw_bytes, write_tensors
 from drivetrain.checkpoint.tree import Encoder, decode
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -235,27 +235,27 @@ def test_a_limit_of_nothing_is_refused(tmp_path):
 def test_staging_refuses_a_file_and_another_programs_manifest(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
-        stage(tmp_path / "file")
+        LocalStorage().stage(tmp_path / "file")
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / MANIFEST).write_text('{"name": "a web app"}')
     with pytest.raises(CheckpointError, match="it would be overwritten"):
-        stage(tmp_path / "app")
+        LocalStorage().stage(tmp_path / "app")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "file"]
 
 
 def test_sweeping_spares_the_living_and_other_machines(tmp_path):
-    mine = stage(tmp_path / "x")
+    mine = LocalStorage().stage(tmp_path / "x").folder
     dead = mine.with_name(mine.name.replace(f"-{os.getpid()}-", "-999999999-"))
     host = mine.name.split("-")[1]
     elsewhere = dead.with_name(dead.name.replace(host, "00000000"))
     dead.mkdir()
     elsewhere.mkdir()
-    sweep(tmp_path)
+    LocalStorage().sweep(tmp_path)
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
 def test_discarding_leaves_nothing(tmp_path):
-    discard(complete(tmp_path / "checkpoint_1"))
+    LocalStorage().discard(complete(tmp_path / "checkpoint_1"))
     assert list(tmp_path.iterdir()) == []
 
 

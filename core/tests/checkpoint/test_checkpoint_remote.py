@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -23,16 +22,15 @@ from drivetrain.checkpoint import (
     Naming,
     Source,
     TensorFile,
-    commit,
-    data_folder,
     export_model,
     folder_of,
     inspect,
     read_manifest,
-    stage,
+    storage_of,
     write_tensors,
 )
 from drivetrain.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from drivetrain.checkpoint.storage import RemoteStorage
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from drivetrain_testing import spawn
 
@@ -70,14 +68,15 @@ def scheme(request):
 
 def manifest(staging, text=b"abc", **info):
     """Write one file into the data folder; a manifest that names it."""
-    with (data_folder(staging) / "file").open("xb") as file:
+    with (staging.data / "file").open("xb") as file:
         file.write(text)
-    return Manifest("B", {}, 1, 0.0, info=info, files={f"{data_folder(staging).name}/file": FileEntry(3, 891568578)})
+    return Manifest("B", {}, 1, 0.0, info=info, files={f"{staging.data.name}/file": FileEntry(3, 891568578)})
 
 
 def saved(folder, **info):
-    staging = stage(folder)
-    commit(staging, folder, manifest(staging, **info))
+    storage = storage_of(folder)
+    staging = storage.stage(folder)
+    storage.commit(staging, manifest(staging, **info))
     return staging
 
 
@@ -207,13 +206,14 @@ def test_the_manifest_is_the_last_object_and_what_has_none_is_no_checkpoint(stor
 def test_an_older_checkpoint_is_replaced_by_the_manifest_and_its_files_go_after_it(store):
     folder = folder_of("bucket://bucket/last")
     saved(folder, number=1)
-    staging = stage(folder)
+    storage = storage_of(folder)
+    staging = storage.stage(folder)
     after = manifest(staging, number=2)
     assert inspect(folder).manifest.info == {"number": 1}
     assert len(folder.subfolders()) == 2
-    commit(staging, folder, after)
+    storage.commit(staging, after)
     assert inspect(folder).manifest.info == {"number": 2}
-    assert [each.name for each in folder.subfolders()] == [data_folder(staging).name]
+    assert [each.name for each in folder.subfolders()] == [staging.data.name]
 
 
 def test_a_manifest_that_arrives_while_its_answer_is_lost_keeps_its_files(store):
@@ -225,12 +225,13 @@ def test_a_manifest_that_arrives_while_its_answer_is_lost_keeps_its_files(store)
 
 def test_of_two_runs_in_one_folder_the_second_to_complete_is_refused(store):
     folder = folder_of("bucket://bucket/run/checkpoint_7")
-    first, second = stage(folder), None
+    storage = storage_of(folder)
+    first = storage.stage(folder)
     mine = manifest(first, run="one")
-    second = replace(first, data="data-0123456789ab")
-    commit(second, folder, manifest(second, run="two"))
+    second = replace(first, data=folder / "data-0123456789ab")
+    storage.commit(second, manifest(second, run="two"))
     with pytest.raises(CheckpointError, match="another run has saved at bucket://bucket/run/checkpoint_7 since"):
-        commit(first, folder, mine)
+        storage.commit(first, mine)
     assert inspect(folder).manifest.info == {"run": "two"}
     assert inspect(folder).problems == ()
 
@@ -238,7 +239,7 @@ def test_of_two_runs_in_one_folder_the_second_to_complete_is_refused(store):
 def test_another_programs_manifest_is_not_replaced(store):
     store.objects["bucket/theirs/manifest.json"] = b'{"name": "another program"}'
     with pytest.raises(CheckpointError, match="it would be overwritten"):
-        stage(folder_of("bucket://bucket/theirs"))
+        RemoteStorage().stage(folder_of("bucket://bucket/theirs"))
     assert store.names() == ["bucket/theirs/manifest.json"]
 
 
@@ -273,26 +274,6 @@ def test_a_limit_removes_this_runs_and_what_interrupted_saves_left_and_nothing_e
     assert "bucket/run/notes.txt" in store.objects
     assert naming.claim_next() == 10
     assert naming.latest().name == "checkpoint_6"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
-def test_the_newest_complete_checkpoint_is_whole_after_every_kill(store, tmp_path, victim):
-    script = Path(__file__).with_name("kill_jobs.py")
-    command = [sys.executable, "-W", "ignore", str(script), "bucket://bucket/run", victim, "15", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    reports = json.loads(done.stdout.splitlines()[-1])
-    assert len(reports) == 15
-    newest = -1
-    for problems, iteration, gain, _, _ in reports:
-        assert problems == []
-        assert iteration == gain, "manifest and numbers are of one save"
-        assert iteration > newest, "the next job went on from it, in another world, and came further"
-        newest = iteration
-    assert {world for *_, world, _ in reports} == {1, 2, 3}
-    assert any(unfinished for *_, unfinished in reports), "some kill hit a save"
 
 
 # ---- Files

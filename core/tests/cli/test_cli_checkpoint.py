@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import cli_checkpoint_jobs
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,20 +15,10 @@ from drivetrain.registry import get_registry, pip_line
 from drivetrain_testing import spawn
 
 
-@pytest.fixture(scope="session")
-def runs():
-    name = "cli_checkpoint_jobs"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def saved(runs, tmp_path_factory):
+def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "ckpt"
-    return path, spawn(runs.small_job, 1, path)[0]
+    return path, spawn(cli_checkpoint_jobs.small_job, 1, path)[0]
 
 
 def test_inspect_tells_what_is_in_it_and_that_it_is_whole(drivetrain, saved):
@@ -88,15 +77,15 @@ def test_export_cuts_into_files_with_an_index(drivetrain, saved, tmp_path):
     [("single", 1, "10GB"), ("ddp", 2, "20KB"), pytest.param("fsdp", 2, "20KB", marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_the_export_of_any_backend(drivetrain, runs, tmp_path, backend, world_size, size):
+def test_transformers_loads_the_export_of_any_backend(drivetrain, tmp_path, backend, world_size, size):
     pytest.importorskip("transformers", reason="transformers is not installed, so nothing can load the export")
     if backend not in {report.name for report in get_registry().reports() if report.ready}:
         pytest.skip(f"{backend} is not installed")
-    logits = spawn(runs.llama_job, world_size, tmp_path / "ckpt", backend)[0]
+    logits = spawn(cli_checkpoint_jobs.llama_job, world_size, tmp_path / "ckpt", backend)[0]
     done = drivetrain("checkpoint", "export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--max_shard_size", size)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/model.safetensors.index.json").exists() is (size == "20KB")
-    loaded, report = spawn(runs.pretrained_job, 1, tmp_path / "out")[0]
+    loaded, report = spawn(cli_checkpoint_jobs.pretrained_job, 1, tmp_path / "out")[0]
     assert report == {}, "no key is missing, unexpected or misshapen"
     torch.testing.assert_close(loaded, logits, rtol=0, atol=1e-6)  # one process adds in another order
 

@@ -148,7 +148,7 @@ def test_a_sharded_dataset_is_not_cut_again(ranks, numbers):
         assert loader.total_batch_size == 2
     state = loaders[0].state_dict()
     (alone,) = ranks(lambda: DataLoader(numbers(5), batch_size=2))
-    with pytest.raises(UsageError, match="shared out by its owner among 2"):
+    with pytest.raises(UsageError, match="a loader marked as already sharded over 2 ranks"):
         alone.load_state_dict(state)
     with pytest.raises(UsageError, match="cannot be marked"):
         already_sharded(range(4))

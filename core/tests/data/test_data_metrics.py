@@ -2,88 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_cases import WORLDS, Pair, Stream, gathered, numbers, run, same
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.backend import RunSettings
-from drivetrain.backends.base import DistributedBackend
-from drivetrain.data.active import ActiveLoaders
-from drivetrain.data.loader import LoadingContext, prepare_data_loader, skip_first_batches
+from drivetrain.data.loader import prepare_data_loader, skip_first_batches
 from drivetrain.data.metrics import gather, gather_for_metrics
 from drivetrain.distributed.current import set_current_backend
 from drivetrain.distributed.nested import pad_across_processes
 from drivetrain.errors import CollectiveMismatchError, UsageError
-from drivetrain.kwargs import DataLoaderConfiguration
-from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import spawn
-
-WORLDS = [1, 2, 4]
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-class Gloo(DistributedBackend):
-    """The contract's own collectives on a process group of gloo; nothing to train."""
-
-    def start(self) -> Topology:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if world > 1:
-            dist.init_process_group("gloo")
-        self.topology = Topology(ProcessInfo(rank, world, rank, world), Mesh({"dp_replicate": world}), "cpu", "gloo")
-        return self.topology
-
-    def prepare(self, model, optimizers=(), *, training=True):
-        raise AssertionError
-
-    def stop(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
 
 
 def run_case(name: str, kwargs: dict[str, Any]) -> Any:
-    config = {key: kwargs.pop(key) for key in list(kwargs) if key in DataLoaderConfiguration.__dataclass_fields__}
-    backend = Gloo(RunSettings())
-    backend.start()
-    context = LoadingContext(backend, DataLoaderConfiguration(**config), 5, False, ActiveLoaders())
-    torch.manual_seed(backend.topology.rank)
-    result = CASES[name](context, **kwargs)
-    backend.stop()
-    return result
+    return run(CASES[name], kwargs)
 
 
 def on(world: int, name: str, **kwargs: Any) -> list[Any]:
     return spawn(run_case, world, name, kwargs)
-
-
-def same(results: list[Any]) -> Any:
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
-def numbers(context, size=22, batch_size=2, **kwargs):
-    return prepare_data_loader(DataLoader(range(size), batch_size=batch_size, **kwargs), context)
-
-
-def gathered(loader, context) -> list[int]:
-    return [value for batch in loader for value in gather_for_metrics(batch, context).tolist()]
-
-
-class Stream(IterableDataset):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self):
-        yield from range(self.size)
 
 
 # ---- gather_for_metrics ---------------------------------------------------------------------------------------------
@@ -380,7 +320,7 @@ def mismatch(context):
         with pytest.raises(CollectiveMismatchError) as caught:
             gather_for_metrics(value, context)
         seen.append(str(caught.value))
-    with pytest.raises(UsageError, match="lists by some ranks") as listed:
+    with pytest.raises(UsageError, match="a list on some ranks") as listed:
         gather_for_metrics([1] if rank else 1, context)
     return [*seen, str(listed.value)]
 

@@ -43,4 +43,4 @@ def test_an_extra_save_of_one_rank_is_told_in_words(tmp_path, watched):
         assert "rank 0: wait_for_everyone at test_distributed_attendance.py:" in main[1]
         assert "rank 1: save_state at test_distributed_attendance.py:" in main[1]
     else:
-        assert "the main process has not come" in other[1]
+        assert "the main process has not made this call" in other[1]

@@ -191,7 +191,7 @@ def disagrees(kind: str) -> str:
         ("source", "rank 0: broadcast from 0 of float32[1]\n  rank 1: broadcast from 1 of float32[1]"),
         ("missing", "rank 0: gather of [float32[1], float32[1]]\n  rank 1: gather of [float32[1], None]"),
         ("padded", "dim 0 of float32[*, *]\n  rank 1: pad_across_processes dim 0 of float32[*]"),
-        ("objects", "lists by some ranks and other things by others (rank 0: dict, rank 1: list)"),
+        ("objects", "a list on some ranks and something else on others (rank 0: dict, rank 1: list)"),
     ],
 )
 def test_ranks_that_disagree_all_raise_and_go_on(kind: str, wanted: str) -> None:

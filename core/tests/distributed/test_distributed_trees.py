@@ -113,7 +113,7 @@ def test_slice_and_concatenate_are_inverse() -> None:
 
 
 def test_concatenate_refuses_what_does_not_fit() -> None:
-    with pytest.raises(UsageError, match="nothing to concatenate"):
+    with pytest.raises(UsageError, match="an empty sequence"):
         trees.concatenate([])
     with pytest.raises(UsageError, match="different structure"):
         trees.concatenate([{"x": torch.ones(1)}, {"y": torch.ones(1)}])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.backend import RunSettings
 from drivetrain.distributed import watchdog
 from drivetrain.distributed.watchdog import log_call
 from drivetrain.errors import CollectiveMismatchError, UnsupportedError
@@ -160,7 +161,7 @@ def absent(how):
 def test_a_rank_that_does_not_come_is_named_after_the_time_out_and_learns_of_it():
     first, second = spawn(absent, 2, "asleep")
     assert "rank 0: wait_for_everyone at test_distributed_watchdog.py:" in first
-    assert "rank 1: has not come; last call that all ranks made: prepare at test_distributed_watchdog.py:" in first
+    assert "rank 1: has not made this call; last call that all ranks made: prepare at test_distributed_watch" in first
     assert "rank 1: wait_for_everyone at" in second
     first, _ = spawn(absent, 2, "ended")
     assert "rank 1: its script has ended; last call that all ranks made: prepare at" in first
@@ -219,8 +220,9 @@ def test_alone_there_is_nothing_to_compare():
 def without_a_group():
     class Lazy:
         topology = type("Topology", (), {"world_size": 2})
+        settings = RunSettings()
 
-    with pytest.raises(UnsupportedError, match="Lazy forms none"):
+    with pytest.raises(UnsupportedError, match="Lazy makes no process group"):
         watchdog.watch(Lazy(), lambda: None)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from drivetrain import Accelerator
-from drivetrain.api import BackendBlockedError, is_taken
+from drivetrain.api import BackendBlockedError
+from drivetrain.api.engines import is_taken
 from drivetrain.backends import torch_names
 from drivetrain_testing import spawn
 

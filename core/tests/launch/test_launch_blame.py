@@ -7,25 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from train_script import TRAIN
 
 # Starts a launcher with several programs in each test; test_launch_local.py starts some too.
 pytestmark = pytest.mark.slow
-
-SCRIPT = """
-    import os, signal, sys, time, torch
-    from drivetrain import Accelerator
-    accelerator = Accelerator()
-    model = torch.nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        loss = model(torch.ones(2, 2)).mean()
-        accelerator.backward(loss)
-        if step == 1 and accelerator.process_index == 1:
-            {end}
-        optimizer.step()
-        accelerator.gather(loss)
-"""
-"""Line 11 is where rank 1 ends, line 13 where rank 0 waits for it."""
 
 SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds=6"
 
@@ -40,7 +25,7 @@ SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds=6"
     ],
 )
 def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script, end, code, words, watched):
-    done = launch(f"{SETTINGS} desync_watchdog={watched}", script(SCRIPT.format(end=end)))
+    done = launch(f"{SETTINGS} desync_watchdog={watched}", script(TRAIN.format(at=1, end=end)))
     ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was|lost)", line)]
     assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
     assert ranks[0].endswith("last call: backward at job.py:9, its 5th]")
@@ -59,8 +44,8 @@ def test_a_rank_that_is_told_to_end_by_somebody_else_is_the_first(launch, script
 def test_a_rank_that_takes_long_to_end_is_the_first_though_others_are_gone_before(launch, script, end, code, words):
     # Registered before the run, so called after the run has told the others of its end.
     lingers = "import atexit; atexit.register(time.sleep, 60 * int(os.environ['RANK']))"
-    slow = SCRIPT.replace("accelerator = Acc", f"{lingers}\n    accelerator = Acc")
-    done = launch(f"{SETTINGS} desync_watchdog=true", script(slow.format(end=end)))
+    slow = TRAIN.replace("accelerator = Acc", f"{lingers}\n    accelerator = Acc")
+    done = launch(f"{SETTINGS} desync_watchdog=true", script(slow.format(at=1, end=end)))
     ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
     assert ranks[0].startswith(f"rank 1 failed: {words} [host "), done.stderr
     assert ranks[1].startswith("rank 0 failed too: drivetrain.errors.CollectiveMismatchError"), done.stderr
@@ -69,7 +54,7 @@ def test_a_rank_that_takes_long_to_end_is_the_first_though_others_are_gone_befor
 
 def test_a_halted_rank_is_woken_to_be_stopped_and_says_where_it_was(launch, script):
     # The signal may halt it a moment later, hence the sleep.
-    done = launch(SETTINGS, script(SCRIPT.format(end="os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1)")))
+    done = launch(SETTINGS, script(TRAIN.format(at=1, end="os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1)")))
     ranks = [line for line in done.stderr.splitlines() if re.match(r"rank \d (failed|was)", line)]
     assert ranks[0].startswith("rank 0 failed: RuntimeError: "), done.stderr
     assert "in gather at job.py:13" in ranks[0]

@@ -246,7 +246,7 @@ def test_a_rank_of_mpirun_without_its_size_is_refused(environ, word):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, so that nobody knows where to meet"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set, so that the processes do not know the address of rank 0"),
         ({"MASTER_ADDR": None, "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),

@@ -7,28 +7,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from train_script import TRAIN
 
 from drivetrain.launch.failures import read_workers, script_line
 from drivetrain.launch.worker import LAST_CALL
 
 # Starts a launcher with several programs in each test; test_launch_local.py starts some too.
 pytestmark = pytest.mark.slow
-
-TRAIN = """
-    import os, sys, time, torch
-    from drivetrain import Accelerator
-    accelerator = Accelerator()
-    model = torch.nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(4):
-        loss = model(torch.ones(2, 2)).mean()
-        accelerator.backward(loss)
-        if step == 2 and accelerator.process_index == 1:
-            {end}
-        optimizer.step()
-        accelerator.gather(loss)
-"""
-"""Line 11 is where a rank ends, line 13 where the other gathers."""
 
 SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds={timeout}"
 
@@ -44,7 +29,7 @@ SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds={timeout}
 )
 def test_one_report_says_who_where_and_after_which_call(launch, script, tmp_path, end, code, fate):
     # The hanging rank is found out by the time-out of the process group, the dead ones at once.
-    path = script(TRAIN.format(end=end))
+    path = script(TRAIN.format(at=2, end=end))
     done = launch(SETTINGS.format(timeout=8) + f" project_dir={tmp_path / 'out'}", path)
     assert done.returncode == code, done.stderr
     host = socket.gethostname()

@@ -199,7 +199,7 @@ def test_the_first_machine_of_a_pbs_job_is_in_its_file(tmp_path):
     host, port = meeting_point({**PALS, "PBS_NODEFILE": str(path)})
     assert host == "x1001c0s1b0n0"
     assert 20000 <= port < 30000
-    with pytest.raises(EnvironmentVariableError, match="MASTER_ADDR does not say where they meet"):
+    with pytest.raises(EnvironmentVariableError, match="MASTER_ADDR, the address of machine 0, is not set"):
         meeting_point({**PALS, "PBS_NODEFILE": str(tmp_path / "none")})
 
 
@@ -208,7 +208,7 @@ def test_rank_0_notices_that_the_others_look_for_it_elsewhere():
     assert is_here("127.0.0.1")
     assert is_here("no-such-host.invalid") is None
     first = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    with pytest.raises(EnvironmentVariableError, match=r"the others look for rank 0 on 192.0.2.1, and it runs on"):
+    with pytest.raises(EnvironmentVariableError, match=r"the other ranks expect rank 0 on 192.0.2.1, and it runs on"):
         meeting_point({**first, "AZ_BATCH_MASTER_NODE": "192.0.2.1:6000"})
     assert meeting_point({**first, "AZ_BATCH_MASTER_NODE": "127.0.0.1:6000"})[0] == "127.0.0.1"
 

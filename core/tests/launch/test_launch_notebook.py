@@ -138,8 +138,11 @@ except DrivetrainError as error:
     assert "onnection closed" not in done.stdout.partition(first[0])[0]
 
 
-def test_a_collective_end_in_finally_hides_nothing(run):
-    done = run("""
+@pytest.mark.parametrize("call", ["end_training", "wait_for_everyone"])
+def test_a_collective_call_in_finally_hides_nothing(run, call):
+    done = run(f"CALL = {call!r}" + """
+import drivetrain.distributed.call_monitor as call_monitor
+call_monitor._END_SECONDS = 1
 def train():
     from drivetrain import Accelerator
     accelerator = Accelerator(cpu=True)
@@ -148,7 +151,7 @@ def train():
             raise KeyError("no data here")
         accelerator.gather(__import__("torch").ones(1))
     finally:
-        accelerator.end_training()
+        getattr(accelerator, CALL)()
 
 try:
     debug_launcher(train)

@@ -175,11 +175,11 @@ def test_an_engine_with_a_file_is_told_how_the_script_batches(monkeypatch):
 def test_stand_ins_have_nothing_to_stand_for_without_an_engine():
     accelerator = Accelerator()
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(UsageError, match=r"DummyOptim .* SingleBackend has none"):
+    with pytest.raises(UsageError, match=r"DummyOptim .* single has no such file"):
         accelerator.prepare(model, DummyOptim(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with pytest.raises(UsageError, match=r"DummyScheduler .* has none here"):
+    with pytest.raises(UsageError, match=r"DummyScheduler .* there is none"):
         accelerator.prepare(DummyScheduler(optimizer, total_num_steps=4))
     accelerator.end_training()
 

@@ -193,7 +193,7 @@ def test_an_optimizer_without_a_prepared_model_is_refused_at_its_step():
     accelerator = Accelerator()
     weight = nn.Parameter(torch.ones(1))
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
-    with pytest.raises(UsageError, match="Prepare its model too"):
+    with pytest.raises(UsageError, match="Prepare it together with its model"):
         optimizer.step()
     accelerator.end_training()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.api import LocalGradients, UsageError, is_taken
+from drivetrain.api import LocalGradients, UsageError
+from drivetrain.api.engines import is_taken
 
 
 def model():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.backend import Capabilities
+from drivetrain.backend import Capabilities, RunSettings
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.topology import Mesh, ProcessInfo, Topology
 from drivetrain_testing import spawn
@@ -135,9 +135,10 @@ def test_a_backend_that_shards_parameters_is_refused() -> None:
 
     # As much of an accelerator as is looked at before anything happens.
     topology = Topology(ProcessInfo(0, 2, 0, 2), Mesh({"dp_shard": 2}), "cpu", "gloo")
-    backend = SimpleNamespace(topology=topology, capabilities=Capabilities(replicated=False))
+    settings = RunSettings(name="fsdp")
+    backend = SimpleNamespace(topology=topology, capabilities=Capabilities(replicated=False), settings=settings)
     accelerator = SimpleNamespace(backend=backend)
-    with pytest.raises(UnsupportedError, match="does not hold all parameters on every rank"):
+    with pytest.raises(UnsupportedError, match="under fsdp a rank does not hold all parameters"):
         LocalSGD(accelerator, nn.Linear(1, 1), 2)
     assert not LocalSGD(accelerator, nn.Linear(1, 1), 2, enabled=False).enabled
     accelerator.backend.capabilities = Capabilities()

@@ -91,7 +91,7 @@ def test_batches_of_a_sampler_weigh_by_their_rows(world, steps):
 
 def test_parts_of_a_batch_that_ranks_share_unevenly_are_refused():
     for text in spawn(jobs.parts_of_an_uneven_batch, 2):
-        assert "a second micro-step on one batch, which the ranks share unevenly (4, 3 samples)" in text
+        assert "of which the ranks hold different numbers of samples (4, 3)" in text
 
 
 # ---- several loaders ------------------------------------------------------------------------------------------------

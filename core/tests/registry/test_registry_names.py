@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.api import CONTRACT, pip_line
+from drivetrain.api import CONTRACT
+from drivetrain.api.programs import pip_line
 
 
 def test_a_sound_plugin_is_found_by_name_and_alias_in_any_case(toys):

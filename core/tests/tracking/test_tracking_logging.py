@@ -70,7 +70,7 @@ def test_in_order_needs_a_barrier_and_several_speakers(records):
     logger = get_logger(NAME)
     logger.info("a", in_order=True)
     assert messages(records) == [
-        "in_order=True orders nothing while only one process speaks; add main_process_only=False", "a",
+        "in_order=True changes nothing: only the main process logs; add main_process_only=False", "a",
     ]  # fmt: skip
     set_rank(0, 2)
     with pytest.raises(UsageError, match="Create the Accelerator"):

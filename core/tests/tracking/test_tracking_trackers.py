@@ -84,6 +84,8 @@ def test_other_processes_feed_only_what_wants_it():
     trackers.log({"a": 1})
     assert [tracker.name for tracker in trackers.running] == ["everywhere"]
     assert trackers.get("everywhere").calls[-1] == ({"a": 1}, None, {})
+    with pytest.raises(UsageError, match="'everywhere' is not running"):
+        Trackers([Memory, Everywhere]).get("everywhere")
     blank = trackers.get("memory")
     assert (blank.log({"a": 1}), blank.finish(), blank.start()) == (None, None, None)
     trackers.finish()

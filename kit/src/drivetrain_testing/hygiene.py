@@ -72,7 +72,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Bring back what can be brought back, so that one leak is not told of every later test."""
+        """Bring back what can be brought back, so that one leak is not reported of every later test."""
         for name in set(own_environment()) - set(self.environment):
             del os.environ[name]
         os.environ.update(self.environment)
@@ -164,7 +164,7 @@ def _default_device() -> Any:
 
 
 def _set_default_device(device: Any) -> None:
-    """The CPU is what torch takes when nobody has set a default."""
+    """The CPU is what torch takes when no default was set."""
     import torch
 
     torch.set_default_device(None if device.type == "cpu" else device)

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from drivetrain.api import hookimpl
-from drivetrain.errors import UsageError, sentences
+from drivetrain.errors import UsageError
+from drivetrain.wording import sentences
 
 FILES = {
     ".gitignore": "gitignore",

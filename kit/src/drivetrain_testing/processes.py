@@ -145,7 +145,7 @@ class _Job:
 
 
 def _store_server() -> Any:
-    """A store server on a free port, held by this process: nobody can take the port between choosing and using it."""
+    """A store server on a free port, held by this process: no other can take the port between choosing and using it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from drivetrain.backend import Capabilities
-from drivetrain.errors import did_you_mean, sentences
+from drivetrain.wording import did_you_mean, sentences
 
 
 class BaseRequirements:
@@ -77,7 +77,7 @@ def mistakes(requirements: type[BaseRequirements], capabilities: Capabilities, a
 
 
 def _unknown_names(requirements: type[BaseRequirements]) -> list[str]:
-    """Attributes that nothing reads: a misspelt one would say nothing, and nobody would notice."""
+    """Attributes that nothing reads: a misspelt one would have no effect, without a word."""
     known = set(BaseRequirements.__annotations__)
     written = {
         name

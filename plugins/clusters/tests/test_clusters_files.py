@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drivetrain.api import CommandLine, LaunchPlan
+from drivetrain.api.programs import CommandLine, LaunchPlan
 from drivetrain_clusters import batch_file
 
 # Starts a launcher with several programs in each test; test_launch_local.py starts some too.

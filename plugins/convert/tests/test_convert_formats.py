@@ -14,7 +14,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from drivetrain.api import CheckpointError, UnsupportedError, checkpoint
+from drivetrain.api import CheckpointError, UnsupportedError
+from drivetrain.api.programs import checkpoint
 from drivetrain_convert import CheckpointFormat, ForeignCheckpoint, convert, convert_to
 from drivetrain_convert.command import convert as command
 from drivetrain_convert.formats import installed_formats, load_format
@@ -92,9 +93,7 @@ def test_the_command_takes_options_and_prints_what_is_left_out(formats, tmp_path
     assert done.output.splitlines()[0] == f"{ours}: from a diary"
     done = run(command, [ours, back, "--to", "diary", "--set", "indent=1"])
     assert done.output.splitlines() == [f"{back}: written as diary", "  left out: everything but numbers"]
-    assert (
-        "--set takes KEY=VALUE" in run(command, [ours, back, "--to", "diary", "--set", "indent"]).output
-    )
+    assert "--set takes KEY=VALUE" in run(command, [ours, back, "--to", "diary", "--set", "indent"]).output
     assert "--set belongs to --to" in run(command, [ours, back, "--set", "indent=1"]).output
 
 

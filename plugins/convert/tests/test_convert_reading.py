@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.api import CheckpointError, CheckpointNotFoundError, checkpoint
+from drivetrain.api import CheckpointError, CheckpointNotFoundError
+from drivetrain.api.programs import checkpoint
 from drivetrain_convert import convert
 from drivetrain_convert.matching import match, match_unordered
 from drivetrain_testing import spawn

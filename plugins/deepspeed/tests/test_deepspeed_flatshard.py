@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import checkpoint
+from drivetrain.api.programs import checkpoint
 from drivetrain_deepspeed.flatshard import FlatShard, boxes
 from drivetrain_testing import spawn
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, checkpoint, load_config
-from drivetrain.api import CheckpointError, pip_line
+from drivetrain.api import CheckpointError
+from drivetrain.api.programs import pip_line
 from drivetrain_convert import convert, convert_to
 from drivetrain_testing import spawn
 

@@ -301,7 +301,7 @@ def replacements(section: dict[str, Any], folder: str) -> None:
     model, first = accelerator.prepare(model, adamw(p for p in model.parameters() if p.requires_grad))
     x, y = batch(accelerator, 0)
     accelerator.backward(F.cross_entropy(model(x), y))
-    with pytest.raises(UsageError, match=r"gradients of Net wait for a step.*optimizer\.zero_grad\(\) first"):
+    with pytest.raises(UsageError, match=r"between a backward of Net and the step.*optimizer\.zero_grad\(\) first"):
         accelerator.prepare(sgd(model.head.parameters()))
     first.zero_grad()
     step_on(accelerator, model, [accelerator.prepare(sgd(model.head.parameters()))], 1)

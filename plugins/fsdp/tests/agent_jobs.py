@@ -7,7 +7,6 @@ each step once it may be saved.
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ class Net(nn.Module):
 
 
 def main(folder: str, *, only_load: bool) -> None:
-    warnings.filterwarnings("ignore", message=".*random state of.*")  # other worlds have other numbers of them
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=3)
     accelerator = Accelerator(project_config=project)
     torch.manual_seed(0)

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolic
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from drivetrain import Accelerator
-from drivetrain.api import ConfigError, UsageError, load_config
+from drivetrain.api import ConfigError, UsageError
+from drivetrain.api.programs import load_config
 from drivetrain.utils import FullyShardedDataParallelPlugin
 from drivetrain_testing import spawn
 

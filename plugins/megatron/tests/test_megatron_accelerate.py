@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain.api import ConfigError, UsageError, load_config
+from drivetrain.api import ConfigError, UsageError
+from drivetrain.api.programs import load_config
 from drivetrain.utils import MegatronLMPlugin
 from drivetrain_megatron.accelerate import RULES
 

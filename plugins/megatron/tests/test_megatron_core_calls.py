@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import BackendBlockedError, UnsupportedError, UsageError, pip_line
+from drivetrain.api import BackendBlockedError, UnsupportedError, UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine.parallel_state import check
 from drivetrain_megatron.core_engine.rearranging import EXPERTS_OUT, GATED, TRANSPOSED, heads, packed_heads, padded_rows

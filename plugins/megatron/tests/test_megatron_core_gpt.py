@@ -243,9 +243,7 @@ def two_epochs_alone(which: str, folder: str) -> dict[str, Any]:
 def there_and_on(writer: str, reader: str, which: str, folder: str) -> list[dict[str, Any]]:
     """One epoch here; a second one of ``single``'s first, and one of the first here."""
     train(writer, which, f"{folder}/core")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*random state of.*")  # More coordinates than were saved.
-        return [train(reader, which, None, f"{folder}/{source}") for source in ("alone", "core")]
+    return [train(reader, which, None, f"{folder}/{source}") for source in ("alone", "core")]
 
 
 @pytest.mark.parametrize(

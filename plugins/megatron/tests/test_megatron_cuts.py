@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import UnsupportedError, get_registry, hookimpl
+from drivetrain.api import UnsupportedError, hookimpl
+from drivetrain.api.programs import get_registry
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_testing import spawn
 

@@ -210,7 +210,7 @@ def test_what_training_would_refuse_is_refused(arguments, said, monkeypatch):
 
 
 def test_the_documents_show_what_the_command_prints_of_a_model(tmp_path, monkeypatch):
-    page = Path(__file__).parents[3] / "docs" / "how-to" / "pipeline-schedules.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "model-layout.md"
     if not page.exists():
         pytest.skip("the documents are in the repository only")
     text = page.read_text(encoding="utf-8")

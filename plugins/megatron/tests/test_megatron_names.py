@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from importlib import metadata
+from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+import torch
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleGPipe,
+    get_schedule_class,
+)
 
 from drivetrain.api import BackendBlockedError
 from drivetrain_megatron import private_names
+from drivetrain_megatron.pipeline import transport
+from drivetrain_megatron.planner.actions import Action
 from drivetrain_megatron.planner.catalogue import find
-from drivetrain_megatron.planner.engine_lists import build, run_noting
+from drivetrain_megatron.planner.engine_lists import NotingStage, build, construct, run_noting, stages_of
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
@@ -52,6 +61,69 @@ def test_older_releases_of_torch_have_one_flag_for_both_directions(name: str) ->
     setattr(built, older, False)
     assert private_names.flags(built) == (older,)
     private_names.check(built)
+
+
+def test_gpipe_takes_fewer_micro_batches_than_stages_where_torch_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.9 does, when the schedule is built."""
+    made = ScheduleGPipe.__init__
+
+    def refusing(self: Any, stage: Any, n_microbatches: int, **options: Any) -> None:
+        if n_microbatches < stage.num_stages:
+            raise ValueError(n_microbatches)
+        made(self, stage, n_microbatches, **options)
+
+    monkeypatch.setattr(ScheduleGPipe, "__init__", refusing)
+    built, noted = build(find("gpipe"), 4, 1, 0, 2)
+    run_noting(built, 2)
+    assert [str(action) for action in noted] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble", "zbv"])
+def test_lists_of_older_releases_of_torch_get_messages(name: str) -> None:
+    schedule = find(name)
+    runs_messages, _ = build(schedule, 2, 2, 0, 4)
+
+    class WithoutMessages(PipelineScheduleMulti):
+        """As most schedules of torch 2.9: has a list, and runs it in time steps."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            named = get_schedule_class(schedule.torch_name)(*args, **options)
+            self.pipeline_order = named.pipeline_order
+
+    noted: list[Action] = []
+    stages = [NotingStage(stage, 2, 0, 4, noted) for stage in stages_of(schedule.placement, 2, 2, 0)]
+    built = construct(WithoutMessages, stages, 4, lambda *_: 0.0)
+    assert built.pipeline_order_with_comms == runs_messages.pipeline_order_with_comms
+    run_noting(built, 4)
+    assert len(noted) == len([each for each in built.pipeline_order_with_comms[0] if each.is_compute_op])
+
+
+def test_what_would_run_messages_is_named_where_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(private_names.run_with_messages(), "_prepare_schedule_with_comms")
+    with pytest.raises(BackendBlockedError, match="no _prepare_schedule_with_comms, which drivetrain-megatron"):
+        private_names.run_with_messages()
+
+
+def test_a_backward_is_split_only_where_torch_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.9, which counts some weights twice; there a stage computes its backward in one piece."""
+    received, weight = (torch.tensor(value, requires_grad=True) for value in (3.0, 2.0))
+    output = received * weight
+    assert transport.can_split([output], [received], [weight]) == transport.splits_rightly()
+    weigh = transport.stage_backward_weight
+
+    def twice(weights: Any, groups: Any) -> None:
+        weights = list(weights)
+        weigh(iter(weights), groups)
+        for one in weights:
+            one.grad *= 2
+
+    monkeypatch.setattr(transport, "stage_backward_weight", twice)
+    transport.splits_rightly.cache_clear()
+    try:
+        assert not transport.can_split([output], [received], [weight])
+    finally:
+        transport.splits_rightly.cache_clear()
 
 
 def test_what_megatron_core_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.api import UsageError, get_registry, hookimpl
+from drivetrain.api import UsageError, hookimpl
+from drivetrain.api.programs import get_registry
 from drivetrain_megatron.tensor.plan import make_plan, table
 from drivetrain_megatron.tensor.trial import Cut
 
@@ -320,7 +322,30 @@ def test_modules_between_which_a_forward_asks_for_values_are_shared(caplog: pyte
         plan = make_plan(Branching(), 2, None)
     assert set(plan.cuts) == {"unit.0.weight", "unit.0.bias", "unit.2.weight"}
     assert "Branching was not followed as a whole" in caplog.text
-    assert "computes all of: unit.2, gate, head." in caplog.text
+    assert re.search(r"\(its forward cannot be run without values: it asks for them at \S+_plan\.py:\d+\)", caplog.text)
+    assert "computes all of: gate, head." in caplog.text  # the weight of unit.2 is shared, though its bias is not
+
+
+class Scaled(nn.Module):
+    """A forward with a number that is a value of its input, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(3)]
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x / x.abs().max().item() * self.gain)
+
+
+def test_the_layers_that_stay_whole_are_listed_together(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plan = make_plan(Scaled(), 2, None)
+    assert {name for name in plan.cuts if name.endswith("weight")} == {
+        f"blocks.{block}.{layer}.weight" for block in range(3) for layer in (1, 3)
+    }
+    assert "computes all of: gain, blocks.0-2.0." in caplog.text
 
 
 def test_a_module_that_asks_for_values_is_followed_by_its_own_modules() -> None:
@@ -354,7 +379,7 @@ def test_a_forward_that_cannot_run_on_shapes(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         assert not make_plan(Deciding(), 2, None).cuts
     assert "No layer of Deciding can be shared" in caplog.text
-    assert "cannot be run without values: with x [2, 4] float32" in caplog.text
+    assert "cannot be run without values: it asks for them at test_megatron_tensor_plan.py:" in caplog.text
     plan = make_plan(Deciding(), 2, {"first": "colwise", "second": "rowwise"})
     assert set(plan.cuts) == {"first.weight", "first.bias", "second.weight"}
 

@@ -23,7 +23,8 @@ from planner_jobs import censused
 from planner_models import MODELS
 from planner_preload import preload_models
 
-from drivetrain.api import cast_parameters, policy_for
+from drivetrain.api import cast_parameters
+from drivetrain.api.programs import policy_for
 from drivetrain_planner import PlanRequest
 from drivetrain_planner.choosing import GROUP
 from drivetrain_planner.optimizers import optimizer_costs

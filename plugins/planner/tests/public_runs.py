@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drivetrain.api import policy_for
+from drivetrain.api.programs import policy_for
 from drivetrain_planner import PlanRequest
 from drivetrain_planner.choosing import GROUP
 from drivetrain_planner.optimizers import optimizer_costs

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from drivetrain.api import UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import load_config
 from drivetrain_planner.choosing import check_mesh
 
 TRAIN = """
@@ -105,4 +106,4 @@ def test_a_configuration_without_a_model_says_what_to_write(folder):
 def test_a_script_that_was_not_launched_says_so(folder):
     command = [sys.executable, "-c", "from drivetrain import Accelerator; Accelerator(config='config.yaml')"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    assert "distributed_type: auto is settled by `drivetrain launch`" in done.stderr
+    assert "distributed_type: auto is replaced by a backend in `drivetrain launch`" in done.stderr

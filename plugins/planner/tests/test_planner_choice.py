@@ -15,7 +15,8 @@ from planner_examples import EXAMPLES, shown
 from planner_grid import estimates_of, request_for
 from torch import nn
 
-from drivetrain.api import UsageError, load_config
+from drivetrain.api import UsageError
+from drivetrain.api.programs import load_config
 from drivetrain_planner import Estimate
 from drivetrain_planner.choosing import choose
 from drivetrain_planner.commands import plan
@@ -168,7 +169,7 @@ def test_memory_has_a_line_for_each_layout(net):
 def test_a_batch_that_does_not_divide_is_refused(net):
     done = run("choose", *net, "--machine", "cpu", "--processes", "2", "--global_batch", "20")
     assert isinstance(done.exception, UsageError)
-    assert "a global batch of 20 is not a multiple of 8 samples on each of 2 data-parallel ranks" in str(done.exception)
+    assert "a global batch of 20 is not a multiple of the 8 samples of a micro-batch" in str(done.exception)
 
 
 def test_what_is_too_large_says_by_how_much(net):

@@ -7,8 +7,9 @@ import yaml
 from click.testing import CliRunner
 
 from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_planner.allocator import CachingAllocator, reserved
-from drivetrain_planner.commands import plan
+from drivetrain_planner.commands import ELSEWHERE, plan
 from drivetrain_planner.machines import HERE, MACHINES, find, kept_file
 from drivetrain_planner.measuring import as_file, link, measure
 
@@ -87,6 +88,16 @@ def test_what_was_measured_is_taken_where_no_machine_is_named(cache, tmp_path, m
     assert '"machine": "mine"' in done.output
     assert '"world_size": 2' in done.output
     assert '"machine": "h100"' in CliRunner().invoke(plan, [*asked, "--machine", "h100x8"]).output
+
+
+def test_a_subcommand_of_another_distribution_is_told_with_its_cure(monkeypatch):
+    """The group as it is where that distribution is not installed; where it is, it adds them to this group."""
+    monkeypatch.setattr(plan, "commands", {name: each for name, each in plan.commands.items() if name not in ELSEWHERE})
+    for name in ("schedule", "show"):
+        done = CliRunner().invoke(plan, [name, "--ranks", "2"])
+        assert done.exit_code == 2
+        assert f"The subcommand 'plan {name}' is not installed. Run: {pip_line('megatron')}" in done.output
+    assert "No such command 'chose'" in CliRunner().invoke(plan, ["chose"]).output
 
 
 def test_a_file_says_what_its_machine_says(tmp_path):

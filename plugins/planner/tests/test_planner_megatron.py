@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 from planner_grid import Combination, megatron_section, request_for
 
-from drivetrain.api import load_config
+from drivetrain.api.programs import load_config
 from drivetrain_planner.choosing import GROUP, choose, settings_of, weigh
 from drivetrain_planner.machines import find
 from drivetrain_planner.optimizers import optimizer_costs
@@ -122,7 +122,7 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
 @pytest.mark.parametrize(
     ("model", "ranks", "section", "why"),
     [
-        ("gpt2", 1, {}, "one process has nobody to share layers with"),
+        ("gpt2", 1, {}, "it shares out layers over processes, and there is one"),
         ("gpt2", 2, {"engine": "megatron_core"}, "engine: megatron_core is not modelled"),
         ("gpt2", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel is not modelled"),
         ("gpt2", 3, {"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide"),

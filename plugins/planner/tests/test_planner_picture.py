@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from drivetrain.api import UsageError
+from drivetrain.api.programs import pip_line
 from drivetrain_planner import Estimate
 from drivetrain_planner.choosing import Candidate, Choice
 from drivetrain_planner.machines import find
@@ -85,5 +87,5 @@ def test_without_matplotlib_the_error_says_what_to_install(choice, tmp_path, mon
     from drivetrain_planner.picture import write
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r'pip install "drivetrain-planner\[plot\]"'):
+    with pytest.raises(UsageError, match=re.escape(pip_line("planner", "plot"))):
         write(choice.fitting, choice, tmp_path / "memory.png")

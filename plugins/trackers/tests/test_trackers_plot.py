@@ -120,6 +120,23 @@ def damaged(file):
     return file.parent
 
 
+def lines(curve, *, over="step", smooth=1):
+    """What is drawn of one curve."""
+    from matplotlib.figure import Figure
+
+    from drivetrain_trackers.picture import _draw
+
+    axes = Figure().add_subplot()
+    _draw(axes, curve, {"color": "#000000"}, over=over, smooth=smooth)
+    return axes.get_lines()
+
+
+def test_losses_come_first_and_the_speed_last():
+    from drivetrain_trackers.picture import _chosen
+
+    assert _chosen([SPEED, "rate", "test/Loss", "accuracy"], ()) == ["test/Loss", "rate", "accuracy", SPEED]
+
+
 class TestPicture:
     @pytest.fixture(autouse=True)
     def matplotlib(self, monkeypatch):
@@ -150,16 +167,53 @@ class TestPicture:
     def test_a_png_holds_the_colour_of_each_run(self, tmp_path):
         from matplotlib.image import imread
 
-        from drivetrain_trackers.picture import COLOURS
+        from drivetrain.api.programs import pictures
 
         for name in ("one", "two", "three"):
             jsonl(tmp_path / name)
         drawn(tmp_path, "-o", tmp_path / "curves.png")
         pixels = (imread(tmp_path / "curves.png")[:, :, :3] * 255).round().astype(int)
-        for colour in COLOURS[:3]:
+        for colour in pictures.COLOURS[:3]:
             wanted = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
             assert (abs(pixels - wanted).max(axis=2) <= 1).sum() > 20
         assert not (abs(pixels - [0xCC, 0x79, 0xA7]).max(axis=2) <= 1).any()
+
+    @pytest.mark.parametrize(("over", "places"), [("step", [0, 10, 20, 30]), ("time", [0, 1, 2, 3])])
+    def test_a_line_stands_over_steps_or_over_minutes_since_its_first(self, over, places):
+        curve = Curve([0, 10, 20, 30], [500, 560, 620, 680], [4.0, 3.0, 2.0, 1.0])
+        (line,) = lines(curve, over=over)
+        assert list(line.get_xdata()) == places
+        assert list(line.get_ydata()) == curve.values
+
+    def test_smoothing_draws_means_over_the_values(self):
+        curve = Curve(list(range(8)), list(range(8)), [0.0, 3.0, 0.0, 3.0, 0.0, 3.0, 0.0, 3.0])
+        values, means = lines(curve, smooth=2)
+        assert list(values.get_ydata()) == curve.values
+        assert values.get_alpha() < 1
+        assert list(means.get_ydata()) == [1.5, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.5]
+        # Too few values for means over three of them.
+        assert len(lines(curve, smooth=3)) == 1
+
+    def test_more_runs_than_colours_differ_by_their_lines(self, tmp_path, monkeypatch):
+        from matplotlib.figure import Figure
+
+        seen = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+        for number in range(8):
+            jsonl(tmp_path / f"run{number}")
+        drawn(tmp_path, "-o", tmp_path / "curves.png")
+        looks = {(line.get_color(), line.get_linestyle()) for line in seen[0].axes[0].get_lines()}
+        assert len(looks) == 8
+
+    @pytest.mark.parametrize("scale", ["linear", "log"])
+    def test_a_scale_that_is_asked_for_is_taken(self, scale, tmp_path, monkeypatch):
+        from matplotlib.figure import Figure
+
+        seen = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+        wide = {"linear": {0: 1.0, 10: 1e6}, "log": {0: 1.0, 10: 2.0}}[scale]
+        drawn(jsonl(tmp_path / "run", wide), "--metric", "loss", "--scale", scale, "-o", tmp_path / "curves.png")
+        assert seen[0].axes[0].get_yscale() == scale
 
     @pytest.mark.parametrize(
         ("values", "scale"),

@@ -59,29 +59,11 @@ def test_a_script_as_it_is(as_module: bool, tmp_path: Path, monkeypatch: pytest.
     assert [float(one) for one in found] == pytest.approx(expected, abs=2e-6)
 
 
-USERS_FILE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_reshard_after_forward: true
-  fsdp_cpu_offload: false
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_activation_checkpointing: false
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-mixed_precision: bf16
-num_machines: 1
-num_processes: 4
-"""
-
-
 @pytest.mark.slow
 def test_a_users_fsdp_file_as_it_stands(tmp_path: Path) -> None:
     script = SCRIPT.replace("per_device_train_batch_size=3", "per_device_train_batch_size=2")
     (tmp_path / "theirs.py").write_text(script)
-    (tmp_path / "users.yaml").write_text(USERS_FILE)
+    (tmp_path / "users.yaml").write_text(jobs.USERS_FILE.format(processes=4))
     printed = launch("--config", str(tmp_path / "users.yaml"), "--cpu", "--trainer", str(tmp_path / "theirs.py"),
                      str(tmp_path / "run"))  # fmt: skip
     found = re.findall(r"^found (\S+) 4 fsdp$", printed, re.MULTILINE)

@@ -18,23 +18,6 @@ if find_spec("accelerate") is None or find_spec("transformers") is None:
 TOLERANCE = 2e-6
 """As in test_trainer_backends.py."""
 
-USERS_FILE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_reshard_after_forward: true
-  fsdp_cpu_offload: false
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_activation_checkpointing: false
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-"""
-
 
 def close(one: Any, other: Any, tolerance: float = TOLERANCE) -> bool:
     return bool(torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=tolerance))
@@ -139,7 +122,7 @@ def test_another_global_batch_is_refused(tmp_path: Path) -> None:
 
 def test_the_users_fsdp_file_works_as_it_stands(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(USERS_FILE)
+    file.write_text(jobs.USERS_FILE.format(processes=2))
     reference = spawn(jobs.stock, 1, str(tmp_path / "stock"), timeout=60, **jobs.WINDOWS)[0]
     for losses, facts, dtypes, kinds in spawn(jobs.file_of_user, 2, str(tmp_path / "run"), str(file), timeout=90):
         assert facts == ("fsdp", "bf16")

@@ -15,6 +15,25 @@ import torch
 WORDS = 64
 
 
+USERS_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_offload: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_activation_checkpointing: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+mixed_precision: bf16
+num_machines: 1
+num_processes: {processes}
+"""
+"""A configuration file of Accelerate's, as users have them."""
+
+
 def quiet() -> None:
     import transformers
     from transformers.trainer_callback import PrinterCallback
@@ -96,7 +115,7 @@ def configured(config: dict[str, Any]) -> None:
     """Make this the configuration that a launcher would have handed over."""
     import os
 
-    from drivetrain.api import load_config
+    from drivetrain.api.programs import load_config
 
     os.environ["DRIVETRAIN_CONFIG"] = load_config(overrides=config, environ={}).to_json()
 
@@ -152,9 +171,7 @@ def best(config: dict[str, Any], folder: str, dp: int, **given: Any) -> Any:
         lr_scheduler_type="constant",
         metric_for_best_model="eval_loss", **given,
     )  # fmt: skip
-    trainer = drivetrain_transformers.Trainer(
-        llama(), args, train_dataset=Words(22), eval_dataset=Words(13, begin=1)
-    )
+    trainer = drivetrain_transformers.Trainer(llama(), args, train_dataset=Words(22), eval_dataset=Words(13, begin=1))
     trainer.train()
     found = min(history(trainer, "eval_loss")["eval_loss"])
     last = history(trainer, "eval_loss")["eval_loss"][-1]
@@ -348,7 +365,7 @@ def file_of_user(folder: str, file: str) -> Any:
     import os
 
     import drivetrain_transformers
-    from drivetrain.api import load_config
+    from drivetrain.api.programs import load_config
 
     quiet()
     os.environ["DRIVETRAIN_CONFIG"] = load_config(file, overrides={"use_cpu": True}, environ={}).to_json()

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from drivetrain.api import Readiness, UsageError, get_registry
+from drivetrain.api import Readiness, UsageError
+from drivetrain.api.programs import get_registry
 from drivetrain_xla import chips
 from drivetrain_xla.config import XLAConfig
 from drivetrain_xla.layout import chosen_cuts, device_mesh_sizes, parameter_spec

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.api import trees
+from drivetrain.api.engines import trees
 from drivetrain_xla.placement import BatchPlacement, fill
 
 

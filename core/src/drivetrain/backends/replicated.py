@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.backend import Trainable
+from drivetrain.backend import Trainable, name_of
 from drivetrain.backends.base import DistributedBackend
 from drivetrain.backends.local_gradients import LocalGradients
 from drivetrain.backends.torch_engine import TorchEngine, TorchTrainable, place_model
@@ -94,13 +94,15 @@ class ReplicatedBackend(DistributedBackend):
         largest, negated_least, some_sparse, *somewhere = self.reduce(said, "max").tolist()
         if some_sparse:
             raise UnsupportedError(
-                f"{type(self).__name__} averages dense gradients, and a parameter has a sparse one",
-                cure="Leave sparse=True out of nn.Embedding.",
+                f"a parameter has a sparse gradient, and {name_of(self)} averages dense ones",
+                cure="Leave sparse=True out of nn.Embedding, and step it by a dense optimizer.",
             )
         if largest != -negated_least:
             raise UsageError(
-                "the parameters are no longer the same on every rank",
-                cure="Write the same values on every rank, outside of forward.",
+                "the script, a hook or a forward has written to parameters after prepare, and their values are not "
+                "the same on all ranks",
+                cure="Write the same values on every rank, outside of forward: call drivetrain.utils.set_seed(0) "
+                "before drawing random ones, or use drivetrain.utils.broadcast.",
             )
         return [each for each, some in zip(parameters, somewhere, strict=True) if some]
 

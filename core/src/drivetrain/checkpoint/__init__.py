@@ -7,25 +7,18 @@ used: the manifest can be read without torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.export import export_checkpoint, export_model, save_object
-    from drivetrain.checkpoint.folder import (
-        Inspection,
-        Naming,
-        abandon,
-        check_file,
-        commit,
-        data_folder,
-        inspect,
-        stage,
-    )
+    from drivetrain.checkpoint.folder import Inspection, Naming, inspect
     from drivetrain.checkpoint.loader import load
     from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest, stored_name
     from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of, local_folder
     from drivetrain.checkpoint.saver import Saver, TrainingState, library_versions, save
+    from drivetrain.checkpoint.storage import Staging, Storage, check_file, storage_of
     from drivetrain.checkpoint.tensors import (
         DrivetrainReader,
         Source,
@@ -37,32 +30,35 @@ if TYPE_CHECKING:
     )
     from drivetrain.checkpoint.tree import Encoder, decode
 
-_MODULES = {
-    "export": ("export_checkpoint", "export_model", "save_object"),
-    "folder": ("Inspection", "Naming", "abandon", "check_file", "commit", "data_folder", "inspect", "stage"),
-    "loader": ("load",),
-    "manifest": ("Chunk", "FileEntry", "Manifest", "TensorEntry", "read_manifest", "stored_name"),
-    "remote": ("Folder", "RemoteFolder", "folder_of", "local_folder"),
-    "saver": ("Saver", "TrainingState", "library_versions", "save"),
-    "tensors": (
-        "DrivetrainReader",
-        "Source",
-        "TensorFile",
-        "dtype_name",
-        "read_tensor",
-        "torch_dtype",
-        "write_tensors",
-    ),
-    "tree": ("Encoder", "decode"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "drivetrain.checkpoint.export": ("export_checkpoint", "export_model", "save_object"),
+        "drivetrain.checkpoint.folder": ("Inspection", "Naming", "inspect"),
+        "drivetrain.checkpoint.loader": ("load",),
+        "drivetrain.checkpoint.manifest": (
+            "Chunk",
+            "FileEntry",
+            "Manifest",
+            "TensorEntry",
+            "read_manifest",
+            "stored_name",
+        ),
+        "drivetrain.checkpoint.remote": ("Folder", "RemoteFolder", "folder_of", "local_folder"),
+        "drivetrain.checkpoint.saver": ("Saver", "TrainingState", "library_versions", "save"),
+        "drivetrain.checkpoint.storage": ("Staging", "Storage", "check_file", "storage_of"),
+        "drivetrain.checkpoint.tensors": (
+            "DrivetrainReader",
+            "Source",
+            "TensorFile",
+            "dtype_name",
+            "read_tensor",
+            "torch_dtype",
+            "write_tensors",
+        ),
+        "drivetrain.checkpoint.tree": ("Encoder", "decode"),
+    },
+)
 
 __all__ = [
     "Chunk",
@@ -76,13 +72,12 @@ __all__ = [
     "RemoteFolder",
     "Saver",
     "Source",
+    "Staging",
+    "Storage",
     "TensorEntry",
     "TensorFile",
     "TrainingState",
-    "abandon",
     "check_file",
-    "commit",
-    "data_folder",
     "decode",
     "dtype_name",
     "export_checkpoint",
@@ -96,7 +91,7 @@ __all__ = [
     "read_tensor",
     "save",
     "save_object",
-    "stage",
+    "storage_of",
     "stored_name",
     "torch_dtype",
     "write_tensors",

@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.folder import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of, local_folder
+from drivetrain.checkpoint.storage import CheckedFile, check_file, sync_folder
 from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
@@ -348,8 +348,12 @@ def _parse_size(size: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
-            raise CheckpointError(f"max_shard_size {size!r} is no size", cure="Write for example '10GB' or '500MiB'.")
+            raise CheckpointError(
+                f"max_shard_size={size!r} is not a size", cure="Write a number with a unit, such as '10GB' or '500MiB'."
+            )
         number, unit = float(match[1]), match[2].upper()
     if number <= 0:
-        raise CheckpointError(f"max_shard_size must be positive, not {size!r}")
+        raise CheckpointError(
+            f"max_shard_size={size!r} is not above 0", cure="Write a size such as '10GB', or a number of bytes."
+        )
     return int(number * _UNITS[unit])

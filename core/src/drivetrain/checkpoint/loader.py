@@ -11,11 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import tempfile
+import logging
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -31,9 +30,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
-from drivetrain.checkpoint.folder import check_file
 from drivetrain.checkpoint.manifest import MANIFEST, Manifest, read_text, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of
+from drivetrain.checkpoint.storage import check_file, storage_of
 from drivetrain.checkpoint.tensors import DrivetrainReader, TensorFile, dtype_name, torch_dtype
 from drivetrain.checkpoint.tree import Encoder, decode, tensor_keys
 from drivetrain.distributed.collectives import Ranks
@@ -44,6 +43,8 @@ from drivetrain.parameter_names import original_name
 if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.checkpoint.saver import Portable, TrainingState
+
+logger = logging.getLogger(__name__)
 
 # ---- Comparing checkpoint and run
 
@@ -341,7 +342,9 @@ def _is_mapping(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def _senseless(what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{what} makes no sense", cure="Load an older checkpoint, this one is not sound.")
+    return CheckpointCorruptError(
+        f"{what} has values that a checkpoint cannot have", cure="Load an older checkpoint: this one is damaged."
+    )
 
 
 # ---- Loading
@@ -389,7 +392,7 @@ def load(
     ranks.agree("check its share of the files", lambda: _check_share(folder, manifest, ranks))
     skipped = frozenset[int]()
     if hooks is not None:
-        with _readable(folder, manifest) as readable:
+        with storage_of(folder).readable(folder, manifest) as readable:
             skipped = frozenset(hooks(readable))
     work = _Load(folder, manifest, state, backend, skipped)
     differences = joined(ranks.agree("compare the checkpoint", work.compare))
@@ -410,20 +413,10 @@ def load(
         raise type(problem)(
             f"{problem.what}; weights were replaced by then",
             whose=problem.whose,
-            cure="Load another checkpoint, or start the run again: what is prepared now is of neither.",
+            cure="Load another checkpoint, or start the run again: some weights are the checkpoint's now, and others "
+            "are not.",
         ) from problem
     return manifest
-
-
-@contextmanager
-def _readable(folder: Folder, manifest: Manifest) -> Iterator[Path]:
-    """A folder with the files that save hooks have written: the checkpoint's, or a copy of them that goes again."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="drivetrain-hooks-") as copy:
-        folder.download([name for name in folder.sizes() if name not in {*manifest.files, MANIFEST}], Path(copy))
-        yield Path(copy)
 
 
 def _check_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:
@@ -625,15 +618,17 @@ class _Load:
                 self._words[key] = torch.empty(entry.shape, dtype=torch_dtype(key, entry.dtype))
 
     def _compare_rng(self) -> None:
-        """Add a remark where the checkpoint has no random state for a data-parallel coordinate."""
+        """Add a remark where the checkpoint has no random state; log where it has none for some coordinates alone."""
         lacking = [at for at in range(self._topology.dp_size) if self._rng_file(at) is None]
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")
-        elif lacking:
-            saved, here = len(self._manifest.rng), self._topology.dp_size
-            self.remarks.append(
-                f"the checkpoint holds the random state of {saved} data-parallel process(es), and here are {here}: "
-                "the others draw from seeds that follow from it, as they should"
+        elif lacking and self._topology.rank == 0:
+            # No warning: a run that is resumed on more processes is as it should be.
+            logger.info(
+                "the checkpoint holds the random state of %d data-parallel process(es), and here are %d: "
+                "the others draw from seeds that follow from it",
+                len(self._manifest.rng),
+                self._topology.dp_size,
             )
 
     def _rng_file(self, coordinate: int) -> str | None:

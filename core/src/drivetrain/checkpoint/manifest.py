@@ -12,11 +12,11 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from drivetrain.backend import TensorSpec
-from drivetrain.checkpoint.remote import Folder, folder_of
+from drivetrain.checkpoint.remote import Folder, folder_of, is_special, newest_below
 from drivetrain.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST = "manifest.json"
@@ -244,12 +244,12 @@ def read_text(folder: Folder) -> str:
     path = folder / MANIFEST
     try:
         # Reading a pipe or a device would never end.
-        if isinstance(path, Path) and path.exists() and not path.is_file():
+        if is_special(path):
             raise CheckpointCorruptError("the manifest is no regular file", whose=str(path), cure=_RESAVE)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as problem:
         what = f"{folder} holds no complete checkpoint" if folder.exists() else f"there is no checkpoint at {folder}"
-        newest = _newest_below(folder) if isinstance(folder, Path) else None
+        newest = newest_below(folder, MANIFEST)
         cure = f"A checkpoint is a folder with a {MANIFEST}; save_state writes it last."
         if newest is not None:
             cure = f"Name a checkpoint in it; the newest is {newest}."
@@ -258,12 +258,6 @@ def read_text(folder: Folder) -> str:
         raise CheckpointCorruptError("the manifest is not text", whose=str(path), cure=_RESAVE) from problem
     except OSError as problem:
         raise CheckpointError(f"the manifest cannot be read: {problem}", whose=str(path)) from problem
-
-
-def _newest_below(folder: Path) -> Path | None:
-    """The newest checkpoint up to two folders deeper, where a run's own folder was named; ``None`` without one."""
-    found = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}") if path.is_file()]
-    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
 def read_manifest(folder: str | Folder) -> Manifest:

@@ -3,14 +3,13 @@
 No torch, and nothing is collective; fsspec is imported when the first remote folder is named.
 
 :class:`RemoteFolder` has the part of :class:`pathlib.Path` by which checkpoints are read, so that reading is written
-once. Writing differs, because such a storage has no rename: see ``stage`` and ``commit`` in
-:mod:`drivetrain.checkpoint.folder`. A new storage is a file system of fsspec, never a class of this package.
+once. Writing differs, because such a storage has no rename: see :mod:`drivetrain.checkpoint.storage`. A new storage is
+a file system of fsspec, never a class of this package.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +78,11 @@ class RemoteFolder:
         """Whether there is a file here. Raises as :meth:`exists`."""
         found = self._info()
         return found is not None and found["type"] == "file"
+
+    def is_dir(self) -> bool:
+        """Whether there is a folder here. Raises as :meth:`exists`."""
+        found = self._info()
+        return found is not None and found["type"] == "directory"
 
     def stat(self) -> _Stat:
         """The file's size. Raises :class:`FileNotFoundError` when there is none."""
@@ -227,19 +231,20 @@ def local_folder(path: str | os.PathLike[str], what: str) -> Path:
     return folder
 
 
-def subfolders(folder: Folder) -> list[Folder]:
-    """The folders directly in a folder, in no order; none where it does not exist."""
-    if isinstance(folder, RemoteFolder):
-        return list(folder.subfolders())
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+def is_special(path: Folder) -> bool:
+    """Whether reading would never end: a pipe or a device of this machine."""
+    return isinstance(path, Path) and path.exists() and not path.is_file()
 
 
-def delete(folder: Folder) -> None:
-    """Delete a folder and all that is in it."""
-    if isinstance(folder, RemoteFolder):
-        folder.delete()
-    else:
-        shutil.rmtree(folder)
+def newest_below(folder: Folder, name: str) -> Path | None:
+    """The folder with the newest file of this name up to two folders deeper; ``None`` without one.
+
+    On a remote storage each folder would take a request; there it is always ``None``.
+    """
+    if not isinstance(folder, Path):
+        return None
+    found = [path for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{name}") if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
 
 
 def _refuse_swallowed_slash(text: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any, final
 
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.backend import Backend
-from drivetrain.checkpoint import folder
+from drivetrain.backend import Backend, name_of
+from drivetrain.checkpoint import owner
 from drivetrain.checkpoint.folder import Naming
 from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
@@ -104,7 +104,7 @@ class RunCheckpoints:
     def close(self) -> None:
         """Wait as well, and release the folders and the resources of background saves. Not collective."""
         self._saver.close()
-        folder.release()
+        owner.release()
 
     def save(self, output_dir: str | Folder | None, *, blocking: bool = True) -> Folder:
         """Write one checkpoint, or begin to. Collective over all ranks. Returns its folder.
@@ -119,7 +119,8 @@ class RunCheckpoints:
         """
         if not blocking and not self._backend.capabilities.async_save:
             raise UnsupportedError(
-                f"{type(self._backend).__name__} cannot save beside the training: its state cannot be copied at once",
+                f"save_state(blocking=False) copies the state and writes it while training goes on, which "
+                f"{name_of(self._backend)} does not support",
                 cure="Leave blocking at True.",
             )
         self._catch_up()

@@ -11,8 +11,6 @@ import json
 import logging
 import math
 import platform
-import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -33,9 +31,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from drivetrain.checkpoint.folder import abandon, commit, data_folder, stage, written_sizes
+from drivetrain.backend import name_of
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
-from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of
+from drivetrain.checkpoint.remote import Folder, folder_of
+from drivetrain.checkpoint.storage import Staging, storage_of
 from drivetrain.checkpoint.tensors import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.distributed.collectives import Ranks
@@ -181,7 +180,7 @@ class WritePlan:
     It is a function of every rank's layout and of nothing else, so it holds while each rank has the layout that it had.
 
     Args:
-        made_for: name of the staging folder of the save that it was made for, which tells it from others.
+        made_for: name of the data folder of the save that it was made for, which no other save has.
         num_ranks: how many ranks took part.
         layout: of what this rank offered.
         buffers: names in it that are buffers.
@@ -233,8 +232,8 @@ def make_plan(
         plans, _ = planner.create_global_plan(plans)
     except (ValueError, AssertionError) as problem:
         raise CheckpointError(
-            f"the ranks do not hold one state together: {problem}",
-            cure="A tensor is either whole on every rank that has it or a DTensor on all of its mesh.",
+            f"the parts of the state on the ranks do not make up whole tensors: {problem}",
+            cure="Hand each tensor over whole on every rank that has it, or as a DTensor on all ranks of its mesh.",
         ) from problem
     files = [_in_files(plan.items, rank) for rank, plan in enumerate(plans)]
     chunks: dict[str, list[Chunk]] = {}
@@ -283,17 +282,17 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others before anything is written.
+    """Data of a rank that are sent to the others before anything is written.
 
     Args:
         marks: a checksum of each object's state, which should be the same on every rank.
         kept: what the plan of the save before was made for, if this rank's state still has the layout of then.
-        staging: the staging folder, on the main process.
+        staging: the save, as its storage has begun it; on the main process.
     """
 
     marks: dict[str, int]
     kept: str
-    staging: Folder | None
+    staging: Staging[Any] | None
 
 
 class SaveWork:
@@ -310,8 +309,9 @@ class SaveWork:
     def __init__(self, path: str | Folder, backend: Backend, ranks: Ranks) -> None:
         self.target = folder_of(path).absolute()
         self._backend, self._ranks = backend, ranks
-        self._staging: Folder | None = None  # Of the main process only, until all have agreed on it.
-        self._of_hooks: Path | None = None  # For a remote checkpoint: holds this rank's hooks' files until they go.
+        self._storage = storage_of(self.target)
+        self._staging: Staging[Any] | None = None  # Of the main process only, until all have agreed on it.
+        self._of_hooks: Path | None = None  # The folder that this rank's hooks wrote into, until it is taken.
         self._files: list[PlannedFile] = []
         self._failure: Exception | None = None  # To be raised with the others.
         self._manifest: Manifest  # Without files, until they are written.
@@ -323,9 +323,9 @@ class SaveWork:
             yield
         except BaseException as problem:
             if self._ranks.is_main and self._staging is not None:
-                abandon(self._staging)
+                self._storage.abandon(self._staging)
             if self._of_hooks is not None:
-                shutil.rmtree(self._of_hooks, ignore_errors=True)  # Gone already when they were written.
+                self._storage.drop_hooks_files(self._of_hooks)
             if isinstance(problem, CheckpointError):
                 self._ranks.gather(None)  # Every rank raises only after the files of this save are gone.
             raise
@@ -375,7 +375,7 @@ class SaveWork:
         planner.set_up_planner(collected.tensors)
         plan = kept
         if plan is None or {each.kept for each in offers} != {plan.made_for}:
-            plan = make_plan(self._staging.name, layout, planner, collected.buffers, ranks)
+            plan = make_plan(self._staging.data.name, layout, planner, collected.buffers, ranks)
         for file, items in plan.files.items():
             sources = []
             for item, chunk in items:
@@ -388,7 +388,7 @@ class SaveWork:
             sources = [Source.of(key, tensor) for key, tensor in tensors.items()]
             self._files.append(PlannedFile(_rng_file(topology.dp_rank), sources, {"tree": json.dumps(tree)}))
         self._manifest = Manifest(
-            backend=self._backend.settings.name or type(self._backend).__name__,
+            backend=name_of(self._backend),
             mesh=topology.mesh.sizes,
             world_size=topology.world_size,
             created=time.time(),
@@ -420,20 +420,16 @@ class SaveWork:
         parts = self._ranks.agree("write its part of the checkpoint", self._write)
         self._ranks.agree("complete the checkpoint", lambda: self._complete(parts))
 
-    def _folder_of_hooks(self, staging: Folder) -> Path:
-        """The folder that hooks write into: the staging folder, or one of this machine whose files are sent."""
-        if isinstance(staging, Path):
-            return staging
-        self._of_hooks = Path(tempfile.mkdtemp(prefix="drivetrain-hooks-"))
+    def _folder_of_hooks(self, staging: Staging[Any]) -> Path:
+        self._of_hooks = self._storage.hooks_folder(staging)
         return self._of_hooks
 
-    def _stage(self) -> Folder | None:
-        """On the main process: make the staging folder, once. All find out whether they can reach a remote one."""
-        if isinstance(self.target, RemoteFolder):
-            self.target.check_installed()
+    def _stage(self) -> Staging[Any] | None:
+        """On the main process: begin the save, once. All find out whether they can reach its storage."""
+        self._storage.check_reachable(self.target)
         if self._ranks.is_main and self._staging is None:
             try:
-                self._staging = stage(self.target)
+                self._staging = self._storage.stage(self.target)
             except CheckpointError:
                 raise
             except OSError as problem:
@@ -447,17 +443,14 @@ class SaveWork:
         """Write this rank's files; returns their entries by path below the checkpoint."""
         if self._failure is not None:
             raise self._failure
-        data = data_folder(_present(self._staging))
-        if isinstance(data, RemoteFolder):
-            if self._of_hooks is not None:
-                data.parent.upload(self._of_hooks)
-                shutil.rmtree(self._of_hooks)
-            return self._write_files(data)
-        free = shutil.disk_usage(data).free
+        staging = _present(self._staging)
+        if self._of_hooks is not None:
+            self._storage.take_hooks_files(staging, self._of_hooks)
+        free = self._storage.free_bytes(staging.data)
         try:
-            return self._write_files(data)
+            return self._write_files(staging.data)
         except OSError as problem:
-            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if free is None or problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             sources = (source for file in self._files for source in file.sources)
             needed = sum(source.dtype.itemsize * math.prod(source.shape) for source in sources)
@@ -478,34 +471,34 @@ class SaveWork:
         """On the main process: check that all parts are written, write the manifest, commit the folder."""
         if not self._ranks.is_main:
             return
-        folder = _present(self._staging)
+        staging = _present(self._staging)
         files = {name: entry for part in parts for name, entry in sorted(part.items())}
-        seen = written_sizes(folder, files)
+        seen = self._storage.sizes(staging, files)
         for rank, part in enumerate(parts):
             for name, entry in part.items():
                 if seen.get(name) != entry.size:
                     raise CheckpointError(
                         f"the main process does not see {name}, which rank {rank} wrote",
-                        cure="All machines must share the file system of the checkpoint's folder"
-                        + ("." if isinstance(folder, Path) else ", and one run alone may save there."),
+                        cure="All machines must share the storage of the checkpoint's folder, and only one run may "
+                        "save there.",
                     )
-        data = data_folder(folder).name
+        data = staging.data.name
         tensors = {}
         for name, planned in self._manifest.tensors.items():
             chunks = [Chunk(one.offsets, one.shape, f"{data}/{one.file}", one.key) for one in planned.chunks]
             tensors[name] = TensorEntry(planned.dtype, planned.shape, tuple(chunks), planned.sharded)
         rng = {at: f"{data}/{_rng_file(at)}" for at in range(self._backend.topology.dp_size)}
         rng = {at: name for at, name in rng.items() if name in files}
-        commit(folder, self.target, replace(self._manifest, tensors=tensors, files=files, rng=rng))
+        self._storage.commit(staging, replace(self._manifest, tensors=tensors, files=files, rng=rng))
 
 
 def _rng_file(coordinate: int) -> str:
     return f"rng-{coordinate:05d}.safetensors"
 
 
-def _present(folder: Folder | None) -> Folder:
-    assert folder is not None, "the main process has made it"
-    return folder
+def _present(staging: Staging[Any] | None) -> Staging[Any]:
+    assert staging is not None, "the main process has begun it"
+    return staging
 
 
 def _warn_about_differences(marks: list[dict[str, int]]) -> None:
@@ -688,7 +681,7 @@ class Saver:
             what = failure.what if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
             raise CheckpointError(
                 f"the save of {self._target} in the background failed: {what}",
-                cure="Older checkpoints are as they were. Cure the cause and save again.",
+                cure="Older checkpoints are unchanged. Remove the cause, and save again.",
             ) from failure
         return self._target
 

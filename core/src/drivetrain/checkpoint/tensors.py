@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +34,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from drivetrain.checkpoint.folder import CheckedFile
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, read_manifest
-from drivetrain.checkpoint.remote import Folder, RemoteFolder, folder_of
+from drivetrain.checkpoint.remote import Folder, folder_of
+from drivetrain.checkpoint.storage import CheckedFile, storage_of
 from drivetrain.errors import CheckpointCorruptError, CheckpointError
 
 _CODES = {
@@ -154,7 +153,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_tensors(path: Folder, sources: Sequence[Source], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Write a new file, with one tensor in memory at a time, and put it on the disk, or on a remote storage.
+    """Write a new file, with one tensor in memory at a time, and put it on its storage.
 
     Raises:
         CheckpointError: a dtype that safetensors does not know; nothing is written then.
@@ -176,7 +175,7 @@ def write_tensors(path: Folder, sources: Sequence[Source], metadata: Mapping[str
 class TensorFile:
     """A safetensors file open for reading; the bytes are mapped, not read, until they are copied.
 
-    On a remote storage only the header is read, and then the rows that are asked for.
+    Where a file cannot be mapped only the header is read, and then the rows that are asked for.
 
     Raises:
         CheckpointCorruptError: not a safetensors file. Nothing in it is executed, whatever it is.
@@ -184,7 +183,7 @@ class TensorFile:
 
     def __init__(self, path: Folder) -> None:
         self.path = path
-        untyped: Any = safe_open if isinstance(path, Path) else _RemoteFile
+        untyped: Any = safe_open if storage_of(path).maps_files else _RangeFile
         try:
             self._file = untyped(path, framework="pt")
             self._keys = frozenset(map(str, self._file.keys()))
@@ -227,7 +226,7 @@ class TensorFile:
         return torch.view_as_complex(tensor) if dtype in _REAL else tensor
 
     def position(self, key: str) -> int:
-        """Return the offset of a tensor in a remote file; 0 if there is none, which :meth:`check` refuses."""
+        """Return a tensor's offset in a file that is not mapped; 0 if there is none, which :meth:`check` refuses."""
         return int(self._file.entry(key)["data_offsets"][0]) if key in self._keys else 0
 
     def sources(self) -> dict[str, Source]:
@@ -243,13 +242,13 @@ class TensorFile:
 
 
 _HEAD_BYTES = 256 << 10
-"""A remote file's first request asks for so many bytes: the header of about 2,000 tensors."""
+"""The first request to a file that is not mapped asks for so many bytes: the header of about 2,000 tensors."""
 
 _MOST_HEAD_BYTES = 100_000_000
 """Safetensors' own limit of a header."""
 
 
-class _RemoteFile:
+class _RangeFile:
     """Stands in for ``safetensors.safe_open`` where a file cannot be mapped: reads ranges of it.
 
     Raises:
@@ -257,7 +256,7 @@ class _RemoteFile:
         OSError: from the storage.
     """
 
-    def __init__(self, path: RemoteFolder, framework: str) -> None:
+    def __init__(self, path: Any, framework: str) -> None:
         assert framework == "pt"
         self._path = path
         self._open: Any = None
@@ -286,10 +285,10 @@ class _RemoteFile:
         return self._metadata
 
     def get_tensor(self, key: str) -> Tensor:
-        return _RemoteSlice(self, key)[()]
+        return _RangeSlice(self, key)[()]
 
-    def get_slice(self, key: str) -> _RemoteSlice:
-        return _RemoteSlice(self, key)
+    def get_slice(self, key: str) -> _RangeSlice:
+        return _RangeSlice(self, key)
 
     def entry(self, key: str) -> Any:
         return self._entries[key]
@@ -309,10 +308,10 @@ class _RemoteFile:
         return found
 
 
-class _RemoteSlice:
+class _RangeSlice:
     """Stands in for what ``safe_open(...).get_slice`` returns; reads all columns of the rows asked for."""
 
-    def __init__(self, file: _RemoteFile, key: str) -> None:
+    def __init__(self, file: _RangeFile, key: str) -> None:
         self._file, self._entry = file, file.entry(key)
 
     def get_dtype(self) -> str:
@@ -396,7 +395,7 @@ class DrivetrainReader(StorageReader):
         dtypes: dict[str, torch.dtype] = {}
         for name, items in by_file.items():
             file = TensorFile(self.folder / name)
-            if isinstance(self.folder, RemoteFolder):  # Tensors that lie side by side share a request.
+            if not storage_of(self.folder).maps_files:  # Tensors that lie side by side share a request.
                 items.sort(key=lambda each: file.position(each[1].key))
             for item, chunk in items:
                 spelled = self.manifest.tensors[item.dest_index.fqn].dtype
@@ -426,8 +425,7 @@ class DrivetrainReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a folder."""
-        folder = folder_of(checkpoint_id)
-        return folder.is_dir() if isinstance(folder, Path) else folder.exists()
+        return folder_of(checkpoint_id).is_dir()
 
 
 def read_tensor(folder: Folder, name: str, entry: TensorEntry) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from drivetrain.errors import DrivetrainError, did_you_mean, sentences
+from drivetrain.errors import DrivetrainError
+from drivetrain.wording import did_you_mean, sentences
 
 COMMANDS = {
     "backends": (
@@ -111,8 +112,19 @@ def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+EPILOG = """\b
+To begin:
+  drivetrain test --cpu --num_processes 2
+  drivetrain launch --cpu --num_processes 2 train.py
+  drivetrain COMMAND --help
+"""
+
+
 @click.group(
-    cls=Commands, name="drivetrain", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+    cls=Commands,
+    name="drivetrain",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog=EPILOG,
 )
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Print it.")
 def drivetrain() -> None:

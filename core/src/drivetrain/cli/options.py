@@ -82,7 +82,7 @@ def check_installed(name: str, what: str) -> None:
 
 
 def chosen_file(config_file: str | None) -> tuple[str | None, str]:
-    """The configuration file that a command reads, and a line that says so where nobody named it.
+    """The configuration file that a command reads, and a line that says so where it was not named.
 
     In this order: the one that was named, by ``--config`` or ``DRIVETRAIN_CONFIG_FILE``; ``drivetrain.yaml`` in this
     folder; the user's own, which ``drivetrain config --user`` writes; Accelerate's default file. The first that exists

@@ -1,13 +1,18 @@
 """Trains a few steps on every process and compares them with plain torch, for ``drivetrain test``.
 
-Each check prints one line on the main process. A wrong number raises, which ends the whole run.
+Each check prints one line on the main process. A wrong number raises, which ends the whole run. With the path of a
+picture as its argument it also collects what ``drivetrain test --plot`` shows, and draws it.
 """
 
 from __future__ import annotations
 
+import gc
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +20,13 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration
+from drivetrain.cli import self_test_picture
+from drivetrain.cli.self_test_picture import OTHERS, RankReport
+from drivetrain.config.load import worker_config
 from drivetrain.utils import broadcast_object_list, gather_object, set_seed
 
 BATCH = 4
+"""Samples of a data-parallel rank."""
 STEPS = 2
 SCALE = 0.01
 """Makes the loss small, so that configured clipping does not change its gradients."""
@@ -36,6 +45,8 @@ def main() -> None:
     # Backend, precision and mesh are configured; accumulation and batch sizes are those of the reference below.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
     check(accelerator)
+    if pictures := sys.argv[1:]:
+        draw(accelerator, Path(pictures[0]))
     accelerator.end_training()
 
 
@@ -142,6 +153,117 @@ def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
     """Return the largest difference between two sets of parameters of the same names."""
     expect(set(these) == set(those), f"parameters {sorted(these)} are not {sorted(those)}")
     return max(float((these[name].float() - those[name].float()).abs().max()) for name in those)
+
+
+# ---- the picture ----------------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 256, 4
+"""Of the model whose parts are drawn: some megabytes, so that they stand out from what an engine holds besides."""
+
+
+def draw(accelerator: Accelerator, path: Path) -> None:
+    """Draw which samples each rank reads, and what it holds. Collective over all ranks; the main process writes it."""
+    accelerator.free_memory()
+    topology = accelerator.backend.topology
+    coordinates = topology.mesh.coordinates(topology.rank)
+    shown = {axis: place for axis, place in coordinates.items() if topology.mesh.sizes[axis] > 1}
+    config = worker_config().config.dataloader.model_dump()
+    for key, value in config.items():
+        setattr(accelerator.dataloader_config, key, value)
+    samples, size = read_samples(accelerator), batch_size(accelerator)
+    for key, value in vars(DataLoaderConfiguration()).items():
+        setattr(accelerator.dataloader_config, key, value)
+    mine = RankReport(topology.dp_rank, shown, samples, held_bytes(accelerator))
+    reports = [accelerator.backend.broadcast_object(mine, src=rank) for rank in range(topology.world_size)]
+    if accelerator.is_main_process:
+        settings = [f"batch_size={size}"]
+        settings += [key for key in ("split_batches", "dispatch_batches") if config[key]]
+        settings += [] if config["even_batches"] else ["even_batches off"]
+        backend = f"{accelerator.distributed_type} on {accelerator.num_processes} process(es)"
+        self_test_picture.write(reports, path, backend=backend, settings=settings)
+
+
+def batch_size(accelerator: Accelerator) -> int:
+    """Return the size by which a script makes a loader of which each data-parallel rank reads 4 samples at a time."""
+    return BATCH * accelerator.backend.topology.dp_size if accelerator.split_batches else BATCH
+
+
+def read_samples(accelerator: Accelerator) -> list[list[int]]:
+    """Return the numbers of the samples in each batch that this rank reads of one epoch. Collective over all ranks.
+
+    For half of the data-parallel ranks one sample is left in the end, so that it shows what the others do then.
+    """
+    dp_size = accelerator.backend.topology.dp_size
+    data = TensorDataset(torch.arange(2 * BATCH * dp_size + (dp_size + 1) // 2))
+    loader = DataLoader(data, batch_size=batch_size(accelerator))
+    loader = accelerator.prepare_data_loader(loader, device_placement=False)
+    return [numbers.tolist() for (numbers,) in loader]
+
+
+def held_bytes(accelerator: Accelerator) -> dict[str, int]:
+    """Return the bytes that this rank holds of a model in training, by part. Collective over all ranks.
+
+    Taken after a backward, when the optimizer has stepped before. What an engine holds beside the model's tensors (flat
+    buffers, gradients that it keeps itself) is found by looking through all tensors that Python knows.
+    """
+    former = all_tensors()  # kept, so that no new tensor has the address of one of them
+    set_seed(0)
+    layers = ((nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+    model: nn.Module = nn.Sequential(*(layer for block in layers for layer in block))
+    data = torch.randn(STEPS * BATCH * accelerator.backend.topology.dp_size, WIDTH)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(data), batch_size=BATCH))
+    for number, (inputs,) in enumerate(loader, start=1):
+        accelerator.backward(model(inputs).square().mean())
+        if number < STEPS:
+            optimizer.step()
+            optimizer.zero_grad()
+    del inputs, data
+    trainable = accelerator._preparer.find(model).trainable  # noqa: SLF001 (of the same core)
+    state = trainable.portable_state().tensors
+    parts: dict[str, Iterable[Any]] = {
+        "parameters": [*trainable.live_tensors().values(), *trainable.module.parameters()],
+        "gradients": gradients_of(all_tensors()),
+        "optimizer states": [tensor for name, tensor in state.items() if name.startswith("optim.")],
+    }
+    found: dict[str, int] = {}
+    counted = set(live_storages(former))
+    for part, tensors in {**parts, OTHERS: all_tensors()}.items():
+        storages = {key: size for key, size in live_storages(tensors).items() if key not in counted}
+        found[part] = sum(storages.values())
+        counted = counted | set(storages)
+    return found
+
+
+def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return what autograd has accumulated for leaves, such as the parameters of a pipeline's stage."""
+    read: Any = Tensor.grad  # the attribute of the class: an engine's parameters may refuse to be asked
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (as above)
+        found = [read.__get__(tensor) for tensor in tensors if tensor.is_leaf]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def all_tensors() -> list[Tensor]:
+    """Return every tensor that Python knows of."""
+    gc.collect()
+    # The type, not isinstance, which asks objects of other libraries for their class.
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def live_storages(tensors: Iterable[Any]) -> Mapping[tuple[str, int], int]:
+    """Return the bytes of the memory behind tensors, each once, by device and address."""
+    found: dict[tuple[str, int], int] = {}
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (an engine's parameters may refuse to be asked)
+        for tensor in tensors:
+            if hasattr(type(tensor), "__tensor_flatten__"):
+                parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+                found.update(live_storages(part for part in parts if isinstance(part, Tensor)))
+            elif tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                # Tensors without values, fake ones among them, have a storage on the device "meta".
+                if storage.device.type != "meta" and (address := storage.data_ptr()):
+                    found[str(tensor.device), address] = storage.nbytes()
+    return found
 
 
 def expect(condition: bool, otherwise: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,12 +19,26 @@ SELF_TEST = "drivetrain.cli.self_test"
 
 @click.command(context_settings={"token_normalize_func": normalise})
 @configuration_options
-def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> None:
+@click.option(
+    "--plot",
+    "picture",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw which samples each rank reads and what it holds: .png or .svg.",
+)
+def test(config_file: str | None, settings: tuple[str, ...], picture: Path | None, **flags: Any) -> None:
     """Run a short distributed job and check gather, gradients, saving and loading against one plain process.
 
     Without a number of processes it takes one per accelerator, or two on the CPU. It trains a small model of its own:
-    settings that name parts of yours, such as fsdp.transformer_layer_cls, are left out.
+    settings that name parts of yours, such as fsdp.transformer_layer_cls, are left out. --plot trains another one of
+    some megabytes, and draws for each rank the samples that it reads, as the section dataloader shares them out, and
+    what it holds of parameters, gradients and optimizer states.
     """
+    if picture is not None:
+        from drivetrain import pictures
+        from drivetrain.registry import pip_line
+
+        pictures.check(picture, pip_line("plot"))
     config_file, remark = chosen_file(config_file)
     if remark:
         click.echo(remark, err=True)
@@ -46,9 +61,10 @@ def test(config_file: str | None, settings: tuple[str, ...], **flags: Any) -> No
         click.echo(f"left out, since they are about another model: {', '.join(dropped)}", err=True)
     plan = make_plan(resolved)
     click.echo(describe(plan, resolved), err=True)
-    code = script.launch(resolved, [SELF_TEST], module=True, plan=plan)
+    arguments = [] if picture is None else [str(picture.absolute())]
+    code = script.launch(resolved, [SELF_TEST, *arguments], module=True, plan=plan)
     if code == 0:
-        click.echo("Everything works.")
+        click.echo("Everything works." if picture is None else f"Everything works. The picture: {picture}")
     sys.exit(code)
 
 

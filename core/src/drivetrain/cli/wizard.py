@@ -19,11 +19,12 @@ from drivetrain.cli.prompts import Asker, Choice, NoAnswerError, Question, expla
 from drivetrain.config import load_config
 from drivetrain.config.locate import write
 from drivetrain.config.schema import MeshConfig
-from drivetrain.errors import BackendError, DrivetrainError, sentences
+from drivetrain.errors import BackendError, DrivetrainError
 from drivetrain.launch.devices import Inventory, take_inventory
 from drivetrain.launch.environment import DEFAULT_PORT, available_cores
 from drivetrain.launch.machines import first_host
 from drivetrain.registry import Registry, known_extras, pip_line
+from drivetrain.wording import sentences
 
 _ALL, _SOME, _CPU = "all accelerators", "some accelerators", "the CPU"
 _PRECISIONS = {

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from drivetrain.errors import UsageError, closest, cut
+from drivetrain.errors import UsageError
+from drivetrain.wording import closest, cut
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -104,7 +105,7 @@ def judge_section(name: str, values: Any, rules: Mapping[str, Rule]) -> Iterator
         rule = rules.get(key) or rules.get(f"{name.removesuffix('_config')}_{key}")
         if rule is None:
             guess = closest(str(key), rules)
-            says = f"nobody knows this key{f'; did you mean {guess!r}?' if guess else ''}"
+            says = f"there is no such key{f'; did you mean {guess!r}?' if guess else ''}"
             yield Verdict(f"{name}.{key}", value, "not supported", says, stops=True)
         else:
             yield judge(f"{name}.{key}", value, rule)

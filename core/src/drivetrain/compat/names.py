@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from drivetrain.errors import AbsentNameError, BackendConflictError, listed
+from drivetrain.errors import AbsentNameError, BackendConflictError
 from drivetrain.registry import get_registry, import_object, known_extras, pip_line
+from drivetrain.wording import listed
 
 
 class _Names(type):

@@ -5,27 +5,29 @@ Importing this package imports neither pydantic nor PyYAML; the first use of a n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from drivetrain.config.fields import Section
     from drivetrain.config.load import load_config, worker_config
     from drivetrain.config.locate import Origin
     from drivetrain.config.resolved import ResolvedConfig, Row, rows
-    from drivetrain.config.schema import Config, Section
+    from drivetrain.config.schema import Config
     from drivetrain.config.template import default_file
 
-_HOME = {
-    "Config": "schema",
-    "Origin": "locate",
-    "ResolvedConfig": "resolved",
-    "Row": "resolved",
-    "Section": "schema",
-    "default_file": "template",
-    "load_config": "load",
-    "rows": "resolved",
-    "worker_config": "load",
-}
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "drivetrain.config.fields": ("Section",),
+        "drivetrain.config.load": ("load_config", "worker_config"),
+        "drivetrain.config.locate": ("Origin",),
+        "drivetrain.config.resolved": ("ResolvedConfig", "Row", "rows"),
+        "drivetrain.config.schema": ("Config",),
+        "drivetrain.config.template": ("default_file",),
+    },
+)
 
 __all__ = [
     "Config",
@@ -38,12 +40,6 @@ __all__ = [
     "rows",
     "worker_config",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

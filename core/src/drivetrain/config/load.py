@@ -18,7 +18,8 @@ from drivetrain.config.locate import Origin, Path, Problem, Tree, locate, parse_
 from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, unknown_top_key, wants_text
 from drivetrain.config.resolved import ResolvedConfig, check_section, leaves, mistakes
 from drivetrain.config.schema import Config
-from drivetrain.errors import BackendError, BackendNotFoundError, closest
+from drivetrain.errors import BackendError, BackendNotFoundError
+from drivetrain.wording import closest
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry
@@ -304,7 +305,7 @@ class _Loading:
             warnings.warn(f"{problem}; {chosen}.", UserWarning, stacklevel=5)
 
     def _stranger(self, name: str, error: BackendError) -> str:
-        """A key whose backend is broken, or that is nobody's: a backend to install, or a typing error."""
+        """A key whose backend is broken, or that has none: a backend to install, or a typing error."""
         if not isinstance(error, BackendNotFoundError):
             return f"this section cannot be checked: {error}".rstrip(".")
         if "pip install" in error.cure and "Did you mean" not in error.cure:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from drivetrain.errors import ConfigError, cut
+from drivetrain.errors import ConfigError
+from drivetrain.wording import cut
 
 # ---- Origins of values
 

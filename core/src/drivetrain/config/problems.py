@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 
 from drivetrain.config.keys import CORE_KEYS
 from drivetrain.config.locate import Path, Problem, Tree
-from drivetrain.errors import BackendError, closest, cut
+from drivetrain.errors import BackendError
+from drivetrain.wording import closest, cut
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from drivetrain.config.fields import Section
 from drivetrain.config.keys import AUTO
 from drivetrain.config.locate import DEFAULT, Origin, Path, Problem, Tree
 from drivetrain.config.problems import MOST_PROBLEMS, known_keys, model_problems, spell_out, unknown_key
-from drivetrain.config.schema import Config, Section
-from drivetrain.errors import ConfigError, cut
+from drivetrain.config.schema import Config
+from drivetrain.errors import ConfigError
+from drivetrain.wording import cut
 
 if TYPE_CHECKING:
     from drivetrain.registry import Registry

@@ -1,7 +1,7 @@
 """The schema of configuration files: every key with its type, default and description.
 
 Names follow Accelerate's files wherever the two mean the same. A backend's own keys live in a section named after it,
-described by the plugin's model, which should derive from :class:`Section`.
+described by the plugin's model, which should derive from :class:`~drivetrain.config.fields.Section`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from drivetrain.config.fields import Integer, Number, Section, names, not_bool
 from drivetrain.config.keys import CORE_KEYS
 from drivetrain.topology import AXES
-
-
-class Section(BaseModel):
-    """Base of every part of the configuration: unknown keys are mistakes, values cannot be changed afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-def _not_bool(value: Any) -> Any:
-    """YAML reads ``yes`` and ``on`` as True, which would count as 1."""
-    if isinstance(value, bool):
-        raise ValueError(f"expected a number, not {'true' if value else 'false'}")  # noqa: TRY004 - pydantic wants it
-    return value
 
 
 def _precision(value: Any) -> Any:
@@ -45,13 +33,6 @@ def _backend_name(value: Any) -> Any:
     return "no" if value is False else value
 
 
-def _names(value: Any) -> Any:
-    """One name, or several with commas between them, stand for a list."""
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    return value
-
-
 def _ids(value: Any) -> Any:
     """``0``, ``0,2``, ``[0, 2]`` and UUIDs; ``all`` is nothing special."""
     if isinstance(value, bool):
@@ -60,7 +41,7 @@ def _ids(value: Any) -> Any:
         return [str(value)]
     if isinstance(value, str) and value.strip().lower() == "all":
         return None
-    value = _names(value)
+    value = names(value)
     return [str(each) if type(each) is int else each for each in value] if isinstance(value, list) else value
 
 
@@ -70,7 +51,7 @@ def _local_ranks(value: Any) -> Any:
         return "all"
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
-    return [int(each) if each.isdecimal() else each for each in _names(value)] if isinstance(value, str) else value
+    return [int(each) if each.isdecimal() else each for each in names(value)] if isinstance(value, str) else value
 
 
 _BY_RANK = re.compile(r"(\d{1,6}:[0-3])(,\d{1,6}:[0-3])*")
@@ -99,7 +80,7 @@ def _streams_of(streams: str | None, local_rank: int) -> int:
 
 def _machines(value: Any) -> Any:
     """``2``, or the fewest and the most as ``1:4``."""
-    text = str(_not_bool(value)).replace(" ", "")
+    text = str(not_bool(value)).replace(" ", "")
     if re.fullmatch(r"\d+", text) and int(text) >= 1:
         return int(text)
     if re.fullmatch(r"\d+:\d+", text) and 1 <= (fewest := int(text.split(":")[0])) <= (most := int(text.split(":")[1])):
@@ -113,9 +94,9 @@ def machine_range(machines: int | str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
-Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
-Index = Annotated[int, BeforeValidator(_not_bool), Field(ge=0)]
-Seconds = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[Integer, Field(ge=1)]
+Index = Annotated[Integer, Field(ge=0)]
+Seconds = Annotated[Number, Field(gt=0, le=1e9, allow_inf_nan=False)]
 """Up to 30 years: what waits counts in nanoseconds of 64 bits."""
 
 
@@ -176,7 +157,7 @@ class DataLoaderConfig(Section):
     use_seedable_sampler: bool = Field(
         False, description="Shuffle by seed and epoch, instead of by torch's global state as the plain loader does."
     )
-    data_seed: Annotated[int, BeforeValidator(_not_bool)] | None = Field(
+    data_seed: Integer | None = Field(
         None, description="Shuffle by this seed and the epoch; null: see use_seedable_sampler."
     )
     non_blocking: bool = Field(False, description="Copy batches to the device without waiting (needs pinned memory).")
@@ -309,7 +290,7 @@ class Config(Section):
     )
     machine_rank: Index = Field(0, description="Index of this machine, from 0.")
     main_process_ip: str | None = Field(None, description="Address of machine 0, where the others meet.")
-    main_process_port: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=65535)] | None = Field(
+    main_process_port: Annotated[Integer, Field(ge=0, le=65535)] | None = Field(
         None, description="Port on that machine; null or 0 takes a free one when there is a single machine."
     )
     rdzv_backend: Literal["c10d", "static"] = Field(
@@ -340,7 +321,7 @@ class Config(Section):
         description="Take the statistics of batch norms in training over the batches of all data-parallel processes,"
         " as one process with the global batch does, instead of over each process's own.",
     )
-    log_with: Annotated[list[str], BeforeValidator(_names)] = Field(
+    log_with: Annotated[list[str], BeforeValidator(names)] = Field(
         default_factory=list, description="Experiment trackers by name, e.g. [jsonl, tensorboard], or all."
     )
     project_dir: str | None = Field(None, description="Folder for checkpoints and logs.")

@@ -43,10 +43,11 @@ from drivetrain.data.active import loaders_on
 from drivetrain.distributed import trees
 from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.collectives import Ranks
-from drivetrain.errors import UsageError, listed
+from drivetrain.errors import UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.launch.failures import script_line
 from drivetrain.logging import get_logger
+from drivetrain.wording import listed
 
 logger = get_logger(__name__)
 

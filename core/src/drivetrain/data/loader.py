@@ -225,8 +225,8 @@ class PreparedDataLoader(DataLoader[Any]):
             object.__setattr__(self, name, value)
         elif name in _TAKEN_OVER and isinstance(self.base_dataloader, DataLoader):
             raise UsageError(
-                f"{name} of a prepared loader was set, which reads as its loader said at prepare",
-                cure=f"Set it before prepare; or make another loader with this {name}, and prepare that.",
+                f"{name} of a prepared loader was set, and changes nothing after prepare",
+                cure=f"Set it before prepare, or make another loader with this {name} and prepare that.",
             )
         else:
             setattr(self.base_dataloader, name, value)
@@ -666,6 +666,10 @@ class PreparedDataLoader(DataLoader[Any]):
         return view
 
 
+def _shared_out(shares: int) -> str:
+    return f"marked as already sharded over {shares} ranks" if shares else "without the mark already_sharded"
+
+
 def _check_fits(source: Source, position: Position, unit: str, shares: int) -> None:
     """Raise :class:`UsageError` where a saved position means something else in this source; drops streams of nobody."""
     if unit != source.unit:
@@ -675,9 +679,8 @@ def _check_fits(source: Source, position: Position, unit: str, shares: int) -> N
         )
     if shares != source.shares:
         raise UsageError(
-            f"the saved position is of data shared out by its owner among {shares or 'any number of'} ranks, "
-            f"this loader's is shared out among {source.shares or 'any number of'}",
-            cure="Resume on the same number of data-parallel ranks, with the same mark already_sharded().",
+            f"the position was saved for a loader {_shared_out(shares)}, and this is one {_shared_out(source.shares)}",
+            cure="Resume on the same number of data-parallel ranks, with drivetrain.already_sharded() where it was.",
         )
     streams = len(position.streams) or 1
     if streams != source.num_streams and position.consumed and not position.finished:

@@ -258,7 +258,10 @@ def _join_objects(column: Sequence[Any], info: Pass | None) -> list[Any]:
         kinds = ", ".join(type(value).__name__ for value in column)
         listed = [value for value in rows if value is not None]
         if len(listed) < len(rows):
-            raise UsageError(f"gather_for_metrics was given lists by some ranks and not by others ({kinds} by rank)")
+            raise UsageError(
+                f"gather_for_metrics was given a list on some ranks and something else on others (by rank: {kinds})",
+                cure="Give it a list on every rank, an empty one where a rank has nothing.",
+            )
         keep = rows_to_keep([len(value) for value in listed], info, f"a {type(column[0]).__name__}")
         return list(chain.from_iterable(value[:count] for value, count in zip(listed, keep, strict=True)))
     keep = rows_to_keep([1] * len(column), info, "an object", scalar=True)

@@ -1254,7 +1254,8 @@ def make_source(
         return StatefulSource(loader, Cut(0, dp_size, config.even_batches), dp_rank, shares=shares)
     if not loader.in_order and loader.num_workers:
         raise UsageError(
-            "in_order=False lets workers return batches in any order, so nobody knows which samples were shown",
+            "a DataLoader with in_order=False returns batches in the order in which workers finish them, so that its "
+            "position cannot be saved",
             cure="Leave in_order at True.",
         )
     if isinstance(loader.dataset, IterableDataset):
@@ -1286,6 +1287,6 @@ def make_source(
 def _refuse_split(refuse: bool, whose: str) -> None:
     if refuse:
         raise UsageError(
-            f"split_batches cannot cut the batches of {whose}: only it knows what a row is",
-            cure="Use split_batches=False; the ranks then take its batches in turn.",
+            f"split_batches cannot cut the batches of {whose}, which are made outside of the DataLoader",
+            cure="Use split_batches=False: each rank then takes every n-th batch, n being the number of ranks.",
         )

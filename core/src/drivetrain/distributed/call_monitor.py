@@ -544,6 +544,9 @@ class CallMonitor:
         trace: TracebackType | None = None
         while frame is not None:
             trace, frame = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+        handled: Any = sys._current_exceptions().get(self._main)  # noqa: SLF001 (the only way to another thread's error)
+        # Python 3.11 has a triple where later ones have the exception.
+        self.error.__context__ = handled[1] if isinstance(handled, tuple) else handled
         # What is called for an exception that nobody catches: it prints it, or hands it to the launcher.
         sys.excepthook(type(self.error), self.error.with_traceback(trace), trace)
         for stream in (sys.stdout, sys.stderr):
@@ -556,7 +559,7 @@ class CallMonitor:
         """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
         if frame is None:
-            return "has no main thread any more"
+            return "has ended its main thread"
         self._frames.append((id(frame.f_code), frame.f_lasti))
         self._moves = len(set(self._frames)) > 1
         return f"{'waits ' if _communicates(frame) else ''}{script_line(''.join(traceback.format_stack(frame)))}"
@@ -600,15 +603,15 @@ class CallMonitor:
             first = f"{who}, for {self._limit:g} s so far, and {'slow' if slow else 'slow or stopped'}:"
         elif len({each.where for each in found}) > 1:
             first = (
-                f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (models "
-                "called, or their losses handed over, in another order on some rank), or in one slow call:"
+                f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (some "
+                "rank calls the models, or backward for their losses, in another order), or in one slow call:"
             )
         else:
             first = (
                 f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile), or "
-                "they hand over what does not belong together (losses of two models in another order on some rank):"
+                "they pass different losses to it (those of two models, in another order on some rank):"
             )
-        last = "The run goes on as soon as they come; process_group.timeout_seconds limits how long that may take."
+        last = "The run goes on as soon as these ranks do; process_group.timeout_seconds limits how long that may take."
         return "\n".join([first, *_by_ranks(told), last])
 
     def _statuses(self) -> list[str]:

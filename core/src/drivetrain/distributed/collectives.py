@@ -96,7 +96,9 @@ def all_reduce(tensor: Tensor, op: ReduceOp, topology: Topology) -> Tensor:
         raise UsageError(f"unknown reduction {op!r}", cure=f"Choose one of {', '.join(map(repr, _OPS))}.")
     dtype = tensor.dtype
     if op in ("max", "min") and (dtype.is_complex or dtype is torch.uint64):
-        raise UsageError(f"{op} is not defined for {dtype} across processes")
+        raise UsageError(
+            f"reduction {op!r} is not defined for {dtype}", cure="Convert the tensor first: tensor.to(torch.float64)."
+        )
     whole = not (dtype.is_floating_point or dtype.is_complex)
     if whole and (op == "mean" or dtype not in _REDUCED):
         work = tensor.detach().to(torch.int64, copy=True)

@@ -206,7 +206,10 @@ def gather_object(object: Any, backend: Backend | None = None) -> list[Any]:  # 
         return list(chain.from_iterable(objects))
     if any(sequences):
         kinds = ", ".join(f"rank {rank}: {type(one).__name__}" for rank, one in enumerate(objects))
-        raise UsageError(f"gather_object was given lists by some ranks and other things by others ({kinds})")
+        raise UsageError(
+            f"gather_object was given a list on some ranks and something else on others ({kinds})",
+            cure="Give it a list on every rank, an empty one where a rank has nothing.",
+        )
     return objects
 
 
@@ -219,7 +222,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, backend
         UsageError: ``object_list`` is no list, or there is no such process.
     """
     if not isinstance(object_list, list):
-        raise UsageError(f"broadcast_object_list fills a list in place, it was given {type(object_list).__name__}")
+        raise UsageError(
+            f"broadcast_object_list fills a list in place, and was given a {type(object_list).__name__}",
+            cure="Put the object into a list, [object], on every rank, and read it from there afterwards.",
+        )
     check_collective("broadcast_object_list")
     object_list[:] = (backend or current_backend()).broadcast_object(object_list, from_process)
     return object_list
@@ -239,7 +245,7 @@ def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bo
             f"  rank {rank}: {line}" for rank, line in zip(topology.dp_ranks, backend.gather_object(text), strict=True)
         ]
         raise CollectiveMismatchError(
-            "ranks disagree about a collective:\n" + "\n".join(lines),
+            "ranks call a collective with different shapes or structures:\n" + "\n".join(lines),
             cure="Give every rank the same structure and shapes: pad_across_processes evens out one dim.",
         )
 

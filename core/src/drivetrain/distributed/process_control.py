@@ -60,7 +60,10 @@ def split(inputs: Any, index: int, count: int, padded: bool = False) -> Any:
     lengths = dict(_lengths(inputs, ""))
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path or 'it'}: {length}" for path, length in lengths.items())
-        raise UsageError(f"values of different length cannot be split between processes ({listed})")
+        raise UsageError(
+            f"values of different length cannot be split between processes ({listed})",
+            cure="Give them one length, or split them one by one.",
+        )
     if not lengths:
         return inputs
     return _take(inputs, share(next(iter(lengths.values())), index, count, padded))
@@ -70,7 +73,10 @@ def _lengths(inputs: Any, path: str) -> list[tuple[str, int]]:
     if isinstance(inputs, Mapping):
         return [found for key, value in inputs.items() for found in _lengths(value, f"{path}[{key!r}]")]
     if isinstance(inputs, (Tensor, np.ndarray)) and inputs.ndim == 0:
-        raise UsageError(f"a 0-d {type(inputs).__name__} cannot be split between processes")
+        raise UsageError(
+            f"a 0-d {type(inputs).__name__} cannot be split between processes",
+            cure="Give it a dim of which each process takes a part.",
+        )
     if _can_be_taken_from(inputs):
         return [(path, len(inputs))]
     raise UsageError(

@@ -160,7 +160,9 @@ def find_batch_size(data: Any) -> int:
     for _, leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
-    raise UsageError(f"no tensor with a batch dimension in {describe(data)}")
+    raise UsageError(
+        f"no tensor with a batch dimension in {describe(data)}", cure="Pass at least one tensor that has rows."
+    )
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
@@ -175,10 +177,13 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         UsageError: no trees, other leaves than tensors, or structures that differ.
     """
     if not data:
-        raise UsageError("there is nothing to concatenate")
+        raise UsageError("concatenate was given an empty sequence", cure="Pass at least one tensor or structure.")
     columns = [tensors(tree) for tree in data]
     if len({describe(tree, lambda _: "*") for tree in data}) > 1:
-        raise UsageError("trees of different structure cannot be concatenated: " + "; ".join(map(describe, data)))
+        raise UsageError(
+            "values of different structure cannot be concatenated: " + "; ".join(map(describe, data)),
+            cure="Give all of them the same lists, tuples and keys.",
+        )
     return with_tensors(data[0], [torch.cat(parts, dim=dim) for parts in zip(*columns, strict=True)])
 
 

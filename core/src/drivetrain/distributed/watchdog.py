@@ -32,12 +32,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from drivetrain.backend import Backend
+from drivetrain.backend import Backend, name_of
 from drivetrain.distributed import call_monitor, trees
 from drivetrain.distributed.call_monitor import Place
-from drivetrain.errors import CollectiveMismatchError, UnsupportedError, likely_cause
+from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.launch.worker import CALL_SITES, CALLS, LAST_CALL, PID, SITE, STOP
 from drivetrain.topology import Topology
+from drivetrain.wording import likely_cause
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Watchdog:
                 self._raise(call)
         except dist.DistError as error:
             raise CollectiveMismatchError(
-                f"{call}: the process that keeps the store of this job is gone",
+                f"{call}: the process that hosts this job's store, rank 0 or the launcher, has ended",
                 whose=f"rank {self._rank}; last call that all ranks made: {self._shared}",
                 cure=CURE,
             ) from error
@@ -279,7 +280,7 @@ class Watchdog:
         key = f"report/{rank}"
         if self._store.check([key]):
             return str(self._store.get(key).decode())
-        return f"has not come; last call that all ranks made: {self._shared}"
+        return f"has not made this call; last call that all ranks made: {self._shared}"
 
 
 class _Current:
@@ -303,8 +304,9 @@ def watch(backend: Backend, batch_index: Callable[[], int | None]) -> Watchdog |
         return None
     if not dist.is_initialized():
         raise UnsupportedError(
-            f"desync_watchdog compares ranks through a process group's store, and {type(backend).__name__} forms none",
-            cure="Leave desync_watchdog out.",
+            "desync_watchdog compares ranks through the store of a process group, and "
+            f"{name_of(backend)} makes no process group",
+            cure="Remove desync_watchdog from the configuration.",
         )
     timeout = backend.settings.process_group.timeout_seconds or default_pg_timeout.total_seconds()
     _Current.watchdog = Watchdog(default_store(), topology.rank, topology.world_size, timeout, batch_index)
@@ -424,7 +426,7 @@ class MainProcessOnlyCall:
             except dist.DistError as error:
                 give_up(site)
                 raise CollectiveMismatchError(
-                    f"{site}: the main process has not come", whose=f"rank {self._rank}", cure=CURE
+                    f"{site}: the main process has not made this call", whose=f"rank {self._rank}", cure=CURE
                 ) from error
         deadline = time.monotonic() + (LATER_PATIENCE_SECONDS if self._absent else PATIENCE_SECONDS)
         pause = 0.0005
@@ -437,7 +439,7 @@ class MainProcessOnlyCall:
         if not everyone and not self._absent:
             self._absent = True
             logger.warning(
-                "%s: %d of %d processes did not come within %g s; %s. Call it on every process, not under "
+                "%s: %d of %d processes did not make this call within %g s; %s. Call it on every process, not under "
                 "`if accelerator.is_main_process:`.",
                 self.call,
                 self._others - here,

@@ -477,7 +477,7 @@ class _Server:
         port = int(plan.rdzv_endpoint.rpartition(":")[2])
         self._socket = listen(
             *("", port),
-            so_that=", so that the machines cannot meet there",
+            so_that=", and the machines of the run would connect to it",
             cure="Write another --main_process_port, the same on every machine.",
         )
         self._lost_after = plan.rendezvous.lost_after_seconds
@@ -596,7 +596,7 @@ class _Client:
                 if time.monotonic() + _POLL >= end:
                     reason = error.strerror or str(error) or type(error).__name__
                     raise LaunchError(
-                        f"machine 0 at {host}, port {port} did not come within {seconds:g} seconds ({reason})",
+                        f"machine 0 did not answer at {host}, port {port}, within {seconds:g} seconds ({reason})",
                         cure="Start it with --machine_rank 0 and the same port, and check that this machine reaches"
                         " it.",
                     ) from None
@@ -767,10 +767,10 @@ class Node(Rendezvous):
                 state = self._link.exchange(status)
             except TimeoutError:
                 seconds = f"{self._plan.rendezvous.lost_after_seconds:g} seconds"
-                self._lost = f"{self._coordinator}, where the machines meet, was lost: no answer for {seconds}"
+                self._lost = f"{self._coordinator}, which coordinates the run, was lost: no answer for {seconds}"
                 return
             except OSError:
-                self._lost = f"{self._coordinator}, where the machines meet, was lost: it closed the connection"
+                self._lost = f"{self._coordinator}, which coordinates the run, was lost: it closed the connection"
                 return
             self._state = state
             self._sent = status  # last: from here on the state is no older than this message

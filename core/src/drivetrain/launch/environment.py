@@ -497,7 +497,7 @@ def _refuse_two(theirs: Jobs, every: Mapping[Names, Seen]) -> None:
     if len({numbers for _, numbers in theirs}) > 1:
         who = " and ".join(f"{names.launcher} ({names.rank[0]})" for names, _ in theirs)
         seen = {name: value for names, _ in theirs for name, value in every[names].items()}
-        raise refuse(f"{who} both speak, and contradict each other", seen)
+        raise refuse(f"the variables of {who} contradict each other", seen)
 
 
 def _process_info(names: Names, seen: Seen, environ: Mapping[str, str]) -> ProcessInfo:
@@ -591,7 +591,7 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         if machine is None or machine.count == 1:
             return None
         if not machine.address:
-            raise refuse(f"{machine}, and MASTER_ADDR does not say where they meet", machine.seen)
+            raise refuse(f"{machine}, and MASTER_ADDR, the address of machine 0, is not set", machine.seen)
         return machine.address, DEFAULT_PORT if machine.port is None else machine.port
     names = jobs[0][0]
     process = _process_info(names, every[names], environ)
@@ -605,7 +605,7 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         host, seen = machine.address, dict(machine.seen)
     if not host:
         raise refuse(
-            "its processes are on several machines, and MASTER_ADDR does not say where they meet",
+            "its processes are on several machines, and MASTER_ADDR, the address of machine 0, is not set",
             every[names],
             _ADDRESS,
         )
@@ -613,7 +613,7 @@ def meeting_point(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
 
     if process.rank == 0 and is_here(host) is False:
         raise refuse(
-            f"the others look for rank 0 on {host}, and it runs on {socket.gethostname()}",
+            f"the other ranks expect rank 0 on {host}, and it runs on {socket.gethostname()}",
             {**every[names], **seen},
             _ADDRESS,
         )
@@ -631,7 +631,7 @@ def _check_master(environ: Mapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if environ.get("WORLD_SIZE", "1").strip() != "1" and missing:
         raise refuse(
-            f"{are(missing)} not set, so that nobody knows where to meet",
+            f"{are(missing)} not set, so that the processes do not know the address of rank 0",
             {name: environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environ.get(name)},
         )
     _port(environ)

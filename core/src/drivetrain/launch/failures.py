@@ -20,8 +20,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.errors import cut, likely_cause
 from drivetrain.launch import worker
+from drivetrain.wording import cut, likely_cause
 
 _OURS = str(Path(__file__).parent.parent)
 _NOTEBOOK = str(Path(__file__).with_name("notebook.py"))
@@ -147,6 +147,7 @@ class Failure:
         out_of_memory: it ended with ``torch.OutOfMemoryError``, or with an error raised from one.
         ours: the traceback as it is shown of an error of this library, whose sentences are the whole explanation: to
             the script's line. Empty for another error.
+        chained: that one was raised from an error of the script, or while it was handled.
     """
 
     rank: int
@@ -157,6 +158,7 @@ class Failure:
     seen: LastSeen | None = None
     out_of_memory: bool = False
     ours: str = ""
+    chained: bool = False
 
     @property
     def stopped(self) -> bool:
@@ -192,7 +194,7 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
 
     A worker that crashed has no record, and its peers' complaints about a lost connection are younger than its death:
     it goes first. Then the records, by their clock, then workers that were stopped before they could complain. Workers
-    that had ended well by then come last.
+    that had ended well by then come last. Of ranks with one reason, one with an error of the script goes first.
 
     Args:
         exit_codes: by global rank, of those that did not end well; ``None`` for those that were stopped.
@@ -215,6 +217,7 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
             # Torch's own agent writes no such key.
             out_of_memory=details.get("out_of_memory") is True,
             ours=_printable(details.get("ours", "")),
+            chained=details.get("chained") is True,
         )
     for rank, code in exit_codes.items():
         found.setdefault(rank, Failure(rank, code, seen=seen.get(rank)))
@@ -224,7 +227,9 @@ def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Fail
         return kind, failure.time or 0.0, failure.rank
 
     ended = [Failure(rank, 0, seen=it) for rank, it in seen.items() if rank not in found] if found else []
-    return sorted(found.values(), key=order) + ended
+    ordered = sorted(found.values(), key=order)
+    reason = ordered[0].message if ordered else ""
+    return sorted(ordered, key=lambda failure: not (failure.chained and failure.message == reason)) + ended
 
 
 def explain(failures: list[Failure], *, whole: bool = False) -> str:
@@ -232,7 +237,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
 
     Args:
         failures: as :func:`read_failures` orders them.
-        whole: do not shorten a traceback with lines, or with so many of them, that nobody can read on a terminal.
+        whole: do not shorten a traceback with lines, or with so many of them, that they cannot be read on a terminal.
     """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
     trace = first.trace.rstrip() if whole else _shortened((first.ours or first.trace).rstrip())

@@ -179,6 +179,7 @@ def _work(function: Callable[..., Any], args: Sequence[Any], environment: Mappin
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     worker.follow_launcher()
     worker.leave_traces()
+    sys.excepthook = worker.record_failure  # for a rank that is ended while it waits for one that is elsewhere
     try:
         function(*args)
     except SystemExit as error:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from drivetrain.config.schema import OutputConfig
-from drivetrain.errors import ConfigError, cut
+from drivetrain.errors import ConfigError
+from drivetrain.wording import cut
 
 STDOUT, STDERR = 1, 2
 """The streams of a process, as the bits that stand for them in ``tee`` and ``redirects``."""

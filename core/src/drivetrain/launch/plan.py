@@ -47,7 +47,7 @@ class LaunchPlan:
         fewest_machines: the minimum for an elastic job; 0 means all.
         backend: name of the backend that trains; empty where it was not determined.
         numbered_by: who numbers the machines; empty when the user does.
-        accelerators: how many torch sees on this machine; ``None`` where nobody had to look.
+        accelerators: how many torch sees on this machine; ``None`` where they were not counted.
     """
 
     world_size: int

@@ -104,14 +104,19 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: Trace
         return
     ours = any((each.__module__, each.__name__) == _OUR_ERRORS for each in kind.__mro__)
     text = "".join(traceback.format_exception(kind, error, trace))
-    shown = text
-    if ours and not _debugs():
-        shown = "".join(traceback.format_exception(kind, error, _without_ours(trace), chain=_is_of_the_script(error)))
+    shown = of_the_script(kind, error, trace) if ours and not _debugs() else text
+    chained = ours and _is_of_the_script(error)
     said = traceback.TracebackException(kind, error, None)
     said.__notes__ = None  # these would stand last; the traceback has them
     message = list(said.format_exception_only())[-1].strip()
-    if not _write_record(message, text, 1, out_of_memory=_is_out_of_memory(error), ours=shown if ours else ""):
+    out_of_memory = _is_out_of_memory(error)
+    if not _write_record(message, text, 1, out_of_memory=out_of_memory, ours=shown if ours else "", chained=chained):
         sys.__excepthook__(kind, error, trace)
+
+
+def of_the_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback of an error of ours up to the line of the script that called us, and what it says."""
+    return "".join(traceback.format_exception(kind, error, _without_ours(trace), chain=_is_of_the_script(error)))
 
 
 def _debugs() -> bool:
@@ -156,7 +161,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _write_record(
-    message: str, text: str, exit_code: int, *, out_of_memory: bool = False, ours: str = ""
+    message: str, text: str, exit_code: int, *, out_of_memory: bool = False, ours: str = "", chained: bool = False
 ) -> bool:
     """Write the error file in the format of torch's elastic agent. ``False`` when there is none.
 
@@ -174,6 +179,7 @@ def _write_record(
         "exit_code": exit_code,
         "out_of_memory": out_of_memory,
         "ours": _cut(ours),
+        "chained": chained,
     }
     try:
         part = Path(path + ".part")  # it must appear whole

@@ -233,7 +233,7 @@ def run_workers(
         variables: added to this process's environment for every worker.
         say: told, in lines, how the workers ended, before this node waits for the others.
         output: what becomes of what workers write; ``None`` = they write where the launcher does.
-        saves: the run saves itself when it is told to end.
+        saves: the run saves itself when it is asked to end.
         project_dir: gets the file with the whole report of a failure.
 
     Raises:

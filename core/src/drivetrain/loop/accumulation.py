@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.backend import name_of
 from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import Current, Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
@@ -171,9 +172,9 @@ class Window:
             )
         if rows is not None and not rows.even and self._steps_in_batch > 1 and self.position > 1:
             raise UsageError(
-                f"a second micro-step on one batch, which the ranks share unevenly ({_list(rows.real)} samples): the "
-                "parts of it that they train on do not match",
-                cure="Give the DataLoader drop_last=True, or make each micro-step a batch of its own.",
+                f"`with accelerator.accumulate(model):` was entered again for one batch, of which the ranks hold "
+                f"different numbers of samples ({_list(rows.real)}), so that their losses cannot be weighted",
+                cure="Give the DataLoader drop_last=True, or use one batch of the loader for each micro-batch.",
             )
         self.closing = self.position >= self.length or (
             is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
@@ -272,8 +273,9 @@ class Window:
         if items is None:
             if self.conflict and weight is None:
                 raise UsageError(
-                    f"{self.conflict}, so that no weight makes one loss of them the loss of one big batch",
-                    cure="Give the DataLoaders drop_last=True, or pass a sum with num_items to backward().",
+                    f"{self.conflict}, so that no weight of their losses gives the loss of one big batch",
+                    cure="Give the DataLoaders drop_last=True, or pass a sum: accelerator.backward(loss_sum, "
+                    "num_items=n).",
                 )
             if not self._normalised_by:
                 self._normalised_by = "samples"
@@ -885,9 +887,10 @@ class TrainingLoop:
     def _items_of(self, loss: Tensor) -> Items:
         if self.backend.capabilities.pipelined:
             raise UnsupportedError(
-                f"{type(self.backend).__name__} computes a loss in parts, after backward() was called: count_items "
-                "cannot see what it is a mean over",
-                cure="Compute a sum outside of the model: accelerator.backward(loss_sum, num_items=n).",
+                f"count_items reads from a loss what it is a mean over, and a pipeline of {name_of(self.backend)} "
+                "computes the loss in backward() only",
+                cure="Leave count_items out, and pass a sum with the number of its items: "
+                "accelerator.backward(loss_sum, num_items=n).",
             )
         return count_items(loss)
 

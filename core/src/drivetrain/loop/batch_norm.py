@@ -90,9 +90,10 @@ def convert(model: nn.Module, topology: Topology) -> None:
     lazy = [name for name, layer in layers.items() if isinstance(layer, LazyModuleMixin)]
     if lazy:
         raise UnsupportedError(
-            f"sync_batch_norm cannot convert the lazy layer(s) {_listed(lazy)} of {type(model).__name__}, which do not "
-            "know their features yet",
-            cure="Run one forward before prepare, or give num_features.",
+            f"sync_batch_norm cannot convert the lazy layer(s) {_listed(lazy)} of {type(model).__name__}, whose "
+            "number of features is known after their first forward only",
+            cure="Call the model once on a batch under torch.no_grad() before prepare, or use layers that are not "
+            "lazy.",
         )
     own = [f"{name} ({type(layer).__name__})" for name, layer in layers.items() if not _is_plain(layer)]
     if own:

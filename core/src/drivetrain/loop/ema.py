@@ -59,7 +59,7 @@ class EMA:
         self, accelerator: Accelerator, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise UsageError(f"decay must be from 0 to 1, not {decay}")
+            raise UsageError(f"EMA was given decay={decay}", cure="Pass a number from 0 to 1, such as 0.999.")
         self.decay, self.use_buffers = float(decay), use_buffers
         self.num_updates = 0
         """Updates so far; the first one takes the weights as they are."""

@@ -162,9 +162,11 @@ def _tensors_in(where: Sequence[Place], own: Collection[int]) -> list[Tensor]:
     held: dict[int, int] = {}
     for place in where:
         held[place.storage] = held.get(place.storage, 0) + 1
-    # One more of the references to a storage is that of its Python object.
     count: Any = torch._C._storage_Use_Count  # noqa: SLF001 (as in torch's CUDA graphs; there is no public way)
-    shared = {storage for storage, mine in held.items() if count(storage) > mine + 1}
+    # Newer releases of torch keep the Python object of a storage that was asked for, which is one more reference.
+    alone = torch.empty(1)
+    python = count(_storage_of(alone)) - 1
+    shared = {storage for storage, mine in held.items() if count(storage) > mine + python}
     if not shared:
         return []
     everything = gc.get_objects()

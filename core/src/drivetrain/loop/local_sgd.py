@@ -11,7 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from drivetrain.backend import Backend
+from drivetrain.backend import Backend, name_of
 from drivetrain.distributed import nested
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.model import prepared_model
@@ -50,9 +50,9 @@ class LocalSGD:
             return
         if not self._backend.capabilities.replicated:
             raise UnsupportedError(
-                f"{type(self._backend).__name__} does not hold all parameters on every rank, so ranks cannot train "
-                "alone",
-                cure="Use a backend such as the default one for several processes, or LocalSGD(..., enabled=False).",
+                f"LocalSGD lets each rank step by itself for a while, and under {name_of(self._backend)} a rank does "
+                "not hold all parameters",
+                cure="Use distributed_type: ddp, or LocalSGD(..., enabled=False).",
             )
         prepared = prepared_model(model)
         if prepared is None:

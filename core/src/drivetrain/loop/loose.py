@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from drivetrain.backend import name_of
 from drivetrain.errors import CheckpointMismatchError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class LooseParameters:
         if self._alone and self._backend.settings.precision.loss_scaling:
             raise UnsupportedError(
                 f"{type(self._alone[0].source).__name__} holds no parameter of a prepared model, and the loss is "
-                f"scaled (mixed_precision: fp16) by {type(self._backend).__name__} for the optimizers of its models",
+                f"scaled (mixed_precision: fp16) by {name_of(self._backend)} for the optimizers of its models",
                 cure=f"Add the parameters to the optimizer of a model, or {INTO_A_MODULE}.",
             )
         for gone in self._known.keys() - found.keys():

@@ -255,8 +255,8 @@ class PreparedOptimizer(Optimizer):
         loose = self._loop.loose
         if not loose.steps_alone(self):
             raise UsageError(
-                "this optimizer holds no parameters of a prepared model, so nothing tells when it may step",
-                cure="Prepare its model too: model, optimizer = accelerator.prepare(model, optimizer).",
+                f"this {type(self.source).__name__} holds no parameter of a prepared model, and was stepped",
+                cure="Prepare it together with its model: model, optimizer = accelerator.prepare(model, optimizer).",
             )
         if not self._loop.window.closing:
             return None

@@ -80,7 +80,7 @@ def refuse_without_engine(optimizer: Optimizer, backend: str) -> None:
     """Raise :class:`UsageError` for a :class:`DummyOptim` under a backend that has no optimizer of its own."""
     if isinstance(optimizer, DummyOptim):
         raise UsageError(
-            f"DummyOptim stands for an optimizer of the engine, and {backend} has none",
+            f"DummyOptim stands for an optimizer that the engine's own file names, and {backend} has no such file",
             cure="Pass a real one, e.g. torch.optim.AdamW(model.parameters(), lr=...).",
         )
 
@@ -95,7 +95,8 @@ def scheduler_without_engine(scheduler: Any, backend: str) -> Any:
         return scheduler
     if scheduler.lr_scheduler_callable is None:
         raise UsageError(
-            f"DummyScheduler stands for a scheduler of the engine, and {backend} has none here",
+            "DummyScheduler stands for a scheduler that the engine's own file names, and under "
+            f"{backend} there is none",
             cure="Pass a real one of torch.optim.lr_scheduler, or DummyScheduler(..., lr_scheduler_callable=...).",
         )
     return scheduler.lr_scheduler_callable(scheduler.optimizer)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from drivetrain.backend import PrecisionPolicy
 from drivetrain.distributed.trees import recursively_apply
-from drivetrain.errors import UsageError, did_you_mean
+from drivetrain.errors import UsageError
+from drivetrain.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from drivetrain.backend import Backend, FileConfiguredBackend
+from drivetrain.backend import Backend, FileConfiguredBackend, name_of
 from drivetrain.data.comparison import FirstInputs
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.trees import attribute
@@ -240,7 +240,7 @@ class Preparer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if not isinstance(self._backend, FileConfiguredBackend):
-            refuse_without_engine(optimizer, type(self._backend).__name__)
+            refuse_without_engine(optimizer, name_of(self._backend))
         prepared = PreparedOptimizer(optimizer, self._loop)
         before = list(self.optimizers) if before is None else before
         for model in self._loop.models:
@@ -292,7 +292,7 @@ class Preparer:
         theirs = None
         if isinstance(self._backend, FileConfiguredBackend):
             theirs = self._backend.file_scheduler(scheduler, [each.optimizer for each in followed])
-        scheduler = scheduler_without_engine(scheduler, type(self._backend).__name__) if theirs is None else theirs
+        scheduler = scheduler_without_engine(scheduler, name_of(self._backend)) if theirs is None else theirs
         prepared = PreparedScheduler(
             scheduler, followed, self._backend, step_with_optimizer=self._follow, moves_per_step=self._moves
         )

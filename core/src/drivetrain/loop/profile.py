@@ -32,7 +32,8 @@ def profile(handler: ProfileKwargs, topology: Topology) -> Iterator[torch.profil
     names = handler.activities
     unknown = [name for name in names or () if not hasattr(ProfilerActivity, name.upper())]
     if unknown:
-        raise UsageError(f"this torch cannot profile {', '.join(unknown)}")
+        known = ", ".join(name.lower() for name in ProfilerActivity.__members__)
+        raise UsageError(f"this torch cannot profile {', '.join(unknown)}", cure=f"Activities are {known}.")
     written = count()
 
     def ready(profiler: torch.profiler.profile) -> None:

@@ -144,7 +144,7 @@ def _weight(loop: TrainingLoop, window: Sequence[Any], *, by_items: bool) -> flo
     state = loop.loop_state()
     if state.conflict and not by_items:
         raise UsageError(
-            f"{state.conflict}, so that no weight makes one loss of them the loss of one big batch",
+            f"{state.conflict}, so that no weight of their losses gives the loss of one big batch",
             cure="Give the DataLoaders drop_last=True, or pass num_items.",
         )
     rows, topology = state.rows, loop.backend.topology

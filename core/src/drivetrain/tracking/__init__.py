@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from drivetrain.errors import UsageError, did_you_mean, listed, sentences
+from drivetrain.errors import UsageError
 from drivetrain.logging import current_rank, get_logger
 from drivetrain.registry import known_extras, pip_line
+from drivetrain.wording import did_you_mean, listed, sentences
 
 _logger = get_logger(__name__)
 P = ParamSpec("P")
@@ -249,7 +250,11 @@ def _load(name: str, target: str | Kind) -> Kind:
             cure="Install what it needs, or leave it out of log_with.",
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
-        raise UsageError(f"the tracker {name!r} does not derive from GeneralTracker", whose=target)
+        raise UsageError(
+            f"the tracker {name!r} does not derive from GeneralTracker",
+            whose=target,
+            cure="Derive its class from drivetrain.tracking.GeneralTracker, or leave it out of log_with.",
+        )
     return kind
 
 
@@ -357,7 +362,7 @@ class Trackers:
         On a process that does not feed it, one whose attributes and methods are all there and do nothing.
 
         Raises:
-            UsageError: this run has no tracker of that name, or ``init`` was not called.
+            UsageError: this run has no tracker of that name, or, on a process that feeds it, ``init`` was not called.
         """
         for tracker in self.running:
             if _name(tracker).lower() == name.lower():
@@ -365,7 +370,7 @@ class Trackers:
         if name.lower() not in self._asked:
             has = listed(self.names)
             raise UsageError(f"this run has no tracker {name!r}; it has {has}", cure="Add it to log_with.")
-        if self._is_main:
+        if self._fed_here(self._asked[name.lower()]):
             raise UsageError(f"the tracker {name!r} is not running", cure="Call init_trackers(project_name) before.")
         return _Nothing() if unwrap else _BlankTracker(name)
 

@@ -46,7 +46,7 @@ def ranks_share_the_samples(kit: Kit) -> None:
 
 @case(guards="microsoft/PyMarlin#80")
 def equally_many_batches(kit: Kit) -> None:
-    """However the samples divide, every rank gets as many batches as ``len`` says, so that nobody waits for ever."""
+    """However the samples divide, every rank gets as many batches as ``len`` says, so that no rank waits for ever."""
     accelerator = kit.accelerator()
     for num_samples, batch_size in ((13, 2), (5, 4), (1, 1)):
         loader: Any = accelerator.prepare(_loader(num_samples, batch_size, shuffle=False))

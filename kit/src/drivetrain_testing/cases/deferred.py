@@ -41,7 +41,7 @@ def value_after_backward(kit: Kit) -> None:
 
 @case()
 def value_before_backward(kit: Kit) -> None:
-    """A loss that is printed before ``backward`` is right, and the step is the same as if nobody had looked."""
+    """A loss that is printed before ``backward`` is right, and the step is the same as if it had not been printed."""
     accelerator, model, optimizer = _ready(kit)
     plain = models.build("dense")
     step = SGD(plain.parameters(), lr=0.5)

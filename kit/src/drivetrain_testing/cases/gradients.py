@@ -95,7 +95,7 @@ def explicit_step(kit: Kit) -> None:
 
 @case()
 def frozen_parameters(kit: Kit) -> None:
-    """Parameters that are not trained stay as they are and stop nobody."""
+    """Parameters that are not trained stay as they are and stop no rank."""
     compare(kit, Scenario("frozen"))
 
 

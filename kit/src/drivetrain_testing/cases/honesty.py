@@ -362,7 +362,7 @@ def no_saving_beside_training(kit: Kit) -> None:
 
 @case()
 def unlisted_handlers(kit: Kit) -> None:
-    """A keyword handler that nobody reads is refused or warned about, never dropped without a word."""
+    """A keyword handler that no part reads is refused or warned about, never dropped without a word."""
     from drivetrain import DistributedDataParallelKwargs
 
     handler = DistributedDataParallelKwargs(bucket_cap_mb=5)

@@ -14,7 +14,7 @@ import yaml
 from drivetrain.api import UsageError
 
 if TYPE_CHECKING:
-    from drivetrain.api import CommandLine, LaunchPlan
+    from drivetrain.api.programs import CommandLine, LaunchPlan
 
 _RESUMABLE = os.EX_TEMPFAIL
 """Exit code of a launcher whose run saved itself because it was told to end."""

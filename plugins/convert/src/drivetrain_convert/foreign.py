@@ -12,7 +12,8 @@ import torch
 from numpy._core.multiarray import _reconstruct  # what a pickled array calls
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, checkpoint
+from drivetrain.api import CheckpointError
+from drivetrain.api.programs import checkpoint
 
 Source = checkpoint.Source
 TensorFile = checkpoint.TensorFile

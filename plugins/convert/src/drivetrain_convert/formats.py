@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import CheckpointError, UnsupportedError, pip_line
+from drivetrain.api import CheckpointError, UnsupportedError
+from drivetrain.api.programs import pip_line
 
 if TYPE_CHECKING:
     from drivetrain_convert.foreign import ForeignCheckpoint
@@ -92,9 +93,7 @@ def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
         can_install = name in (metadata.metadata("drivetrain").get_all("Provides-Extra") or ())
         raise CheckpointError(
             f"no installed plugin brings the checkpoint format {name!r}.{did_you_mean(name, known)}",
-            cure=f"Type: {pip_line(name)}"
-            if can_install
-            else f"Known here: {', '.join(known) or 'none'}.",
+            cure=f"Type: {pip_line(name)}" if can_install else f"Known here: {', '.join(known) or 'none'}.",
         )
     kind: Any = formats[name].load()
     if not issubclass(kind, CheckpointFormat):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh, checkpoint
+from drivetrain.api import CheckpointError, CheckpointNotFoundError, Mesh
+from drivetrain.api.programs import checkpoint
 from drivetrain_convert.accelerate_folder import add_rest, read_accelerate
 from drivetrain_convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from drivetrain_convert.foreign import (
@@ -260,17 +261,18 @@ def _write(
         report.left_out.append(
             "the position in the data: prepared loaders begin an epoch; load_state needs strict=False for them"
         )
-    staging = checkpoint.stage(path)
+    storage = checkpoint.storage_of(path)
+    staging = storage.stage(path)
     try:
-        data = checkpoint.data_folder(staging).name
-        files, tensors = _write_tensors(staging, f"{data}/tensors", sources)
+        data = staging.data.name
+        files, tensors = _write_tensors(staging.folder, f"{data}/tensors", sources)
         rng = {}
         for coordinate, tree in foreign.rng.items():
             numbers = checkpoint.Encoder()
             text = json.dumps(numbers.encode(tree, "rng"))
             rng[coordinate] = f"{data}/rng-{coordinate:05d}.safetensors"
             parts = [Source.of(key, tensor) for key, tensor in numbers.tensors.items()]
-            files[rng[coordinate]] = checkpoint.write_tensors(staging / rng[coordinate], parts, {"tree": text})
+            files[rng[coordinate]] = checkpoint.write_tensors(staging.folder / rng[coordinate], parts, {"tree": text})
         manifest = checkpoint.Manifest(
             backend=f"converted from {foreign.kind}",
             mesh=Mesh().sizes,
@@ -285,9 +287,9 @@ def _write(
             files=files,
             rng=rng,
         )
-        checkpoint.commit(staging, path, manifest)
+        storage.commit(staging, manifest)
     except BaseException:
-        checkpoint.abandon(staging)
+        storage.abandon(staging)
         raise
 
 

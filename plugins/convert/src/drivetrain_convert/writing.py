@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drivetrain.api import CheckpointError, checkpoint
+from drivetrain.api import CheckpointError
+from drivetrain.api.programs import checkpoint
 from drivetrain_convert.foreign import Source
 from drivetrain_convert.formats import did_you_mean, load_format
 

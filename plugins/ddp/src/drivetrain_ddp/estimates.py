@@ -11,7 +11,7 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     """One layout: a whole replica on every rank."""
     ranks = request.world_size
     if ranks == 1:
-        return [Estimate("ddp", "ddp", "ddp", 10, refused="one process has nobody to average gradients with")]
+        return [Estimate("ddp", "ddp", "ddp", 10, refused="it averages gradients over processes, and there is one")]
     accumulation = request.accumulation(ranks)
     if accumulation is None:
         return [Estimate("ddp", "ddp", "ddp", 10, refused=request.indivisible(ranks))]

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drivetrain.api import Rule, UsageError, flag, number, whole
+from drivetrain.api import UsageError
+from drivetrain.api.accelerate import Rule, flag, number, whole
 from drivetrain_deepspeed.config import DeepSpeedConfig
 
 _LAUNCH = "start every machine with `drivetrain launch`"

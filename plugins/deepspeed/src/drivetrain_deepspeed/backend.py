@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     DistributedBackend,
-    DummyScheduler,
     FileConfiguredBackend,
     Mesh,
     Topology,
@@ -28,6 +27,7 @@ from drivetrain.api import (
     original_module,
     pick_device,
 )
+from drivetrain.api.accelerate import DummyScheduler
 from drivetrain_deepspeed import effects, private_names, quiet, schedules
 from drivetrain_deepspeed.config import DeepSpeedConfig
 from drivetrain_deepspeed.engine_config import EngineConfig
@@ -130,14 +130,14 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
     def _refuse(self, module: nn.Module) -> None:
         if module in _PARTED:
             raise UnsupportedError(
-                f"this {type(module).__name__} was prepared before, and DeepSpeed's hooks and parts of it are still in "
-                "it; free_memory() does not take them away",
-                cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or "
-                "construct it anew, and load what accelerator.get_state_dict(model) gave before.",
+                f"this {type(module).__name__} was prepared before, and still has hooks and partitions of DeepSpeed, "
+                "which free_memory() does not remove",
+                cure="Prepare a model once, together with its optimizer, even if it is only evaluated at first. Or "
+                "construct it again, and load the state that accelerator.get_state_dict(model) returned.",
             )
         if not self.settings.place_on_device and self.topology.device != "cpu":
             raise UsageError(
-                "DeepSpeed keeps its model on the device, device_placement=False asks for something else",
+                "device_placement=False leaves a model where it is, and DeepSpeed needs it on the device",
                 cure="Leave device_placement at True; offload_param in the section `deepspeed:` keeps parameters in "
                 "CPU memory.",
             )

@@ -7,15 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from drivetrain.api.config import Integer, Number
 from drivetrain_deepspeed.aliases import read_settled, settled
 from drivetrain_deepspeed.jsonfile import Keys
 from drivetrain_deepspeed.vocabulary import mistakes
-
-
-def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("write a number, not a truth value")  # noqa: TRY004 (pydantic reports ValueErrors)
-    return value
 
 
 def _device(value: Any) -> Any:
@@ -23,7 +18,6 @@ def _device(value: Any) -> Any:
     return "none" if value is False else value
 
 
-Count = Annotated[int, BeforeValidator(_not_bool)]
 Offload = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_device)]
 
 _ZERO = "zero_optimization"
@@ -73,13 +67,13 @@ _ACCELERATE = {
 
 
 class DeepSpeedConfig(BaseModel):
-    """What DeepSpeed is told. A key that is null is left to the file, the dictionary, or DeepSpeed's own default."""
+    """Settings of DeepSpeed. A key that is null is left to the file, the dictionary, or DeepSpeed's own default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config_file: str | None = Field(None, description="DeepSpeed's JSON file; a relative path starts where you do.")
     config: dict[str, Any] | None = Field(None, description="The same as keys and values: DeepSpeed's dictionary.")
-    zero_stage: Annotated[Count, Field(ge=0, le=3)] | None = Field(
+    zero_stage: Annotated[Integer, Field(ge=0, le=3)] | None = Field(
         None,
         description="What ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too, 0 nothing; null: 2, "
         "or what the file or dictionary says.",
@@ -97,37 +91,39 @@ class DeepSpeedConfig(BaseModel):
     overlap_comm: bool | None = Field(None, description="Reduce gradients while backward goes on.")
     contiguous_gradients: bool | None = Field(None, description="Copy gradients into one buffer as they are made.")
     reduce_scatter: bool | None = Field(None, description="Reduce-scatter instead of all-reduce.")
-    reduce_bucket_size: Count | None = Field(None, gt=0, description="Gradient elements that are reduced at a time.")
+    reduce_bucket_size: Integer | None = Field(None, gt=0, description="Gradient elements that are reduced at a time.")
     allgather_partitions: bool | None = Field(None, description="Collect updated parameters by all-gather.")
-    allgather_bucket_size: Count | None = Field(None, gt=0, description="Elements that are gathered at a time.")
+    allgather_bucket_size: Integer | None = Field(None, gt=0, description="Elements that are gathered at a time.")
     round_robin_gradients: bool | None = Field(None, description="Spread a rank's gradients for faster offloading.")
-    sub_group_size: Count | None = Field(None, gt=0, description="Stage 3: elements of one optimizer sub-step.")
-    stage3_max_live_parameters: Count | None = Field(
+    sub_group_size: Integer | None = Field(None, gt=0, description="Stage 3: elements of one optimizer sub-step.")
+    stage3_max_live_parameters: Integer | None = Field(
         None, ge=0, description="Stage 3: parameters that may be whole at a time."
     )
-    stage3_max_reuse_distance: Count | None = Field(
+    stage3_max_reuse_distance: Integer | None = Field(
         None, ge=0, description="Stage 3: keep a parameter that is needed again within this many."
     )
-    stage3_prefetch_bucket_size: Count | None = Field(None, ge=0, description="Stage 3: parameters gathered ahead.")
-    stage3_param_persistence_threshold: Count | None = Field(
+    stage3_prefetch_bucket_size: Integer | None = Field(None, ge=0, description="Stage 3: parameters gathered ahead.")
+    stage3_param_persistence_threshold: Integer | None = Field(
         None, ge=0, description="Stage 3: smaller parameters are never cut."
     )
     zero3_gather_16bit_weights: bool | None = Field(
         None, description="Stage 3: the engine's own save_16bit_model gathers; save_model does in any case."
     )
-    zero_hpz_partition_size: Count | None = Field(None, ge=1, description="Ranks of the secondary partition (ZeRO++).")
+    zero_hpz_partition_size: Integer | None = Field(
+        None, ge=1, description="Ranks of the secondary partition (ZeRO++)."
+    )
     zero_quantized_weights: bool | None = Field(None, description="Quantise parameters on their way (ZeRO++).")
     zero_quantized_gradients: bool | None = Field(None, description="Quantise gradients on their way (ZeRO++).")
-    gradient_clipping: Annotated[float, BeforeValidator(_not_bool)] | None = Field(
+    gradient_clipping: Number | None = Field(
         None, ge=0, description="Global norm to which each step clips; the script's clip_grad_norm_ must agree."
     )
-    gradient_accumulation_steps: Annotated[Count, Field(ge=1)] | None = Field(
+    gradient_accumulation_steps: Annotated[Integer, Field(ge=1)] | None = Field(
         None, description="Micro-batches between two optimizer steps, where neither script nor configuration says."
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
         None, description="Dtype in which gradients travel; null lets the precision policy decide."
     )
-    steps_per_print: Count | None = Field(None, ge=1, description="Log progress every so many steps; null: never.")
+    steps_per_print: Integer | None = Field(None, ge=1, description="Log progress every so many steps; null: never.")
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -15,15 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import (
-    StepResult,
-    Topology,
-    UnsupportedError,
-    UsageError,
-    collectives,
-    is_taken,
-    multiply_gradients,
-)
+from drivetrain.api import StepResult, Topology, UnsupportedError, UsageError, collectives, multiply_gradients
+from drivetrain.api.engines import is_taken
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.forward_writes import WatchedForwards
 from drivetrain_deepspeed.gradients import Gradients, WholeGradients
@@ -465,8 +458,8 @@ class Driver:
         """
         if self._waiting:
             raise UsageError(
-                f"an optimizer was prepared while gradients of {self._guard.model} wait for a step: DeepSpeed lays out "
-                "the parameters anew",
+                f"an optimizer was prepared between a backward of {self._guard.model} and the step that uses its "
+                "gradients: DeepSpeed makes new buffers for the parameters, and these gradients would be lost",
                 cure="Prepare it after optimizer.step(), or call optimizer.zero_grad() first.",
             )
         wrapped = self.engine.optimizer is not self.engine.basic_optimizer
@@ -514,10 +507,10 @@ class Driver:
         self._groups.check()
         if id(optimizer) not in self._waiting:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() found no gradients: no backward has reached its model since they "
-                "were last used or dropped",
-                cure="First call accelerator.backward(loss) with a loss that depends on the model; call zero_grad() "
-                "after step().",
+                f"{type(optimizer).__name__}.step() found no gradients: there was no backward of its model since the "
+                "last step() or zero_grad()",
+                cure="Call accelerator.backward(loss), with a loss that depends on the model, before step(), and "
+                "zero_grad() after it.",
             )
         self._check_dropped(self._parameters[id(optimizer)], f"{type(optimizer).__name__}.step()")
         if self._same_writes is not None:

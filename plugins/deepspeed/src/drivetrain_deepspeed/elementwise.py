@@ -11,7 +11,8 @@ import logging
 
 from torch.optim import Optimizer
 
-from drivetrain.api import DummyOptim, UnsupportedError
+from drivetrain.api import UnsupportedError
+from drivetrain.api.accelerate import DummyOptim
 from drivetrain_sharding import ELEMENTWISE, check_elementwise
 
 logger = logging.getLogger(__name__)

@@ -180,7 +180,7 @@ class EngineConfig:
     def dictionary(
         self, hidden_size: int | None = None, optimizer: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
-        """What the engine is told. The core owns windows, denominators and clipping, so all three are neutral here.
+        """The engine's configuration. The core owns windows, denominators and clipping, so all three are neutral here.
 
         Args:
             hidden_size: width of the model, from which buffer sizes left to ``"auto"`` follow; ``None``: not known.

@@ -47,7 +47,7 @@ def _estimate(request: PlanRequest, section: DeepSpeedConfig, stage: int) -> Est
 def _refused(request: PlanRequest, section: DeepSpeedConfig, stage: int) -> str:
     values = EngineConfig(section, request.precision, request.world_size).written.values
     if request.world_size == 1:
-        return "one process has nobody to share states with"
+        return "it shares out states over processes, and there is one"
     if stage == 0:
         return "stage 0 shares nothing; ddp holds and sends the same"
     for key in ("offload_optimizer", "offload_param"):

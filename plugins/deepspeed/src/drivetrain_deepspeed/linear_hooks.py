@@ -13,7 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from drivetrain.api import UnsupportedError, try_hook
+from drivetrain.api import UnsupportedError
+from drivetrain.api.engines import try_hook
 
 _CURE = (
     "Call accelerator.clip_grad_norm_ or accelerator.clip_grad_value_ after accelerator.backward, or use "

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.api import DummyOptim, UnsupportedError, UsageError, original_module
+from drivetrain.api import UnsupportedError, UsageError, original_module
+from drivetrain.api.accelerate import DummyOptim
 from drivetrain_deepspeed import compiling, elementwise, private_names, quiet, rank_state
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.engine_config import hidden_size_of

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.api import CheckpointError, pip_line
+from drivetrain.api import CheckpointError
+from drivetrain.api.programs import pip_line
 from drivetrain_convert import SavedModel
 from drivetrain_deepspeed.nativeflat import Flat, Rooms, flats_of
 

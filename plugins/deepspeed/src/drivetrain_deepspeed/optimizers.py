@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.api import DummyOptim, UsageError
+from drivetrain.api import UsageError
+from drivetrain.api.accelerate import DummyOptim
 from drivetrain_deepspeed.config import show
 from drivetrain_deepspeed.written import Written
 

@@ -60,8 +60,8 @@ class _Served:
         if part != self._part:
             raise UnsupportedError(
                 f"this state of {name} is {_whose(part)}, and this {name} holds {_whose(self._part)}",
-                cure="Save with accelerator.save_state(folder) and load with accelerator.load_state(folder); what "
-                "state_dict() returns is for its own rank to load again.",
+                cure="Save with accelerator.save_state(folder) and load with accelerator.load_state(folder). A state "
+                "that state_dict() returned can be loaded on the same rank only.",
             )
         with self._alone():
             self._load(state_dict)

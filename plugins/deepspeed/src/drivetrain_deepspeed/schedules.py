@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drivetrain.api import DummyScheduler, UsageError
+from drivetrain.api import UsageError
+from drivetrain.api.accelerate import DummyScheduler
 from drivetrain_deepspeed.config import show
 from drivetrain_deepspeed.written import Written
 
@@ -98,7 +99,7 @@ def make(kind: str, params: Mapping[str, Any], optimizer: Any) -> Any:
     """DeepSpeed's scheduler of this name, else torch's, on the optimizer that really steps.
 
     Raises:
-        UsageError: nobody has a scheduler of this name, or it refuses the parameters.
+        UsageError: neither DeepSpeed nor torch has a scheduler of this name, or it refuses the parameters.
     """
     if kind == _WARMUP and params.get("warmup_num_steps") == 0:
         return _constant(optimizer, params.get("warmup_max_lr"))

@@ -156,7 +156,7 @@ class SlicedGradients(Gradients):
         """Offloaded: parameters that the last backward did not use.
 
         DeepSpeed copies into its float32 buffer only what the closing backward used. What others have gathered before
-        is fetched; what nobody used is zero, not what the last window left.
+        is fetched; what no rank used is zero, not what the last window left.
         """
         zero = self._zero
         waiting = zero._offload_accumulated_param_ids - zero.norm_for_param_grads.keys()  # noqa: SLF001

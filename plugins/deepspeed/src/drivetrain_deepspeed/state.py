@@ -140,7 +140,7 @@ class EngineState:
         """Ranges of the live master values and moments; what every rank holds whole as it is. Not collective.
 
         Raises:
-            CheckpointError: the optimizer keeps state that cannot be told apart by parameter.
+            CheckpointError: the optimizer keeps state that cannot be separated by parameter.
         """
         flats = flat_groups(self._optimizer)
         state = portable.portable_state(self._module, self._optimizers(flats))

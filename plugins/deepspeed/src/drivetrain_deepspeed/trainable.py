@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    DummyOptim,
     GradientHook,
     PortableState,
     StepResult,
@@ -24,6 +23,7 @@ from drivetrain.api import (
     hooks_of,
     original_module,
 )
+from drivetrain.api.accelerate import DummyOptim
 from drivetrain_deepspeed import quiet
 from drivetrain_deepspeed.driving import Driver
 from drivetrain_deepspeed.guard import Guard, in_parts
@@ -348,7 +348,7 @@ class DeepSpeedTrainable(Trainable):
     def _trained(self) -> Driver:
         if self._driver is None:
             raise UsageError(
-                f"{type(self.module).__name__} was prepared without an optimizer",
+                f"{type(self.module).__name__} was prepared without an optimizer, and cannot train",
                 cure="Prepare both: model, optimizer = accelerator.prepare(model, optimizer).",
             )
         return self._driver

@@ -138,7 +138,7 @@ class Writes:
         if now.shape != view.shape or now.dtype != view.dtype or now.device != view.device:
             raise UnsupportedError(
                 f"{self._named(parameter)} was {_kind(view)} when it was prepared and is {_kind(now)} now, and "
-                "DeepSpeed keeps it as it was",
+                "DeepSpeed still steps it as it was",
                 cure="Change shape, dtype and device before prepare; mixed_precision computes in a lower dtype.",
             )
 

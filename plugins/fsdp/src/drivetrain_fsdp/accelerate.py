@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag, section_from_arguments, whole
+from drivetrain.api.accelerate import Rule, flag, section_from_arguments, whole
 from drivetrain_fsdp.config import FSDPConfig
 
 _HYBRID = (

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
-    Buffers,
     DistributedBackend,
     GradientHook,
     Mesh,
@@ -34,12 +33,12 @@ from drivetrain.api import (
     cast_parameters,
     collectives,
     ensure_process_group,
-    is_taken,
     original_module,
     pick_device,
     plain_state_dict,
     portable,
 )
+from drivetrain.api.engines import Buffers, is_taken
 from drivetrain_fsdp import hidden, private_names
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
@@ -463,10 +462,10 @@ class FSDPBackend(DistributedBackend):
     def _refuse(self, module: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             raise UnsupportedError(
-                f"fully_shard has cut the parameters of this {type(module).__name__} already, as an earlier prepare "
-                "does, and cannot do so again; free_memory() does not make them whole",
-                cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or "
-                "construct it anew, and load what accelerator.get_state_dict(model) gave before.",
+                f"this {type(module).__name__} is sharded already, by an earlier prepare or by fully_shard, and cannot "
+                "be sharded again; free_memory() does not make its parameters whole",
+                cure="Prepare a model once, together with its optimizer, even if it is only evaluated at first. Or "
+                "construct it again, and load the state that accelerator.get_state_dict(model) returned.",
             )
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "quant_state") or type(parameter).__module__.partition(".")[0] == "bitsandbytes":
@@ -476,7 +475,7 @@ class FSDPBackend(DistributedBackend):
                 )
         if not self.settings.place_on_device and self.topology.device != "cpu":
             raise UsageError(
-                "fsdp keeps its shards on the device, device_placement=False asks for something else",
+                "device_placement=False leaves a model where it is, and fsdp needs its shards on the device",
                 cure="Leave device_placement at True; cpu_offload in the section `fsdp:` keeps shards in CPU memory.",
             )
         parameters = list(module.parameters())
@@ -499,9 +498,9 @@ class FSDPBackend(DistributedBackend):
         for parameter in parameters:
             if not any(trainable.holds(parameter) for trainable in self.trainables):
                 raise UsageError(
-                    "these parameters are not the shards: they were asked for before prepare, or between a forward and "
-                    "its backward, while some are gathered",
-                    cure="Call model.parameters() after backward, on what prepare returned.",
+                    "clipping was given tensors that are not parameters of a sharded model: they were taken from the "
+                    "model before prepare, or between a forward and its backward, while they are gathered",
+                    cure="Call model.parameters() of the model that prepare returned, after accelerator.backward.",
                 )
 
     def reshard(self) -> None:

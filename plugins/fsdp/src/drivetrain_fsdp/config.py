@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-
-def _names(value: Any) -> Any:
-    """One name, or several with commas between them, stand for a list."""
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    return value
-
-
-def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("write a number, not a truth value")  # noqa: TRY004 (pydantic reports ValueErrors)
-    return value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-Count = Annotated[int, BeforeValidator(_not_bool)]
+from drivetrain.api.config import Integer, Names
 
 
 class FSDPConfig(BaseModel):
@@ -35,7 +18,7 @@ class FSDPConfig(BaseModel):
         "_no_split_modules, else the blocks of its longest ModuleList.",
         json_schema_extra={"of_model": True},
     )
-    min_num_params: Count | None = Field(
+    min_num_params: Integer | None = Field(
         None, gt=0, description="Instead: a module becomes a unit when it holds this many parameters not in one yet."
     )
     wrap: str | None = Field(
@@ -59,10 +42,10 @@ class FSDPConfig(BaseModel):
     compile: bool | str = Field(
         False, description="torch.compile each unit: true, or the name of a compiler such as 'inductor'."
     )
-    forward_prefetch: Count = Field(
+    forward_prefetch: Integer = Field(
         0, ge=0, description="In forward, gather this many units ahead; 0 = torch's own overlap of one."
     )
-    backward_prefetch: Count | None = Field(
+    backward_prefetch: Integer | None = Field(
         None, ge=1, description="In backward, gather this many units ahead; null = torch's own, one."
     )
     accumulate_without_sync: bool = Field(

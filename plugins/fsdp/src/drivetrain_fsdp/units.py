@@ -9,7 +9,8 @@ from importlib import import_module
 
 from torch import nn
 
-from drivetrain.api import UsageError, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
 from drivetrain_fsdp.config import FSDPConfig
 
 logger = logging.getLogger(__name__)

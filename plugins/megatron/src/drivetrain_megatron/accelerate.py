@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import Rule, flag, number, section_from_arguments, whole
+from drivetrain.api.accelerate import Rule, flag, number, section_from_arguments, whole
 from drivetrain_megatron.config import MegatronConfig
 
 _OFF = (False, "false", "False", "no")
@@ -80,6 +80,6 @@ def MegatronLMPlugin(**given: Any) -> MegatronConfig:  # noqa: N802 (the name th
             ``use_distributed_optimizer``, ... as there.
 
     Raises:
-        UsageError: arguments that nobody knows, or that cannot be honoured, with what to write instead.
+        UsageError: arguments that are not known, or that cannot be honoured, with what to write instead.
     """
     return section_from_arguments("MegatronLMPlugin", given, _RULES, "megatron", MegatronConfig)

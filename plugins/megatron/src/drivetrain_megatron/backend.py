@@ -203,7 +203,7 @@ class MegatronBackend(DistributedBackend):
         return super().broadcast(full_tensor(settled(tensor)), src)
 
     def barrier(self) -> None:
-        """As every backend's; meanwhile the model is told whole to ranks that ask for it alone."""
+        """Wait as every backend does; meanwhile the model is gathered for ranks that ask for it alone."""
         if self._in_parts:
             self._meeting.wait(self._serve)
         super().barrier()

@@ -133,7 +133,7 @@ def schedule(**flags: Any) -> None:
 
 def _section(config_file: str | None) -> tuple[MegatronConfig, dict[str, int]]:
     """Return the section ``megatron:`` of a configuration and the axes of its mesh; without a file, the defaults."""
-    from drivetrain.api import load_config
+    from drivetrain.api.programs import load_config
     from drivetrain_megatron.config import MegatronConfig
 
     if config_file is None:

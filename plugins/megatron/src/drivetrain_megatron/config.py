@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from drivetrain.api.config import Integer, Names, Number
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 
 
-def _names(value: Any) -> Any:
-    """One name, or several with commas between them, stand for a list."""
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    return value
-
-
-def _not_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("write a number, not a truth value")  # noqa: TRY004 (pydantic reports ValueErrors)
-    return value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-Count = Annotated[int, BeforeValidator(_not_bool)]
 
 
 class MegatronConfig(BaseModel):
@@ -37,13 +24,13 @@ class MegatronConfig(BaseModel):
         description="What computes: torch's own DTensor and pipelining, any model; or Megatron-Core, for the language "
         "models that it knows.",
     )
-    tensor_parallel_size: Count | None = Field(
+    tensor_parallel_size: Integer | None = Field(
         None,
         ge=1,
         description="Ranks that share each layer's matrices; null = the axis tp of `mesh:`, else 1.",
         json_schema_extra={"mesh_axis": "tp"},
     )
-    pipeline_parallel_size: Count | None = Field(
+    pipeline_parallel_size: Integer | None = Field(
         None,
         ge=1,
         description="Ranks that share the model's depth; null = the axis pp of `mesh:`, else 1.",
@@ -54,13 +41,13 @@ class MegatronConfig(BaseModel):
         description="What the remaining ranks hold: ddp whole replicas, zero1 the optimizer's state in shards, fsdp "
         "parameters in shards too.",
     )
-    num_micro_batches: Count | None = Field(
+    num_micro_batches: Integer | None = Field(
         None,
         ge=1,
         description="Parts into which a batch is cut to fill the pipeline; null = as many as the pipeline has stages.",
     )
     schedule: Schedule = Field("1f1b", description="In which order a rank runs forwards and backwards of the parts.")
-    stages_per_rank: Count = Field(
+    stages_per_rank: Integer = Field(
         2,
         ge=1,
         description="Stages on each rank, for the schedules interleaved_1f1b and zero_bubble; others have 1 or 2.",
@@ -81,7 +68,7 @@ class MegatronConfig(BaseModel):
         description="Keyword inputs that go whole to each micro-batch, though they are as long as the batch.",
         json_schema_extra={"of_model": True},
     )
-    gradient_clipping: Annotated[float, BeforeValidator(_not_bool)] | None = Field(
+    gradient_clipping: Number | None = Field(
         None,
         gt=0,
         description="Norm to which every step clips; null = the script says it, by clip_grad_norm_.",

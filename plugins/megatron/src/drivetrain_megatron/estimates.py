@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, autocast
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError
+from drivetrain.api.engines import autocast
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import ModuleState
 from drivetrain_megatron.pipeline.batches import Dims, Rows, cut
@@ -54,7 +55,7 @@ def estimates(request: PlanRequest) -> list[Estimate]:
     """Layers shared over ``tp``, depth over ``pp``, both, each with replicas over the ranks that are left."""
     section = MegatronConfig.model_validate(request.sections.get("megatron", {}))
     if request.world_size == 1:
-        return [_refused("megatron", "megatron", "one process has nobody to share layers with")]
+        return [_refused("megatron", "megatron", "it shares out layers over processes, and there is one")]
     if section.engine != "torch":
         return [_refused("megatron", "megatron", f"engine: {section.engine} is not modelled; plan with engine: torch")]
     made = _Model(request, section)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.api import GradientHook, UnsupportedError, hooks_of, try_hook
+from drivetrain.api import GradientHook, UnsupportedError, hooks_of
+from drivetrain.api.engines import try_hook
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, unaware
 
 Whole = Callable[[str, Tensor], Tensor]

@@ -67,8 +67,8 @@ class Meeting:
             self._store.compare_set(f"{number}/decision", "", "late")
             here = 1
         raise UsageError(
-            f"{call} was called on {here} of {self._size} processes, and the others hold parts of the model; it is "
-            "unharmed, and training can go on",
+            f"{call} was called on {here} of {self._size} processes, and needs the parts of the model on all of them; "
+            "nothing was changed, and training can go on",
             cure=cure,
         )
 
@@ -91,7 +91,7 @@ class Meeting:
                     serve(asked)
             elif time.monotonic() > deadline:
                 raise DrivetrainError(
-                    f"{self._size - count} of {self._size} processes did not come to a barrier",
+                    f"{self._size - count} of {self._size} processes did not reach a barrier in {self._timeout:g} s",
                     cure="Call wait_for_everyone and end_training on every process.",
                 )
             else:

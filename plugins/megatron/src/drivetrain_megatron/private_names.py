@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from drivetrain.api import BackendBlockedError
@@ -14,7 +15,10 @@ from drivetrain.api import BackendBlockedError
 TESTED = "2.13.0"
 """The release of torch that ``locks/dev.txt`` holds."""
 
-_SINGLE = ("_initialize_stage", "_stage_backward_initialized", "_stage_forward_initialized", "_step_microbatches")
+_SINGLE = (
+    *("_initialize_stage", "_stage_backward_initialized", "_stage_forward_initialized"),
+    *("_n_microbatches", "_step_microbatches"),
+)
 _SEVERAL = ("_initialize_stages", "_stages_backward_initialized", "_stages_forward_initialized", "_step_microbatches")
 
 _ONE_FLAG = {
@@ -45,3 +49,16 @@ def check(schedule: Any) -> None:
     """
     names = (*(name for name in _names(schedule) if not name.endswith("_initialized")), *flags(schedule))
     BackendBlockedError.check_names(schedule, names, library="torch", tested=TESTED, user="drivetrain-megatron")
+
+
+def run_with_messages() -> Any:
+    """Return the class of torch that runs any list of computations and messages. Not collective.
+
+    Raises:
+        BackendBlockedError: torch has it no longer, or not the method that puts messages into a list.
+    """
+    names = {"library": "torch", "tested": TESTED, "user": "drivetrain-megatron"}
+    BackendBlockedError.check_names(schedules, ("_PipelineScheduleRuntime",), **names)
+    found = schedules._PipelineScheduleRuntime  # noqa: SLF001
+    BackendBlockedError.check_names(found, ("_prepare_schedule_with_comms",), **names)
+    return found

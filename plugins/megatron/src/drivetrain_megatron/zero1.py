@@ -134,7 +134,7 @@ class Parts:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the parameters whole from everybody's parts. Collective over the data-parallel ranks."""
+        """Make the parameters whole from every rank's parts. Collective over the data-parallel ranks."""
         wholes: list[Tensor] = [whole for whole, _, _ in self._parts.values()]
         for bucket in buckets(wholes):
             self._gather(bucket)

@@ -20,7 +20,7 @@ from drivetrain_planner.estimates import (
     replay_whole,
     trained_sizes,
 )
-from drivetrain_planner.naming import named
+from drivetrain_planner.naming import called, named
 
 __all__ = [
     "Bench",
@@ -34,6 +34,7 @@ __all__ = [
     "Tracing",
     "Traffic",
     "Work",
+    "called",
     "held_whole",
     "named",
     "replay_whole",

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from drivetrain.api import ResolvedConfig, UsageError
+from drivetrain.api import UsageError
+from drivetrain.api.programs import ResolvedConfig
 
 MODEL_CURE = "Write plan: {model: train.py:make_model, batch: train.py:batch}."
 

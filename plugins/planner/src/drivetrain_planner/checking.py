@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (  # type: ignore[attr-defined]
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -222,19 +223,25 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if os.getpid() != self._process:  # a loader's worker, forked while the mode was on
-            return result
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
-                number = storage._cdata  # noqa: SLF001 (the identity of a storage)
-                if number not in self._alive:
-                    self._alive[number] = weakref.ref(storage, partial(self._freed, number))
+        # Operators of autograd's own are given parts of tensors as the class that a script sees, whose functions would
+        # gather them: the kernel is to run on the part, and its storage is what the rank holds.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch has no public word for it)
+            result = func(*args, **(kwargs or {}))
+            if os.getpid() != self._process:  # a loader's worker, forked while the mode was on
+                return result
+            for leaf in tree_leaves((args, kwargs, result)):
+                # A pipeline knows the layers of other ranks by tensors without memory.
+                if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor):
+                    self._see(getattr(leaf, "_local_tensor", leaf).untyped_storage())
         if self._counting:
             found = [one() for one in list(self._alive.values())]
             self._most = max(self._most, sum(one.nbytes() for one in found if one is not None))
         return result
+
+    def _see(self, storage: Any) -> None:
+        number = storage._cdata  # noqa: SLF001 (the identity of a storage)
+        if number not in self._alive:
+            self._alive[number] = weakref.ref(storage, partial(self._freed, number))
 
     def _freed(self, number: int, _: Any) -> None:
         self._alive.pop(number, None)

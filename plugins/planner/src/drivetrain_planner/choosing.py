@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from drivetrain.api import UsageError, get_registry
+from drivetrain.api import UsageError
+from drivetrain.api.programs import get_registry
 from drivetrain_planner.estimates import Estimate, PlanRequest
 from drivetrain_planner.machines import Machine
 
@@ -73,12 +74,22 @@ class Choice:
         """The layout to take. Raises :class:`UsageError` when none fits."""
         if self.fitting:
             return self.fitting[0]
+        what = f"no layout fits {self.request.world_size} x {self.machine.name} ({gib(self.machine.memory)} each)"
+        large = [each for each in self.rejected if not each.estimate.refused]
+        if large:
+            least = min(large, key=lambda each: each.bytes)
+            raise UsageError(
+                f"{what}; the one that holds least, {least.estimate.title}: {least.verdict}",
+                cure="Take more or larger devices, a smaller micro-batch, or bf16.",
+            )
         told = "; ".join(f"{each.estimate.title}: {each.verdict}" for each in self.rejected)
-        raise UsageError(
-            f"no layout fits {self.request.world_size} x {self.machine.name} ({gib(self.machine.memory)} each): "
-            f"{told or 'no installed backend offers one'}",
-            cure="Take more or larger devices, a smaller micro-batch, or bf16.",
-        )
+        raise UsageError(f"{what}: {told or 'no installed backend offers one'}", cure=self._cure_of_refusals())
+
+    def _cure_of_refusals(self) -> str:
+        every = self.request.micro_batch * self.request.world_size
+        if self.request.global_batch % every:
+            return f"Take a global batch that is a multiple of {every}, which every layout divides."
+        return "Change what the reasons name, or ask for another number of processes."
 
 
 def choose(request: PlanRequest, machine: Machine) -> Choice:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from drivetrain.api import LaunchPlan, ResolvedConfig, UsageError
+from drivetrain.api import UsageError
+from drivetrain.api.programs import LaunchPlan, ResolvedConfig
 from drivetrain_planner.auto import MODEL_CURE
 from drivetrain_planner.choosing import CUTTING, Candidate, ask, choose, weigh
 from drivetrain_planner.estimates import PlanRequest

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.api import UsageError
+from drivetrain.api.programs import pictures, pip_line
 from drivetrain_planner.choosing import SHARE, Candidate, Choice, gib
 from drivetrain_planner.report import as_time, title
 
@@ -38,32 +39,18 @@ def write(layouts: Sequence[Candidate], choice: Choice, path: Path) -> None:
     Raises:
         UsageError: matplotlib is not installed, there is nothing to draw, or the file cannot be written so.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "a picture needs matplotlib, which is not installed",
-            cure='Type: pip install "drivetrain-planner[plot]". --explain draws bars of characters.',
-        ) from error
+    pictures.check(path, pip_line("planner", "plot"), "--explain draws bars of characters.")
     shown = [each for each in layouts if not each.estimate.refused]
     if not shown:
         raise UsageError("there is no layout to draw: each is refused", cure="Read why without --plot.")
-    # No pyplot: nothing global is touched, no window system is asked for.
-    figure = Figure(figsize=(9.0, 2.0 + 0.5 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(9.0, 2.0 + 0.5 * len(shown))
     axes = figure.add_subplot()
     unit, scale = _unit(choice.machine.memory)
     colours = _draw(axes, shown, choice, scale)
     _decorate(axes, shown, choice, unit, scale)
     handles = _legend(colours, any(each.unused for each in shown))
     figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False)
-    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise UsageError(f"{path.name!r} has no suffix of a picture", cure="Use .png or .svg.")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}", cure="Name a file elsewhere.") from error
+    pictures.save(figure, path)
 
 
 def _unit(size: int) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from drivetrain.api import hookimpl
 if TYPE_CHECKING:
     import click
 
-    from drivetrain.api import LaunchPlan, ResolvedConfig
+    from drivetrain.api.programs import LaunchPlan, ResolvedConfig
 
 
 @hookimpl

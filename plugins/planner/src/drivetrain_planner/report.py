@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from drivetrain.api import get_registry
+from drivetrain.api.programs import get_registry
 from drivetrain_planner.choosing import GROUP, SHARE, Candidate, Choice, gib, offered_axes
 
 RUNNERS_UP = 3

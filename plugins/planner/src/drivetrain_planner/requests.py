@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.api import ResolvedConfig, UsageError, cast_parameters, policy_for
+from drivetrain.api import UsageError, cast_parameters
+from drivetrain.api.programs import ResolvedConfig, policy_for
 from drivetrain_planner.estimates import PlanRequest
 from drivetrain_planner.inputs import build, example
 from drivetrain_planner.machines import HERE, Machine, find, kept_file
@@ -102,6 +103,13 @@ def request(asked: Asked, machine: Machine) -> PlanRequest:
         raise UsageError(f"{type(model).__name__} has no parameter that is trained", cure="Name the model to train.")
     cast_parameters(model, policy)
     fed = example(asked.batch, asked.loss, asked.model, asked.samples, asked.length)
+    if asked.global_batch is not None and asked.global_batch % fed.samples:
+        lower = asked.global_batch // fed.samples * fed.samples
+        near = [str(each) for each in (lower, lower + fed.samples) if each]
+        raise UsageError(
+            f"a global batch of {asked.global_batch} is not a multiple of the {fed.samples} samples of a micro-batch",
+            cure=f"Ask for {' or '.join(near)}, or let the batch have fewer samples.",
+        )
     tracer = Tracer(model, fed, policy)
     return PlanRequest(
         model=model,

@@ -19,7 +19,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +33,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from drivetrain.api import DrivetrainError, PrecisionPolicy, TorchEngine, UsageError, dtype_of
 from drivetrain_planner.allocator import reserved
 from drivetrain_planner.estimates import EventKind, Trace, TraceEvent, Work
+from drivetrain_planner.naming import told
 
 Loss = Callable[[Any, Any], Tensor]
 Around = Callable[[], AbstractContextManager[object]]
@@ -278,12 +284,17 @@ class Tracer:
                 how(bench)
             except DrivetrainError:
                 raise
-            except Exception as problem:
-                first = (str(problem).splitlines() or [""])[0].rstrip(".")
+            except (DataDependentOutputException, DynamicOutputShapeException) as problem:
                 raise UsageError(
-                    f"{type(self._model).__name__} cannot be traced without values: {type(problem).__name__}: {first}",
+                    f"{type(self._model).__name__} cannot be traced without values: {told(problem)}",
                     cure="What the forward decides must not depend on the values of tensors; for a mixture of experts, "
                     "choose an implementation with fixed shapes.",
+                ) from problem
+            except Exception as problem:
+                raise UsageError(
+                    f"{type(self._model).__name__} cannot be traced on this micro-batch: {told(problem)}",
+                    cure="Let --batch return what the forward takes. If the model itself runs on it, its forward needs "
+                    "values of tensors, and a plan has none.",
                 ) from problem
         return bench.trace()
 

@@ -176,7 +176,7 @@ def _of_events(path: Path) -> dict[str, Curve]:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        from drivetrain.api import pip_line
+        from drivetrain.api.programs import pip_line
 
         raise UsageError(
             f"{str(path)!r} holds TensorBoard's files, and tensorboard is not installed",
@@ -197,7 +197,7 @@ def _of_events(path: Path) -> dict[str, Curve]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell all of them apart."""
+    """The last parts of the paths, as many as distinguish all of them."""
     for parts in range(1, max((len(each.parts) for each in folders), default=0) + 1):
         names = ["/".join(each.parts[-parts:]) for each in folders]
         if len(set(names)) == len(names):

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from drivetrain import GeneralTracker, get_logger
-from drivetrain.api import json_value
+from drivetrain.api.programs import json_value
 from drivetrain_trackers.values import flat, number
 
 _logger = get_logger(__name__)

@@ -8,16 +8,16 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api import UsageError
+from drivetrain.api.programs import pictures, pip_line
 from drivetrain_trackers.curves import SPEED, Curve, Run, with_speed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that people who tell red from green badly can tell apart (Okabe and Ito); further runs repeat them, dashed.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 STYLES = ("-", "--", ":", "-.")
+"""Of the lines of runs, where there are more than colours."""
 
 DECADES = 2
 """A panel whose values span this many powers of ten, none of them negative, is drawn on a logarithmic scale."""
@@ -51,23 +51,13 @@ def write(
         UsageError: matplotlib is not installed, no run logged one of ``metrics``, nothing was logged at all, or the
             file cannot be written so.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "a picture needs matplotlib, which is not installed", cure=f"Type: {pip_line('plot')}"
-        ) from error
+    pictures.check(path, pip_line("plot"))
     curves = [with_speed(run.curves) for run in runs]
     names = _chosen(list(dict.fromkeys(name for each in curves for name in each)), metrics)
-    # No pyplot: nothing global is touched, no window system is asked for.
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(4.2 * columns if columns > 1 else 6.4, 0.6 + 2.9 * rows), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
-        raise UsageError(f"{path.name!r} has no suffix of a picture", cure="Use .png or .svg.")
-    styles = [{"color": colour, "linestyle": style} for style in STYLES for colour in COLOURS]
+    figure = pictures.figure(4.2 * columns if columns > 1 else 6.4, 0.6 + 2.9 * rows)
+    styles = [{"color": colour, "linestyle": style} for style in STYLES for colour in pictures.COLOURS]
     looks: list[dict[str, Any]] = list(islice(cycle(styles), len(runs)))
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if figure.axes else None)
@@ -76,10 +66,7 @@ def write(
             _draw(axes, curve, look, over=over, smooth=smooth)
         _decorate(axes, name, [curve for curve, _ in shown], over=over, scale=scale)
     _legend(figure, [run.name for run in runs], looks)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}", cure="Name a file elsewhere.") from error
+    pictures.save(figure, path)
     return names
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import GeneralTracker
-from drivetrain.api import json_value
+from drivetrain.api.programs import json_value
 from drivetrain_trackers.values import flat, number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.api import json_value
+from drivetrain.api.programs import json_value
 
 
 def number(value: Any) -> Any:

@@ -18,7 +18,8 @@ from drivetrain import (
     GradientAccumulationPlugin,
     GradientState,
 )
-from drivetrain.api import PortableState, TensorSpec, UnsupportedError, UsageError, checkpoint
+from drivetrain.api import PortableState, TensorSpec, UnsupportedError, UsageError
+from drivetrain.api.programs import checkpoint
 from drivetrain_transformers import private_names
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from drivetrain.api import (
     ensure_process_group,
     gradients,
     original_module,
-    register_device_generator,
 )
+from drivetrain.api.engines import register_device_generator
 from drivetrain_xla import moving, randomness, starting, state, stepping
 from drivetrain_xla.config import XLAConfig
 from drivetrain_xla.placement import BatchPlacement

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from drivetrain.api import trees
+from drivetrain.api.engines import trees
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def fill(batch: Any, rows: int, full: int, filler: int) -> Any:
         filler: the label that a loss ignores.
 
     Returns:
-        The filled batch; ``None`` where no labels can be told.
+        The filled batch; ``None`` where no labels can be found.
     """
     labels = _labels(batch, rows)
     if labels is None:

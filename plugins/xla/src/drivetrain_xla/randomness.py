@@ -6,7 +6,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from drivetrain.api import DeviceGenerator
+from drivetrain.api.engines import DeviceGenerator
 
 _BYTES = 8
 

@@ -13,7 +13,8 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.api import get_registry, trees
+from drivetrain.api.engines import trees
+from drivetrain.api.programs import get_registry
 from drivetrain_xla import layout
 from drivetrain_xla.config import XLAConfig
 

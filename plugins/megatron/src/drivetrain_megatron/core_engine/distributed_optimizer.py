@@ -149,7 +149,7 @@ class ShardedStepping:
 
     @torch.no_grad()
     def _stepped(self) -> None:
-        """The shards have stepped: everybody gets all of them. Collective over the data-parallel ranks."""
+        """The shards have stepped: every rank gets all of them. Collective over the data-parallel ranks."""
         assert self._distributed is not None, "a hook of the optimizer that it has"
         with self._groups.shared():
             self._distributed._copy_main_params_to_model_params()  # noqa: SLF001 (its step() would clip and scale too)

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from drivetrain.api import BackendBlockedError, Topology, UsageError, numbers_coordinate, pip_line
+from drivetrain.api import BackendBlockedError, Topology, UsageError
+from drivetrain.api.engines import numbers_coordinate
+from drivetrain.api.programs import pip_line
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.core_engine import alone, private_names
 from drivetrain_megatron.tensor.collectives import Ring

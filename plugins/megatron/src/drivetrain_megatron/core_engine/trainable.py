@@ -144,7 +144,7 @@ class CoreTrainable(Trainable):
         if closure is not None:
             raise UnsupportedError(
                 "an optimizer closure cannot be combined with megatron.engine: megatron_core",
-                cure="Use an optimizer that steps without one.",
+                cure="Call accelerator.backward(loss) first, and step() without a closure.",
             )
         self.pipeline.changed()
         return self._stepping.step(optimizer, None)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from drivetrain.api import UsageError, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
 from drivetrain_megatron.pipeline.timeline import Timeline
 
 

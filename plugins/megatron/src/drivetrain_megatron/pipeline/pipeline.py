@@ -11,15 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.api import (
-    DrivetrainError,
-    TorchEngine,
-    UnsupportedError,
-    UsageError,
-    autocast,
-    call_plainly,
-    numbers_coordinate,
-)
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError
+from drivetrain.api.engines import autocast, call_plainly, numbers_coordinate
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients
@@ -321,9 +314,9 @@ class Pipeline:
         dist.broadcast_object_list(told, group=self._group, group_src=source)
         if told[0] is None:
             raise UsageError(
-                "an output of the pipelined model comes from an earlier stage, inside of a module that the last stage "
-                "passes over",
-                cure="Return it from the module's forward, so that it is seen where the stages meet.",
+                "an output of the pipelined model is a tensor of an earlier stage, which the module that computes it "
+                "does not return",
+                cure="Return it from that module's forward, so that it is sent to the last stage.",
             )
         values = []
         for leaf, meta in zip(leaves(mine), told[0], strict=True):

@@ -10,15 +10,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import (
-    DrivetrainError,
-    TorchEngine,
-    UnsupportedError,
-    UsageError,
-    call_plainly,
-    dtype_of,
-    get_registry,
-)
+from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, dtype_of
+from drivetrain.api.engines import call_plainly
+from drivetrain.api.programs import get_registry
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import same_randomness, unchanged, without_gradients
 from drivetrain_megatron.pipeline.cutting import Cut, balanced, cut_at, parameter_bytes

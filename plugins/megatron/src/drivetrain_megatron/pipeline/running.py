@@ -299,8 +299,8 @@ class Interception:
             return
         if self._changed[name][0] is not module:
             raise UsageError(
-                f"a copy of a part of a pipelined model, {original.__name__}, was called; it has some of the "
-                "stages, and no pipeline",
+                f"a copy of a part of a pipelined model, {original.__name__}, was called, which has the layers of this "
+                "rank's stages only",
                 cure="Copy the model before prepare, and prepare the copy too.",
             )
         raise UsageError(
@@ -315,7 +315,8 @@ class Interception:
             return forward(module, *args, **kwargs)
         if module is not self._module:
             raise UsageError(
-                f"a copy of a pipelined {original.__name__} was called; it has some of the stages, and no pipeline",
+                f"a copy of a pipelined {original.__name__} was called, which has the layers of this rank's stages "
+                "only",
                 cure="Copy the model before prepare, and prepare the copy too.",
             )
         return self._outside(*args, **kwargs)

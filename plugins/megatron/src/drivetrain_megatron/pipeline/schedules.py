@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
     ScheduleGPipe,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
@@ -18,6 +17,7 @@ from drivetrain_megatron import private_names
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.transport import Stage
 from drivetrain_megatron.planner.catalogue import Schedule, check, find
+from drivetrain_megatron.planner.engine_lists import construct
 
 
 def stages_per_rank(section: MegatronConfig) -> int:
@@ -59,10 +59,7 @@ def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Cal
     schedule = find(section.schedule)
     fits = schedule.takes(stages[0].group_size, stages_per_rank(section), parts)
     kind = get_schedule_class(schedule.torch_name) if fits else _plainer(schedule)
-    if issubclass(kind, PipelineScheduleSingle):
-        made: Any = kind(stages[0], parts, loss_fn=loss, scale_grads=False)
-    else:
-        made = kind(list(stages), parts, loss_fn=loss, scale_grads=False)
+    made = construct(kind, stages, parts, loss)
     private_names.check(made)
     # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
     for flag in private_names.flags(made):

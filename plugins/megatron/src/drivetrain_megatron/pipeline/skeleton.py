@@ -208,7 +208,7 @@ class Elsewhere(FakeTensor):
     def call_hooks(self) -> None:
         """Call its hooks with a gradient that refuses to be read: what they compute for it, its own stage computes.
 
-        A hook that keeps or measures gradients would otherwise know of one stage's, and nobody would notice.
+        A hook that keeps or measures gradients would otherwise see only one stage's, without a word.
         """
         if not (self._hooks[0] or self._hooks[1]):
             return

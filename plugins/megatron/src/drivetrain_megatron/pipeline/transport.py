@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     construct_reverse_graph,
     reverse_closure,
+    stage_backward_input,
+    stage_backward_weight,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
@@ -252,14 +256,15 @@ def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Seque
     It remembers the gradients at the places where weights meet the way from the outputs back to what was received, and
     goes on from there. A weight that meets it nowhere (behind what is frozen, or in a decoder before it looks at its
     encoder) gets no gradient so; where weights share some of these places and not all, some count twice. It never
-    finds a ``DTensor``: forward computes with a local tensor in its place.
+    finds a ``DTensor``: forward computes with a local tensor in its place. Older releases count more of them twice
+    (:func:`splits_rightly`).
 
     Args:
         outputs: of the stage, or its loss.
         received: its inputs.
         weights: its trained parameters.
     """
-    if any(isinstance(weight, DTensor) for weight in weights):
+    if any(isinstance(weight, DTensor) for weight in weights) or not splits_rightly():
         return False
     edges = construct_reverse_graph([_origin(one) for one in outputs if one.requires_grad])
     starts = [_origin(one) for one in received if isinstance(one, Tensor) and one.requires_grad]
@@ -277,3 +282,37 @@ def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Seque
 def _origin(tensor: Tensor) -> Any:
     """What computed a tensor, or gathers the gradient of one that nothing computed; it requires gradients."""
     return _get_grad_fn_or_grad_acc(tensor)
+
+
+@cache
+def splits_rightly() -> bool:
+    """Whether torch computes the gradients of weights by themselves as a whole backward does.
+
+    Torch 2.9 counts twice what lies behind a second place where a weight meets the way, and adds up the gradients of
+    all outputs of such a place as if they were of its first. It is tried with a graph that has both: the gradient of
+    ``(r + w) * w + 10 * (r + 2 * w)`` by ``w`` is ``r + 2 * w + 20``.
+    """
+
+    def tried() -> bool:
+        received, weight = (nn.Parameter(torch.tensor(value, device="cpu")) for value in (3.0, 2.0))
+        first, second = _Sums.apply(received, weight)  # type: ignore[no-untyped-call]  # As torch declares it.
+        _, groups = stage_backward_input([first * weight + 10 * second], None, [received], iter([weight]))
+        stage_backward_weight(iter([weight]), groups)
+        return weight.grad is not None and weight.grad.item() == 27.0
+
+    # Modes of the caller, such as one for tensors without values, are those of its thread.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(tried).result()
+
+
+class _Sums(torch.autograd.Function):
+    """Returns ``r + w`` and ``r + 2 * w``: an operation with two outputs."""
+
+    @staticmethod
+    def forward(_: Any, received: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return received + weight, received + 2 * weight
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = gradients
+        return first + second, first + 2 * second

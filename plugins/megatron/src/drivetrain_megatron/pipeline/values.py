@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.api import trees
+from drivetrain.api.engines import trees
 
 _CONSTANTS = (int, float, complex, str, bytes, torch.dtype, torch.device, type, nn.Module, FunctionType, MethodType)
 _LEAVES = (Tensor, *_CONSTANTS)

@@ -32,8 +32,8 @@ def deferred_loss(loss: Tensor) -> tuple[ModelCall[Any, Any], Node]:
 def _refused(loss: Tensor, node: Node | None) -> UsageError:
     """Why a loss cannot go backward through a pipeline, from what it was computed from."""
     if node is not None:
-        what = "this loss went backward already"
-        return UsageError(what, cure="Call the model again, and backward once for each call.")
+        what = "accelerator.backward was called a second time for one call of a pipelined model"
+        return UsageError(what, cure="Add up the losses of one call, or call the model again for the second.")
     beside = "is no function of an output of the pipelined model"
     if loss.grad_fn is None:
         return UsageError(

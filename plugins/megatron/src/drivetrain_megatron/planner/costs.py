@@ -19,7 +19,7 @@ class Costs:
         activations: bytes that a forward leaves in memory until its backward, by stage.
         resident: bytes that are there all the time (parameters, gradients, optimizer state), by stage.
         transfer: time between the end of a computation and the moment when another rank has its result.
-        gap: least time between two actions of a rank, in which nobody computes: the schedule's own work.
+        gap: least time between two actions of a rank, in which no rank computes: the schedule's own work.
         overhead: part of every forward's time, and of every backward's, that does not shrink with the micro-batch.
         kept_for_weights: share of a stage's activations that still waits for the weights after the backward for the
             input. 1 keeps everything, which is the most it can be.

@@ -1,4 +1,4 @@
-"""The action lists of torch's schedule classes, taken from the classes themselves. The planner's only use of torch.
+"""Torch's schedule classes: builds them, and takes their action lists from them. The planner's only use of torch.
 
 A schedule of one stage a rank (GPipe, 1F1B) is *run* with a stage that computes nothing and notes what it is asked
 for: the list that such a class prints (``pipeline_order``) is made by other code than its steps, and for the last rank
@@ -7,7 +7,7 @@ of 1F1B the two differ in torch 2.13. The other classes run a list, which is rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -17,8 +17,13 @@ from drivetrain_megatron import private_names
 from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
 from drivetrain_megatron.planner.catalogue import Schedule, check, find
 
-_KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
-_RECEIVES: dict[str, Kind] = {"RECV_F": "F", "RECV_B": "B"}
+_KINDS: dict[Any, Kind] = {
+    schedules.FORWARD: "F",
+    schedules.FULL_BACKWARD: "B",
+    schedules.BACKWARD_INPUT: "I",
+    schedules.BACKWARD_WEIGHT: "W",
+}
+_RECEIVES: dict[Any, Kind] = {schedules.RECV_F: "F", schedules.RECV_B: "B"}
 
 
 @lru_cache(maxsize=512)
@@ -38,8 +43,7 @@ def action_lists(name: str, num_ranks: int, stages_per_rank: int, num_micro_batc
             noted.append(tuple(actions))
         return ActionLists(tuple(noted))
     built, _ = build(schedule, num_ranks, stages_per_rank, 0, num_micro_batches)
-    # In torch 2.9 most of these classes run the list without messages, in which None is a time without computation.
-    order = getattr(built, "pipeline_order_with_comms", built.pipeline_order)
+    order = built.pipeline_order_with_comms
     return ActionLists(tuple(_computations(order[rank]) for rank in range(num_ranks)))
 
 
@@ -54,20 +58,20 @@ def messages_asked_for(
     """
     lists = action_lists(name, num_ranks, stages_per_rank, num_micro_batches)
     built, _ = build(find(name), num_ranks, stages_per_rank, 0, num_micro_batches)
-    order = getattr(built, "pipeline_order_with_comms", None)
-    if order is None:
+    if isinstance(built, schedules.PipelineScheduleSingle):
         return tuple(tuple(() for _ in actions) for actions in lists.ranks)
+    order = built.pipeline_order_with_comms
     found = []
     for rank in range(num_ranks):
         asked: set[Action] = set()
         beside: list[tuple[Action, ...]] = []
         for action in order[rank]:
             for part in action.sub_actions or (action,):
-                kind, place = part.computation_type.value, (part.stage_index, part.microbatch_index)
+                kind, place = part.computation_type, (part.stage_index, part.microbatch_index)
                 if kind in _RECEIVES:
                     asked.add(Action(_RECEIVES[kind], *place))
                 elif part.is_compute_op:
-                    asked.discard(Action("F" if kind == "F" else "B", *place))
+                    asked.discard(Action("F" if _KINDS[kind] == "F" else "B", *place))
                     beside.append(tuple(sorted(asked)))
         found.append(tuple(beside))
     return tuple(found)
@@ -86,9 +90,39 @@ def build(
         NotingStage(stage, num_ranks, rank, num_ranks * stages_per_rank, noted)
         for stage in stages_of(schedule.placement, num_ranks, stages_per_rank, rank)
     ]
-    kind: Any = schedules.get_schedule_class(schedule.torch_name)
-    single = issubclass(kind, schedules.PipelineScheduleSingle)
-    return kind(stages[0] if single else stages, num_micro_batches, loss_fn=_no_loss), noted
+    kind = schedules.get_schedule_class(schedule.torch_name)
+    return construct(kind, stages, num_micro_batches, _no_loss), noted
+
+
+def construct(kind: Any, stages: Sequence[Any], num_micro_batches: int, loss: Callable[..., Any]) -> Any:
+    """Return torch's schedule of one rank, which runs what :func:`action_lists` says under every release of torch.
+
+    Args:
+        kind: torch's class.
+        stages: of this rank, the first one first.
+        num_micro_batches: of one step.
+        loss: of one micro-batch; gradients are not divided by the number of micro-batches.
+
+    Raises:
+        ValueError: the class does not take these numbers.
+        BackendBlockedError: torch has renamed what is used of it.
+    """
+    if issubclass(kind, schedules.PipelineScheduleSingle):
+        # In torch 2.9 GPipe refuses fewer micro-batches than there are stages when it is built. It runs them.
+        least = stages[0].num_stages if kind is schedules.ScheduleGPipe else 0
+        made: Any = kind(stages[0], max(num_micro_batches, least), loss_fn=loss, scale_grads=False)
+        private_names.check(made)
+        made._n_microbatches = num_micro_batches  # noqa: SLF001
+        return made
+    made = kind(list(stages), num_micro_batches, loss_fn=loss, scale_grads=False)
+    if hasattr(made, "pipeline_order_with_comms"):
+        return made
+    # In torch 2.9 most of these classes run a list without messages, in time steps in which a rank sends itself what
+    # its next stage needs. Gloo cannot do that. The class that runs a list with messages is there as well.
+    run_with_messages = private_names.run_with_messages()
+    lowered = run_with_messages(list(stages), num_micro_batches, loss_fn=loss, scale_grads=False)
+    lowered._prepare_schedule_with_comms(made.pipeline_order)  # noqa: SLF001
+    return lowered
 
 
 def stages_of(placement: str, num_ranks: int, stages_per_rank: int, rank: int) -> list[int]:
@@ -103,7 +137,7 @@ def _computations(actions: Sequence[Any | None]) -> tuple[Action, ...]:
     """Return the computations among torch's actions; a pair that may overlap is run one after the other."""
     parts = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
     return tuple(
-        Action(_KINDS[part.computation_type.value], part.stage_index, part.microbatch_index)
+        Action(_KINDS[part.computation_type], part.stage_index, part.microbatch_index)
         for part in parts
         if part.is_compute_op
     )
@@ -154,7 +188,7 @@ class NotingStage:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_messages
 
-    def passes(self, *_: Any) -> None:
+    def passes(self, *_: Any, **__: Any) -> None:
         """What torch does beside computing (hand on a tensor, reduce gradients) leaves no trace here."""
 
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = passes

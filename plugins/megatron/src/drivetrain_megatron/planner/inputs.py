@@ -1,4 +1,4 @@
-"""What the planner is told: numbers, lists and sizes as people type them, and the file of measured costs. No torch."""
+"""Inputs of the planner: numbers, lists and sizes as people type them, and the file of measured costs. No torch."""
 
 from __future__ import annotations
 

@@ -9,9 +9,14 @@ import torch
 from torch import nn
 
 from drivetrain.api import UsageError
-from drivetrain_planner import named
+from drivetrain_planner import called, named
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_ON_META = (
+    "It is called without arguments, and its tensors are on the device meta, without values: give arguments defaults, "
+    "and let it load no weights, read no values and name no other device."
+)
 
 
 def build(where: str) -> nn.Module:
@@ -25,7 +30,7 @@ def build(where: str) -> nn.Module:
     """
     function = named(where, "model")
     with torch.device("meta"):
-        model = function()
+        model = called(function, where, _ON_META)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{where!r} returned a {type(model).__name__}, not a model", cure="Name a function that returns a module."
@@ -39,7 +44,7 @@ def batch(where: str) -> Arguments:
     Raises:
         UsageError: there is no such function.
     """
-    found = named(where, "batch")()
+    found = called(named(where, "batch"), where, "It is called without arguments; give each a default.")
     if isinstance(found, Mapping):
         return (), dict(found)
     return (tuple(found) if isinstance(found, (tuple, list)) else (found,)), {}

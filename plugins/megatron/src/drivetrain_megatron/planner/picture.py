@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.api import UsageError, pip_line
+from drivetrain.api.programs import pictures, pip_line
 from drivetrain_megatron.planner.simulate import Bar, Timeline
 
 if TYPE_CHECKING:
@@ -40,19 +40,10 @@ def write(timeline: Timeline, path: Path, *, title: str, unit: str = "") -> None
     Raises:
         UsageError: matplotlib is not installed, or cannot write this kind of file or to this place.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "a picture needs matplotlib, which is not installed",
-            cure=f"Type: {pip_line('megatron', 'plot')}. The drawing on the terminal needs nothing.",
-        ) from error
-    # No pyplot: nothing global is touched, no window system is asked for.
+    pictures.check(path, pip_line("megatron", "plot"), "The drawing on the terminal needs nothing.")
     shortest = min(bar.end - bar.start for bars in timeline.bars for bar in bars if bar.end > bar.start)
     width = min(max(7.0, timeline.duration / shortest * LABEL_WIDTH + 2.5), WIDEST)
-    figure = Figure(figsize=(width, 1.5 + 0.38 * len(timeline.bars)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.figure(width, 1.5 + 0.38 * len(timeline.bars))
     axes = figure.add_subplot()
     inches_per_unit = (width - 2.5) / timeline.duration
     for rank, bars in enumerate(timeline.bars):
@@ -60,13 +51,7 @@ def write(timeline: Timeline, path: Path, *, title: str, unit: str = "") -> None
         for bar in bars:
             _draw_bar(axes, bar, labelled=(bar.end - bar.start) * inches_per_unit >= LABEL_WIDTH * 0.8)
     _decorate(figure, axes, timeline, title, unit)
-    kinds = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in kinds:
-        raise UsageError(f"{path.name!r} has no suffix of a picture", cure="Use .png or .svg.")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}", cure="Name a file elsewhere.") from error
+    pictures.save(figure, path)
 
 
 def _draw_bar(axes: Axes, bar: Bar, *, labelled: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the planner tells: a plan and a search as lines for people and as data for programs. No torch."""
+"""Reports of the planner: a plan and a search as lines for people and as data for programs. No torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def layout_of(
         degree: ranks of the axis ``tp``.
         pipeline_ranks: ranks of the axis ``pp``.
         section: the configuration.
-        arguments: of a forward, which shows where the model can be cut; guessed where nobody gives them.
+        arguments: of a forward, which shows where the model can be cut; guessed where they are not given.
 
     Raises:
         UsageError: as training would; no guess at the inputs made forward run.

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from drivetrain.api import UsageError, get_registry, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
+from drivetrain.api.programs import get_registry
+from drivetrain_megatron.planner.layout import collapsed
 from drivetrain_megatron.tensor.derive import conditions, derive
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.styles import matched_cuts, style_of
@@ -161,16 +164,23 @@ def _derived(model: nn.Module, degree: int) -> Plan:
             unfollowed,
         )
     elif unfollowed:
-        whole = dict.fromkeys(name.rpartition(".")[0] or name for name in first.values() if name not in plan.cuts)
         logger.warning(
             "%s was not followed as a whole%s, but by its modules. Each of the %s tensor-parallel ranks computes all "
             "of: %s. A plan of your own (megatron.tp_plan) may share more.",
             type(model).__name__,
             unfollowed,
             degree,
-            ", ".join(whole) or "none of them",
+            ", ".join(collapsed(_whole(plan, first.values()))) or "none of them",
         )
     return plan
+
+
+def _whole(plan: Plan, names: Iterable[str]) -> list[str]:
+    """Modules of which no parameter is cut, and parameters of the model itself that are not."""
+    names = list(names)
+    shared = {name.rpartition(".")[0] for name in plan.cuts}
+    modules = {name: name.rpartition(".")[0] or name for name in names if name not in plan.cuts}
+    return list(dict.fromkeys(module for module in modules.values() if module not in shared))
 
 
 def _add_groups(plan: Plan, model: nn.Module, path: str, trace: Trace, first: Mapping[int, str]) -> None:

@@ -14,17 +14,20 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.api import UsageError, trees
+from drivetrain.api import UsageError
+from drivetrain.api.engines import trees
 from drivetrain_megatron.module_state import unchanged
 from drivetrain_megatron.tensor.attention import can_follow, multi_head_attention
 
@@ -156,13 +159,22 @@ def record(model: nn.Module) -> Trace:
                 return _record(model, *_as_arguments(model, _like_inputs(inputs)), low=low)
             except Exception as problem:  # noqa: BLE001 (a user's forward raises anything; it is reported)
                 if not low:
-                    first_line = (str(problem).splitlines() or [""])[0]
-                    problems.append(f"with {_told(inputs)}: {type(problem).__name__}: {first_line}")
-    tried = "; ".join(problems[:3])
+                    problems.append(_why(problem, inputs))
+    tried = "; ".join(list(dict.fromkeys(problems))[:3])
     raise UsageError(
         f"its forward cannot be run without values: {tried}",
         cure="Write megatron.tp_plan: {'layers.*.wq': colwise, 'layers.*.wo': rowwise, ...}.",
     )
+
+
+def _why(problem: Exception, inputs: Inputs) -> str:
+    if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
+        libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+        frames = [each for each in extract_tb(problem.__traceback__) if not each.filename.startswith(libraries)]
+        if frames:  # the innermost line of the script's
+            return f"it asks for them at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    first_line = (str(problem).splitlines() or [""])[0]
+    return f"with {_told(inputs)}: {type(problem).__name__}: {first_line}"
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,0 +1,3 @@
+"""A checkpoint for the commands of the page."""
+
+accelerator.save_state("runs/one")
