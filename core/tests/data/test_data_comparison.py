@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -261,29 +260,6 @@ def test_dispatched_loaders_are_those_of_the_main_process(tmp_path):
         assert not any(said.values()), said
 
 
-class Asking(IterableDataset):
-    """Yields this rank's part, for which it asks in a way."""
-
-    def __init__(self, ask):
-        self.ask = ask
-
-    def __iter__(self):
-        yield from range(self.ask(), SIZE, 2)
-
-
-def rank_of_accelerator(accelerator):
-    return accelerator.process_index
-
-
-def rank_of_environment():
-    return int(os.environ["RANK"])
-
-
-def in_threes():
-    """A number that every rank has, and a variable that says nothing of ranks."""
-    return 3 * (os.environ["HOME"] == "")
-
-
 class Broken(Files):
     """Has no length on ranks whose files are not there."""
 
@@ -296,20 +272,12 @@ class Broken(Files):
 DISPATCHED_PARTS = {
     **{name: APART[name] for name in ("subset", "tensors", "list", "files", "own_distributed_sampler")},
     "stream_with_a_rank": lambda rank, world: DataLoader(Stream(rank, world), 2),
-    "stream_that_asks_torch": lambda rank, world: DataLoader(Asking(torch.distributed.get_rank), 2),
-    "stream_that_asks_the_environment": lambda rank, world: DataLoader(Asking(rank_of_environment), 2),
-    "stream_that_asks_in_a_worker": lambda rank, world: DataLoader(
-        Asking(rank_of_environment), 2, num_workers=1, multiprocessing_context="fork"
-    ),
-    "stream_that_asks_the_accelerator": lambda rank, world: DataLoader(Asking(partial(rank_of_accelerator, *MINE)), 2),
 }
 DISPATCHED_WHOLE = {
     **{name: ALIKE[name] for name in ("whole", "split_of_one_seed", "own_order", "stream")},
     "on_the_main_process_alone": lambda rank, world: DataLoader(list(range(SIZE * (rank == 0))), 2),
     "broken_elsewhere": lambda rank, world: DataLoader(Broken(names() * (rank == 0)), 2),
-    "stream_that_asks_something_else": lambda rank, world: DataLoader(Asking(in_threes), 2),
 }
-MINE = []
 
 
 def dispatch_each(loaders, folder):
@@ -317,7 +285,6 @@ def dispatch_each(loaders, folder):
     kept = Kept()
     logging.getLogger("drivetrain").addHandler(kept)
     accelerator = accelerator_of(folder, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    MINE.append(accelerator)
     said = {}
     for name, make in globals()[loaders].items():
         del kept.lines[:]
@@ -334,9 +301,7 @@ def test_a_part_that_the_main_process_reads_for_all_is_named_once(tmp_path):
     said, others = spawn(dispatch_each, 2, "DISPATCHED_PARTS", str(tmp_path))
     assert {name: len(lines) for name, lines in said.items()} == dict.fromkeys(DISPATCHED_PARTS, 1)
     assert "number of the rank (Stream.begin)" in said["stream_with_a_rank"][0]
-    assert "torch.distributed.get_rank()" in said["stream_that_asks_torch"][0]
-    assert 'os.environ["RANK"]' in said["stream_that_asks_in_a_worker"][0]
-    assert "accelerator.process_index" in said["stream_that_asks_the_accelerator"][0]
+    assert "differs by rank (Subset.indices)" in said["subset"][0]
     assert not any(others.values())
 
 

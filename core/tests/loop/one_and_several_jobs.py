@@ -82,22 +82,6 @@ def weights_after_a_clamped_step(limit: float, *, times_processes: bool) -> Tens
     return accelerator.get_state_dict(net)["weight"]
 
 
-class Hooked(nn.Module):
-    """Sets hooks on an activation in its forward, or keeps its gradient."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form, self.first, self.last = form, nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        if self.form == "activation":
-            hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        if self.form == "retained":
-            hidden.retain_grad()
-        return self.last(hidden)
-
-
 def said_of_hooks(form: str) -> list[str]:
     """What is logged in two steps of a model with hooks on what flows back."""
     said: list[str] = []
@@ -105,11 +89,13 @@ def said_of_hooks(form: str) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("drivetrain").addHandler(handler)
     accelerator = Accelerator(split_batches=True)
-    net = Hooked(form)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     if form == "layer":
-        net.last.register_full_backward_hook(lambda module, given, gradient: None)
+        net[1].register_full_backward_hook(lambda module, given, gradient: None)
+    if form == "layer, before":
+        net[1].register_full_backward_pre_hook(lambda module, gradient: None)
     if form == "parameter":
-        net.first.weight.register_hook(lambda gradient: 0.5 * gradient)
+        net[0].weight.register_hook(lambda gradient: 0.5 * gradient)
     net, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.5), DataLoader(TensorDataset(*rows(24)), batch_size=12)
     )
@@ -117,9 +103,9 @@ def said_of_hooks(form: str) -> list[str]:
         output = net(x)
         if form == "output":
             output.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        loss = F.cross_entropy(output, y)
-        del output
-        accelerator.backward(loss)
+        if form == "retained":
+            output.retain_grad()
+        accelerator.backward(F.cross_entropy(output, y))
         optimizer.step()
     return [line for line in said if "What flows back" in line]
 

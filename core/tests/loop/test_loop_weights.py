@@ -489,7 +489,7 @@ def test_outputs_below():
 @pytest.mark.parametrize("how", ["given", "in memory of it", "labels"])
 def test_a_short_batch_is_known_while_it_is_held(how):
     kept, rows = KeptBatches(), Rows((2, 1), (2, 1), 3)
-    x, y = kept.added(rows, (torch.randn(2, 6), torch.zeros(2, dtype=torch.long)))
+    x, y = kept.show(rows, (torch.randn(2, 6), torch.zeros(2, dtype=torch.long)))
     assert kept.rows_of(x) is None  # the current batch
     kept.end()
     assert kept.rows_of({"given": x, "in memory of it": [x[1:].reshape(-1)], "labels": {"y": y}}[how]) is rows
@@ -497,6 +497,19 @@ def test_a_short_batch_is_known_while_it_is_held(how):
     del x, y
     assert kept.rows_of(torch.randn(2, 6)) is None
     assert not kept.held
+
+
+@pytest.mark.parametrize("rows", [Rows((2, 2), (2, 2), 4), Rows((2, 1), (2, 1), 3)])
+def test_a_kept_batch_is_forgotten_when_its_memory_is_used_again(rows):
+    kept, data = KeptBatches(), torch.randn(8, 6)
+    first = kept.show(Rows((2, 1), (2, 1), 3), data[5:7])
+    kept.end()
+    assert kept.rows_of(first)
+    kept.show(rows, data[:5])
+    assert kept.rows_of(first)
+    kept.show(rows, data[6:8])
+    kept.end()
+    assert kept.rows_of(data[5:6]) is None
 
 
 def test_each_kind_of_loss_is_looked_at():

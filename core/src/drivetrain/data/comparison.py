@@ -9,7 +9,6 @@ model's first forward, which are the same on all ranks where a loader was not pr
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 import zlib
@@ -17,12 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import PurePath
-from types import FrameType
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -212,6 +209,7 @@ class Description:
         seed: of the script's generator, of which that of rank 0 is used.
         dispatched: the main process reads it for all ranks.
         numbers: whole numbers that a stream holds, by the names of its attributes.
+        described: its data could be looked at.
     """
 
     what: str
@@ -223,6 +221,7 @@ class Description:
     seed: int | None = None
     dispatched: bool = False
     numbers: dict[str, int] = field(default_factory=dict)
+    described: bool = True
 
     def add_data(self, data: Any, name: str = "", depth: int = 0) -> None:
         """Describe a data set, and those inside it. Reads the samples of lists and tensors only."""
@@ -253,12 +252,7 @@ class Description:
 
     def _add_attributes(self, data: Any, where: str, depth: int) -> None:
         """Describe what an object of the script's own class holds: data sets, and something for each sample."""
-        try:
-            length = _length(data)
-        except Exception:
-            if not self.dispatched:
-                raise
-            return  # the main process reads for all, so that the data of others may be broken
+        length = _length(data)
         for name, value in vars(data).items():
             if isinstance(value, Dataset) or _is_arrow(value):
                 self.add_data(value, f"{where}.{name}.", depth + 1)
@@ -361,8 +355,13 @@ def describe(loader: Any, config: DataLoaderConfiguration, backend: Backend, *, 
     if config.dispatch_batches and not sharded:
         # Compared for a warning alone: the main process reads for all, and what others hold is not used.
         found.dispatched = True
-        found.add_sampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, dataset)
-        found.add_data(dataset)
+        try:
+            found.add_sampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, dataset)
+            found.add_data(dataset)
+        except Exception:
+            # What the main process reads for all may be missing on the others, or take no questions.
+            logger.debug("%s is not compared: it cannot be described on this rank.", found.what, exc_info=True)
+            found.described = False
         return found
     found.length = _length(dataset)
     found.settings = {
@@ -474,10 +473,12 @@ def _compare(index: int, ranks: dict[int, Description]) -> None:
 
 def _say_unread(index: int, ranks: dict[int, Description]) -> None:
     """Warn where the main process reads for all, and seems to hold a part that is its own."""
+    if len(ranks) == 1 or not all(each.described for each in ranks.values()):
+        return
     own = [name for name in ranks[0].numbers if all(each.numbers.get(name) == rank for rank, each in ranks.items())]
     parts = _different([{name: digest for name, (digest, _) in each.parts.items()} for each in ranks.values()])
     differing = [*parts, *_other_samples([each.containers for each in ranks.values()])]
-    if len(ranks) > 1 and (own or differing):
+    if own or differing:
         held = f"is the number of the rank ({listed(own)})" if own else f"differs by rank ({listed(differing)})"
         logger.warning(
             "Loader %d of this prepare (%s) is read by the main process alone, for all ranks (dispatch_batches), and "
@@ -671,62 +672,6 @@ class FirstSamples:
         if not content.varies and not self._floats:
             return None
         return content.of_samples
-
-
-_RANKS = frozenset({"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
-"""Environment variables that say on which rank a process is."""
-
-
-@final
-class RankQuestions:
-    """Passes a stream on and finds out whether it asks for the number of its rank. Not collective.
-
-    It looks at the calls that the first samples take, as a profiler does, and not while another profiler runs.
-
-    Attributes:
-        asked: what the stream asked, empty for nothing.
-    """
-
-    def __init__(self) -> None:
-        self.asked = ""
-
-    def watch(self, samples: Iterable[Any]) -> Iterator[Any]:
-        """The same samples."""
-        rest = iter(samples)
-        for _ in range(NUM_FIRST):
-            if sys.getprofile() is not None:
-                break
-            sys.setprofile(self._look)
-            try:
-                sample = next(rest)
-            except StopIteration:
-                return
-            finally:
-                sys.setprofile(None)
-            yield sample
-        yield from rest
-
-    def take(self) -> str | None:
-        """What was asked, once; ``None`` for nothing."""
-        asked, self.asked = self.asked, ""
-        return asked or None
-
-    def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        if code is dist.get_rank.__code__:
-            self.asked = "torch.distributed.get_rank()"
-        elif code is type(os.environ).__getitem__.__code__:
-            key = frame.f_locals.get("key")
-            if key in _RANKS:
-                self.asked = f'os.environ["{key}"]'
-        elif code.co_name in ("process_index", "local_process_index") and _is_ours(frame):
-            self.asked = f"accelerator.{code.co_name}"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("drivetrain.")
 
 
 # ---- what a first forward is given -----------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ class _Held(NamedTuple):
     end: int
     rows: Rows
 
+    def overlaps(self, other: _Held) -> bool:
+        """Whether the two share memory."""
+        return self.begin < other.end and other.begin < self.end
+
 
 @final
 class KeptBatches:
@@ -52,13 +56,17 @@ class KeptBatches:
         self.current: list[_Held] = []
         self.outputs: dict[Any, Rows] = {}
 
-    def added(self, rows: Rows, batch: Data) -> Data:
-        """Remember a batch that is about to be yielded and is the current one until :meth:`end`, and return it."""
-        if rows.counted and not rows.missing:
-            for tensor in _tensors(batch):
-                begin = tensor.data_ptr()
-                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                self.current.append(_Held(ref(tensor), begin, begin + (last + 1) * tensor.element_size(), rows))
+    def show(self, rows: Rows, batch: Data) -> Data:
+        """Remember a batch that is about to be yielded, if ranks share it unevenly, and return it.
+
+        It is the current one until :meth:`end`. Kept batches whose memory it shares are forgotten: a collate function
+        fills one buffer again, or batches are views of one tensor, so that memory does not tell them apart.
+        """
+        uneven = not rows.even and rows.counted and not rows.missing
+        if uneven or self.held:
+            current = [_Held(ref(tensor), *_memory(tensor), rows) for tensor in _tensors(batch)]
+            self.held = [one for one in self.held if not any(map(one.overlaps, current))]
+            self.current = current if uneven else []
         return batch
 
     def end(self) -> None:
@@ -87,6 +95,12 @@ class KeptBatches:
 
     def _forget_freed(self) -> None:
         self.held[:] = [one for one in self.held if one.tensor() is not None]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -335,14 +335,12 @@ class PreparedDataLoader(DataLoader[Any]):
             items.close()
 
     def _on_device(self, item: Item, shown: Callable[[], Any] | None, move: Callable[[Any], Any] | None) -> Any:
-        """The batch as the script is given it, which is remembered where ranks share it unevenly."""
+        """Return the batch as the script is given it. It is remembered if ranks share it unevenly."""
         if shown is not None:
             batch = shown()
         else:
             batch = item.batch if move is None else move(item.batch)
-        if item.rows.even or not self._shares_out:
-            return batch
-        return self._context.active.kept.added(item.rows, batch)
+        return self._context.active.kept.show(item.rows, batch) if self._shares_out else batch
 
     def _show(self, this_pass: Pass, rows: Rows) -> None:
         """Make the batch with these rows the current one."""

@@ -42,7 +42,7 @@ from torch.utils.data import (
 )
 
 from drivetrain.backend import Backend
-from drivetrain.data.comparison import UNREAD, Content, FirstSamples, PassComparison, RankQuestions
+from drivetrain.data.comparison import Content, FirstSamples, PassComparison
 from drivetrain.data.drawing import (
     DrawnOrder,
     ScriptUnits,
@@ -80,9 +80,6 @@ from drivetrain.distributed.rng import draws_alike
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.launch.worker import SIGNALS
-from drivetrain.logging import get_logger
-
-logger = get_logger(__name__)
 
 # ---- random state ---------------------------------------------------------------------------------------------------
 
@@ -933,8 +930,7 @@ class StreamShard(IterableDataset[Any]):
     """Reads the user's dataset, in this process or in a worker, and yields ``(stream, real, sizes, batch, samples)``.
 
     ``real`` is the number of units that are not repeated, ``sizes`` are the rows of each rank's batch where the dataset
-    yields whole batches, ``samples`` is the digest of the first ones where it is known. Where one process reads for
-    all, it is what the stream asked about its rank.
+    yields whole batches, ``samples`` is the digest of the first ones where it is known.
 
     It splits and collates by itself, since only the reader of the stream knows which samples are repeated. Each worker
     reads its own stream, as in torch, the same on every rank.
@@ -984,7 +980,7 @@ class StreamShard(IterableDataset[Any]):
         told = [position.seed, position.epoch, position.turn, even_batches, -1 if numbers is None else numbers, *skips]
         self._control.copy_(torch.tensor(told))
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any, int | str | None]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[int | None], Any, int | None]]:
         info = get_worker_info()
         stream = 0 if info is None else info.id
         seed, epoch, turn, even, numbers, *skips = self._control.tolist()
@@ -1005,12 +1001,7 @@ class StreamShard(IterableDataset[Any]):
         reseed(self.dataset, own)
         cut = replace(self.cut, even_batches=bool(even))
         first = FirstSamples(floats=info is None or self._seed_workers)
-        questions = RankQuestions() if self.dp_rank is None and not epoch else None
-        samples = _deferred(self.dataset)
-        order = StreamedOrder(
-            first.watch(samples) if questions is None else questions.watch(samples), cut.dp_size, guard
-        )
-        said: Callable[[], int | str | None] = first.take if questions is None else questions.take
+        order = StreamedOrder(first.watch(_deferred(self.dataset)), cut.dp_size, guard)
         collate = self._collate
         if numbers >= 0 and self._collate_draws:
             # All ranks read one stream under one state; a collate function sees this rank's rows only.
@@ -1018,7 +1009,7 @@ class StreamShard(IterableDataset[Any]):
             collate = lambda batch: _under(next(seeds), self._collate, batch)  # noqa: E731
         if cut.batch_size:
             for mine, rows in plan_samples(order, cut, skip, self.dp_rank):
-                yield stream, rows.units, [], collate(mine) if mine else None, said()
+                yield stream, rows.units, [], collate(mine) if mine else None, first.take()
             return
         for batches, real in plan_rounds(order, cut, skip):
             sizes = [num_rows(batch) for batch in batches]
@@ -1027,7 +1018,7 @@ class StreamShard(IterableDataset[Any]):
                 mine = [collate(batch) for batch in batches]
             elif self.dp_rank < len(batches):
                 mine = collate(mine)
-            yield stream, real, sizes, mine, said()
+            yield stream, real, sizes, mine, first.take()
 
 
 def _under(seed: int, function: Callable[[Any], Any], batch: Any) -> Any:
@@ -1068,7 +1059,7 @@ class IterableSource(Source):
         super().__init__(cut, dp_rank, shares)
         self._numbers = numbers
         self.num_streams = max(loader.num_workers, 1)
-        self._dataset, self._asked = loader.dataset, False
+        self._dataset = loader.dataset
         held = [each for each in generators(loader.dataset) if isinstance(each, torch.Generator)]
         self.generator = held[0] if held else loader.generator
         init: Any = loader.worker_init_fn
@@ -1095,25 +1086,11 @@ class IterableSource(Source):
         for stream, real, sizes, batch, samples in batches:
             if real == _NO_BATCH:
                 continue
-            if isinstance(samples, str):
-                self._say_asked(samples)
-            elif samples is not None and self.comparison is not None:
+            if samples is not None and self.comparison is not None:
                 self.comparison.samples(samples, epoch, stream)
             rows = cut.rows(real) if cut.batch_size else round_rows(sizes, real, cut.dp_size)
             yield Item(batch, rows, stream, hidden=discard > 0)
             discard -= 1
-
-
-    def _say_asked(self, what: str) -> None:
-        if not self._asked:
-            self._asked = True
-            logger.warning(
-                "%s is read by the main process alone, for all ranks (dispatch_batches), and asks which rank that is "
-                "(%s). %s",
-                type(self._dataset).__name__,
-                what,
-                UNREAD,
-            )
 
 
 SliceFunction = Callable[..., Any]

@@ -681,7 +681,7 @@ class TrainingLoop:
         if self._dp_size > 1 and (shares or (rows is not None and not rows.even)):
             return self._weight_of(loss, shares, closes=closes, by_items=by_items)
         if kept is not None and (kept.outputs or kept.held):
-            return None
+            return self._weight_of_kept(loss, kept, by_items=by_items)
         return None
 
     def _kept_batches(self) -> tuple[Rows, ...]:

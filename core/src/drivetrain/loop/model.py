@@ -24,7 +24,6 @@ from torch.nn.modules import module as registration
 from drivetrain.backend import Trainable
 from drivetrain.data.comparison import FirstInputs
 from drivetrain.data.kept_batches import KeptBatches
-from drivetrain.data.plan import Rows
 from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.watchdog import log_call, note_likely_cause
@@ -205,11 +204,12 @@ class PreparedModule(nn.Module):
             _refuse_transforms(self)
         if prepared.former is not None and prepared.former.moved_later:
             prepared.former.look()
-        kept, forward = prepared.kept, prepared.trainable.forward
-        over: Rows | None = None
+        # First, so that a compiled step is not compiled anew when the others change.
+        looks = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        hooks = prepared.backward_hooks if looks and self.training else None
+        kept = prepared.kept if looks else None
+        over = kept.rows_of((args, kwargs)) if kept is not None and kept.held else None
         if torch.is_grad_enabled():
-            if kept is not None and kept.held and not torch.compiler.is_compiling():
-                over = kept.rows_of((args, kwargs))
             if prepared.called is not None and not prepared.active and not torch.compiler.is_compiling():
                 prepared.called.append(prepared.index)
             prepared.active = True
@@ -218,8 +218,6 @@ class PreparedModule(nn.Module):
                 prepared.first_inputs = None
             if prepared.stay_frozen:
                 check_still_frozen(self, prepared.stay_frozen)
-            if prepared.backward_hooks is not None and self.training and not torch.compiler.is_compiling():
-                forward = prepared.backward_hooks.watched(forward)
         if prepared.meets_in_training and not torch.compiler.is_compiling():
             prepared.record_forward()
         if prepared.buffers is not None:
@@ -229,7 +227,7 @@ class PreparedModule(nn.Module):
             numbers.__enter__()
         prepared.inside.add(thread)
         try:
-            output = forward(*args, **kwargs)
+            output = prepared.trainable.forward(*args, **kwargs)
         except RuntimeError as error:
             note_likely_cause(error)
             raise
@@ -237,8 +235,9 @@ class PreparedModule(nn.Module):
             prepared.inside.discard(thread)
             if numbers is not None:
                 numbers.__exit__()
-        if over is not None:
-            assert kept is not None
+        if hooks is not None:
+            hooks.note(output)
+        if kept is not None and over is not None:
             kept.note(output, over)
         return output
 
