@@ -59,6 +59,27 @@ def orthogonal_by_a_penalty(accelerator):
     return fit(accelerator, model, optimizer, batches, loss_of)
 
 
+class Orthogonal(Net):
+    """Returns the penalty beside the logits, the same for each row; ``(B, F) -> (B, C), (B,)``."""
+
+    def forward(self, x):
+        weight = self.body[2].weight
+        apart = weight @ weight.T - torch.eye(16)
+        return super().forward(x), apart.pow(2).sum().expand(len(x))
+
+
+@script(follows="orthogonal_by_a_penalty")
+def orthogonal_by_a_penalty_in_forward(accelerator):
+    """The same, where forward computes the penalty."""
+    model, optimizer, batches = start(accelerator, Orthogonal)
+
+    def loss_of(model, x, y):
+        logits, penalty = model(x)
+        return F.cross_entropy(logits, y) + 0.1 * penalty.mean()
+
+    return fit(accelerator, model, optimizer, batches, loss_of)
+
+
 @script()
 def divided_by_its_running_mean(accelerator):
     """A loss is divided by the running mean of what it was over all processes."""
@@ -196,25 +217,34 @@ def data_set_opened_by_worker_init_fn(accelerator):
     return fit(accelerator, model, optimizer, batches)
 
 
-@script()
-def replay_by_priorities(accelerator):
-    """A replay memory with priorities: all ranks draw one batch, each takes its part, losses of rows are gathered."""
+def replay(accelerator, part):
     model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     (x, y), generator = points(), np.random.RandomState(4)
     priorities, losses = np.ones(len(x)), []
     for _ in range(6):
-        drawn = torch.as_tensor(generator.choice(len(x), BATCH, p=priorities / priorities.sum()))
-        mine = drawn[accelerator.process_index :: accelerator.num_processes]
+        mine = part(torch.as_tensor(generator.choice(len(x), BATCH, p=priorities / priorities.sum())))
         each = F.cross_entropy(model(x[mine]), y[mine], reduction="none")
         loss = each.mean()
         optimizer.zero_grad()
         accelerator.backward(loss)
+        found = accelerator.gather(each.detach())
         optimizer.step()
         losses.append(mean(accelerator, loss))
-        found = accelerator.gather(each.detach())
         priorities[accelerator.gather(mine).numpy()] = found.numpy()
     return result(accelerator, losses, model=model)
+
+
+@script()
+def replay_by_priorities(accelerator):
+    """A replay memory with priorities: all ranks draw one batch, each takes its part, losses of rows are gathered."""
+    return replay(accelerator, lambda drawn: drawn[accelerator.process_index :: accelerator.num_processes])
+
+
+@script(follows="replay_by_priorities")
+def replay_of_whole_batches(accelerator):
+    """The same, where each process takes all of what is drawn."""
+    return replay(accelerator, lambda drawn: drawn)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -283,6 +313,34 @@ def teacher_that_follows_in_forward(accelerator):
     return fit(accelerator, model, optimizer, batches, loss_of)
 
 
+class Followed(Following):
+    """The same, where the forward leaves the teacher as it is; ``(B, F) -> (B, C), (B,)``."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            goal = self.teacher(x)
+        hidden = self.body(x)
+        return self.head(hidden), (hidden - goal).pow(2).mean(1)
+
+
+@script(follows="teacher_that_follows_in_forward")
+def teacher_that_follows_after_the_step(accelerator):
+    """The same teacher, which the script moves after each step."""
+    model, optimizer, batches = start(accelerator, Followed)
+    losses = []
+    for x, y in batches:
+        logits, apart = model(x)
+        loss = F.cross_entropy(logits, y) + apart.mean()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            for its, own in zip(model.teacher.parameters(), model.body.parameters(), strict=True):
+                its.lerp_(own, 0.2)
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
 # ---- meta-learning ---------------------------------------------------------------------------------------------------
 
 
@@ -324,3 +382,22 @@ def reptile_by_each_process(accelerator):
 def reptile_over_all_processes(accelerator):
     """The same, where ``accelerator.reduce(values, "mean")`` averages how far the tasks of all have moved weights."""
     return reptile(accelerator, lambda by: accelerator.reduce(by, "mean"))
+
+
+@script(follows="reptile_by_each_process reptile_over_all_processes")
+def reptile_of_one_task_at_a_time(accelerator):
+    """Reptile where all processes train on the same task, of which each has some rows."""
+    model, optimizer, tasks = start(accelerator)
+    losses = []
+    for x, y in tasks:
+        before = [each.detach().clone() for each in model.parameters()]
+        for _ in range(2):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(mean(accelerator, loss))
+        with torch.no_grad():
+            for each, was in zip(model.parameters(), before, strict=True):
+                each.copy_(was.lerp(each, 0.5))
+    return result(accelerator, losses, model=model)
