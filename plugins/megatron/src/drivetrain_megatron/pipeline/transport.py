@@ -123,7 +123,7 @@ class Stage(_PipelineStageBase):
 
     def check_written(self) -> None:
         """Refuse a forward that wrote to a frozen parameter, such as a teacher's, in each of several micro-batches."""
-        refusal = self._module.refusal(frozen=True) if self.chunks > 1 else None
+        refusal = self._module.refusal(frozen=True) if len(self._incoming) > 1 else None
         if refusal is not None:
             raise refusal
 
