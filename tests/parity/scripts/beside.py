@@ -521,30 +521,3 @@ def kept_batch_beside_that_of_another_loader(accelerator):
         penalty = 0.01 * sum(each.pow(2).sum() for each in model.parameters())
         step(accelerator, optimizer, lambda penalty=penalty: F.cross_entropy(model(u), v) + penalty)
     return result(accelerator, [], model=model)
-
-
-@script()
-def kept_batch_in_one_loss_with_another(accelerator):
-    """One loss adds the mean over a batch and that over a short one, kept from another loader."""
-    model, optimizer, batches = several_epochs(accelerator)
-    others = accelerator.prepare(loader(*points(seed=9)))
-    *_, (u, v) = batches
-    for x, y in others:
-        step(accelerator, optimizer, lambda x=x, y=y: F.cross_entropy(model(x), y) + F.cross_entropy(model(u), v))
-    return result(accelerator, [], model=model)
-
-
-@script(follows="kept_batch_in_one_loss_with_another")
-def kept_batch_with_a_backward_of_its_own(accelerator):
-    """The same with a backward for each mean."""
-    model, optimizer, batches = several_epochs(accelerator)
-    others = accelerator.prepare(loader(*points(seed=9)))
-    *_, (u, v) = batches
-    for x, y in others:
-        step(
-            accelerator,
-            optimizer,
-            lambda x=x, y=y: F.cross_entropy(model(x), y),
-            lambda: F.cross_entropy(model(u), v),
-        )
-    return result(accelerator, [], model=model)
