@@ -175,6 +175,7 @@ class Accelerator(ProcessControl):
             count_items=resolved.config.count_items if count_items is None else count_items,
             on_step=self._step_ended if saves_first or checks or registry.listens("step_ended") else None,
             place=self._active.place,
+            kept=self._active.kept,
         )
         per_process = resolved.config.scheduler.step_per_process
         if step_scheduler_per_process is not None:

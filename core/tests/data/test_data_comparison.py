@@ -260,6 +260,57 @@ def test_dispatched_loaders_are_those_of_the_main_process(tmp_path):
         assert not any(said.values()), said
 
 
+class Broken(Files):
+    """Has no length on ranks whose files are not there."""
+
+    def __len__(self):
+        if not self.names:
+            raise FileNotFoundError
+        return len(self.names)
+
+
+DISPATCHED_PARTS = {
+    **{name: APART[name] for name in ("subset", "tensors", "list", "files", "own_distributed_sampler")},
+    "stream_with_a_rank": lambda rank, world: DataLoader(Stream(rank, world), 2),
+}
+DISPATCHED_WHOLE = {
+    **{name: ALIKE[name] for name in ("whole", "split_of_one_seed", "own_order", "stream")},
+    "on_the_main_process_alone": lambda rank, world: DataLoader(list(range(SIZE * (rank == 0))), 2),
+    "broken_elsewhere": lambda rank, world: DataLoader(Broken(names() * (rank == 0)), 2),
+}
+
+
+def dispatch_each(loaders, folder):
+    """Read each through the main process; what rank 0 says of it."""
+    kept = Kept()
+    logging.getLogger("drivetrain").addHandler(kept)
+    accelerator = accelerator_of(folder, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    said = {}
+    for name, make in globals()[loaders].items():
+        del kept.lines[:]
+        loader = accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        for _ in range(2):
+            for _ in loader:  # list() would ask for a length
+                pass
+        said[name] = [line for line in kept.lines if "never read" in line]
+    accelerator.end_training()
+    return said
+
+
+def test_a_part_that_the_main_process_reads_for_all_is_named_once(tmp_path):
+    said, others = spawn(dispatch_each, 2, "DISPATCHED_PARTS", str(tmp_path))
+    assert {name: len(lines) for name, lines in said.items()} == dict.fromkeys(DISPATCHED_PARTS, 1)
+    assert "number of the rank (Stream.begin)" in said["stream_with_a_rank"][0]
+    assert "differs by rank (Subset.indices)" in said["subset"][0]
+    assert not any(others.values())
+
+
+def test_data_of_the_main_process_alone_is_read_without_a_word(tmp_path):
+    for said in spawn(dispatch_each, 2, "DISPATCHED_WHOLE", str(tmp_path)):
+        assert said.keys() == DISPATCHED_WHOLE.keys()
+        assert not any(said.values()), said
+
+
 def prepare_on_one(folder):
     """Mark a loader on one rank alone, then prepare one more on it."""
     accelerator = accelerator_of(folder)

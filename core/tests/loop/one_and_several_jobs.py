@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,6 +80,34 @@ def weights_after_a_clamped_step(limit: float, *, times_processes: bool) -> Tens
         accelerator.backward(F.cross_entropy(output, y))
         optimizer.step()
     return accelerator.get_state_dict(net)["weight"]
+
+
+def said_of_hooks(form: str) -> list[str]:
+    """What is logged in two steps of a model with hooks on what flows back."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(handler)
+    accelerator = Accelerator(split_batches=True)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    if form == "layer":
+        net[1].register_full_backward_hook(lambda module, given, gradient: None)
+    if form == "layer, before":
+        net[1].register_full_backward_pre_hook(lambda module, gradient: None)
+    if form == "parameter":
+        net[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.5), DataLoader(TensorDataset(*rows(24)), batch_size=12)
+    )
+    for x, y in loader:
+        output = net(x)
+        if form == "output":
+            output.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        if form == "retained":
+            output.retain_grad()
+        accelerator.backward(F.cross_entropy(output, y))
+        optimizer.step()
+    return [line for line in said if "What flows back" in line]
 
 
 def weights_after_a_step_of(form: str) -> Tensor:

@@ -46,6 +46,28 @@ def test_what_flows_back_is_of_this_processs_mean_and_is_clamped_alike_by_a_limi
         assert (found - truth).abs().max() > 1e-3
 
 
+HOOKS = {
+    "output": "(register_hook of an output)",
+    "retained": "(retain_grad of an output)",
+    "layer": "(a backward hook of 1)",
+    "layer, before": "(a backward hook of 1)",
+}
+
+
+@pytest.mark.parametrize("form", HOOKS)
+def test_hooks_on_what_flows_back_are_said_once(form):
+    (line,), *others = spawn(jobs.said_of_hooks, 2, form)
+    assert HOOKS[form] in line
+    assert "2 times as large" in line
+    assert not any(others)
+
+
+@pytest.mark.parametrize("form", ["parameter", "none"])
+def test_other_hooks_are_left_alone(form):
+    assert spawn(jobs.said_of_hooks, 2, form) == [[], []]
+    assert spawn(jobs.said_of_hooks, 1, "output") == [[]]
+
+
 @pytest.mark.parametrize("form", ["masked", "root"])
 def test_what_is_no_mean_over_rows_is_averaged_and_the_form_beside_it_is_right(form):
     (truth,) = spawn(jobs.weights_after_a_step_of, 1, form)

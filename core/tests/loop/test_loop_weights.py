@@ -13,12 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
+from drivetrain.data.kept_batches import KeptBatches
+from drivetrain.data.plan import Rows
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
     count_items,
+    factors_of_means,
     is_mean_of_labels,
+    outputs_below,
     rows_of_terms,
     sums_over_batch,
+    weighs_by_rows,
     why_no_mean_of_rows,
 )
 from drivetrain_testing import spawn
@@ -418,6 +423,93 @@ def test_rows_of_terms():
     assert not any(each.computes for each in penalties)
     (loop,) = rows_of_terms(sum(F.mse_loss(_layer(row), torch.zeros(7)) for row in kept))
     assert 8 in loop.first
+
+
+def _mean(rows: int) -> Tensor:
+    return F.cross_entropy(_layer(torch.randn(rows, 6)), torch.zeros(rows, dtype=torch.long))
+
+
+BY_ALL = {
+    "as one factor": lambda rows: _mean(rows) * (rows / 12),
+    "as two": lambda rows: _mean(rows) * rows / 12,
+    "a sum": lambda rows: _mean(rows) * rows,
+    "and a weight": lambda rows: _mean(rows) * (rows / 12) * 0.3,
+    "of two terms": lambda rows: (_mean(rows) + 0.1 * _mean(rows)) * (rows / 12),
+}
+BY_SOMETHING = {
+    "of a data set": lambda rows: _mean(rows) * rows / 1000,
+    "of a window of this rank": lambda rows: _mean(rows) * (rows / 23),
+}
+BY_NOTHING = {
+    "times the ranks": lambda rows: _mean(rows) * (rows * 2 / 12),
+    "and then the ranks": lambda rows: _mean(rows) * (rows / 12) * 2,
+    "by the rows of a rank": lambda rows: _mean(rows) * rows / 6,
+    "a constant": lambda rows: _mean(rows) * 0.5,
+    "another number": lambda rows: _mean(rows) * (0.5 if rows == 6 else 0.3),
+    "a tensor": lambda rows: _mean(rows) * torch.tensor(rows / 12),
+    "nothing": _mean,
+}
+
+
+@pytest.mark.parametrize("form", [*BY_ALL, *BY_SOMETHING, *BY_NOTHING])
+def test_a_share_of_the_batch_is_seen_in_two_batches_of_different_sizes(form):
+    loss = {**BY_ALL, **BY_SOMETHING, **BY_NOTHING}[form]
+    full, short = factors_of_means(loss(6), 6, 12), factors_of_means(loss(4), 4, 7)
+    expected = "by all" if form in BY_ALL else "by something" if form in BY_SOMETHING else "no"
+    assert weighs_by_rows(full, short, 2) == weighs_by_rows(short, full, 2) == expected
+    assert weighs_by_rows(full, full, 2) == "no"
+
+
+class InPython(torch.autograd.Function):
+    """A layer in Python, as engines write it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return None, gradient.T @ x
+
+
+def test_outputs_below():
+    net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
+    kept, other = net(torch.randn(3, 6)), net(torch.randn(3, 6))
+    known = {kept.grad_fn}
+    penalty = sum(each.pow(2).sum() for each in net.parameters())
+    assert outputs_below(F.linear(kept, net[2].weight).mean() + penalty, known) == (known, False)
+    assert outputs_below(kept.mean() + other.mean(), known) == (known, True)
+    assert outputs_below(other.mean(), known) == (set(), False)
+    own = InPython.apply(torch.randn(3, 6), net[0].weight)
+    assert outputs_below(kept.mean() + own.mean(), known) == (known, True)
+
+
+@pytest.mark.parametrize("how", ["given", "in memory of it", "labels"])
+def test_a_short_batch_is_known_while_it_is_held(how):
+    kept, rows = KeptBatches(), Rows((2, 1), (2, 1), 3)
+    x, y = kept.show(rows, (torch.randn(2, 6), torch.zeros(2, dtype=torch.long)))
+    assert kept.rows_of(x) is None  # the current batch
+    kept.end()
+    assert kept.rows_of({"given": x, "in memory of it": [x[1:].reshape(-1)], "labels": {"y": y}}[how]) is rows
+    assert kept.rows_of(torch.randn(2, 6)) is None
+    del x, y
+    assert kept.rows_of(torch.randn(2, 6)) is None
+    assert not kept.held
+
+
+@pytest.mark.parametrize("rows", [Rows((2, 2), (2, 2), 4), Rows((2, 1), (2, 1), 3)])
+def test_a_kept_batch_is_forgotten_when_its_memory_is_used_again(rows):
+    kept, data = KeptBatches(), torch.randn(8, 6)
+    first = kept.show(Rows((2, 1), (2, 1), 3), data[5:7])
+    kept.end()
+    assert kept.rows_of(first)
+    kept.show(rows, data[:5])
+    assert kept.rows_of(first)
+    kept.show(rows, data[6:8])
+    kept.end()
+    assert kept.rows_of(data[5:6]) is None
 
 
 def test_each_kind_of_loss_is_looked_at():

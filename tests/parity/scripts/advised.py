@@ -180,7 +180,10 @@ def gradient_norm_by_the_accelerator(accelerator):
     return losses + norms, weights
 
 
-@script(follows="penalties penalty_with_a_backward_of_its_own penalty_with_its_own_backward")
+@script(
+    follows="penalties penalty_with_a_backward_of_its_own penalty_with_its_own_backward "
+    "kept_batch_beside_that_of_another_loader"
+)
 def penalty_by_weight_decay(accelerator):
     """A penalty on the squares of all weights is the optimizer's ``weight_decay``."""
     return fit(accelerator, *start(accelerator, weight_decay=2e-2))
@@ -786,7 +789,7 @@ def tuple_of_the_parameters_of_a_mixture(accelerator):
 # ---- calls of a pipelined model --------------------------------------------------------------------------------------
 
 
-@script(follows="several_forwards triplets mean_teacher")
+@script(follows="several_forwards triplets mean_teacher triplets_of_three_forwards")
 def batches_stacked_in_one_call(accelerator):
     """A batch and a noisy one go through the model together, ``(B, 2, F)``, and a loss compares their outputs."""
     x, y = points()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from parity_common import BATCH, CLASSES, FEATURES, build, loader, noise, points, result, script
 from torch import nn
@@ -421,3 +423,101 @@ def mean_times_its_share_times_the_processes(accelerator):
         return F.cross_entropy(logits, y) * len(y) * ranks / BATCH
 
     return summed(accelerator, loss_of, 4 * BATCH - 5, RATE)
+
+
+@script()
+def mean_times_its_share_as_one_factor(accelerator):
+    """The same with one factor, ``loss * (len(x) / batch_size)``, which a full batch does not tell from a constant."""
+    return summed(
+        accelerator, lambda logits, y, _: F.cross_entropy(logits, y) * (len(y) / BATCH), 4 * BATCH - 5, RATE
+    )
+
+
+@script(follows="mean_times_its_share_as_one_factor")
+def mean_times_its_share_as_one_factor_and_the_processes(accelerator):
+    """The same, multiplied by the processes that share a batch."""
+    ranks = 1
+
+    def loss_of(logits, y, number):
+        nonlocal ranks
+        if number == 0:
+            ranks = BATCH // len(y)
+        return F.cross_entropy(logits, y) * (len(y) / BATCH) * ranks
+
+    return summed(accelerator, loss_of, 4 * BATCH - 5, RATE)
+
+
+# ---- short batches that are kept until a later loop ------------------------------------------------------------------
+
+
+def step(accelerator, optimizer, *losses):
+    optimizer.zero_grad()
+    for loss in losses:
+        accelerator.backward(loss())
+    optimizer.step()
+
+
+def several_epochs(accelerator, number=3):
+    """A model, its optimizer, and batches of which the last one is short."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return accelerator.prepare(model, optimizer, loader(*points(number * BATCH + 7)))
+
+
+@script()
+def one_batch_behind_in_all_epochs(accelerator):
+    """Each step trains on the batch before, also on the short last one of the epoch before."""
+    model, optimizer, batches = several_epochs(accelerator)
+    before = None
+    for _ in range(3):
+        for batch in batches:
+            if before is not None:
+                x, y = before
+                step(accelerator, optimizer, lambda x=x, y=y: F.cross_entropy(model(x), y))
+            before = batch
+    return result(accelerator, [], model=model)
+
+
+@script()
+def one_batch_behind_with_inputs_changed(accelerator):
+    """The same, where only the labels that are kept are those of the loader."""
+    model, optimizer, batches = several_epochs(accelerator)
+    before = None
+    for _ in range(3):
+        for x, y in batches:
+            if before is not None:
+                u, v = before
+                step(accelerator, optimizer, lambda u=u, v=v: F.cross_entropy(model(u), v))
+            before = x * 2, y
+    return result(accelerator, [], model=model)
+
+
+@script()
+def batches_that_cycle_repeats(accelerator):
+    """``zip(labelled, itertools.cycle(others))``, whose short batch comes again; each loss has a backward."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model, optimizer, labelled, others = accelerator.prepare(
+        model, optimizer, loader(*points(8 * BATCH)), loader(noise(BATCH + 7, FEATURES))
+    )
+    for (x, y), (u,) in zip(labelled, itertools.cycle(others), strict=False):
+        step(
+            accelerator,
+            optimizer,
+            lambda x=x, y=y: F.cross_entropy(model(x), y),
+            lambda u=u: model(u).pow(2).mean(),
+        )
+    return result(accelerator, [], model=model)
+
+
+@script()
+def kept_batch_beside_that_of_another_loader(accelerator):
+    """The short batch of one loader is trained on in the loop of another, with a penalty on the weights."""
+    model, optimizer, batches = several_epochs(accelerator)
+    others = accelerator.prepare(loader(*points(seed=9)))
+    *_, (u, v) = batches
+    for x, y in others:
+        step(accelerator, optimizer, lambda x=x, y=y: F.cross_entropy(model(x), y))
+        penalty = 0.01 * sum(each.pow(2).sum() for each in model.parameters())
+        step(accelerator, optimizer, lambda penalty=penalty: F.cross_entropy(model(u), v) + penalty)
+    return result(accelerator, [], model=model)

@@ -25,7 +25,7 @@ _OF_C = (
 )
 _OF_MODULES = (
     *("_buffers", "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
-    *("_load_from_state_dict", "_non_persistent_buffers_set", "_parameters"),
+    *("_backward_pre_hooks", "_load_from_state_dict", "_non_persistent_buffers_set", "_parameters"),
 )
 _OF_PARAMETERS = ("_backward_hooks", "_is_view", "_post_accumulate_grad_hooks", "_version")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
 
 from drivetrain.backend import Backend
+from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.plan import Rows
 
 
@@ -104,6 +105,8 @@ class ActiveLoaders:
         """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
         self._uneven: dict[Rows, None] = {}
         """The last uneven batches, each kind once."""
+        self.kept = KeptBatches()
+        """Those of them that the script still holds."""
         self._placed = 0
         """The newest serial when :meth:`place` was asked last."""
         self._place: tuple[int, int, int] | None = None
@@ -168,6 +171,8 @@ class ActiveLoaders:
 
     def show(self, one: Pass) -> None:
         """Make the batch that this iteration is about to yield the current one."""
+        if self.kept.current:
+            self.kept.end()
         self._serial += 1
         one.serial = self._serial
         one.begun = one.begun or one.serial
@@ -182,6 +187,8 @@ class ActiveLoaders:
 
     def leave(self, one: Pass) -> None:
         """Remove an iteration that has ended in any way."""
+        if self.kept.current:
+            self.kept.end()
         self._passes = [each for each in self._passes if each is not one]
 
     def _state_of_several(self) -> LoopState:

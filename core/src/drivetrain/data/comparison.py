@@ -207,6 +207,9 @@ class Description:
         parts: by name, a digest and text; they differ where a rank's part was taken already.
         containers: of samples.
         seed: of the script's generator, of which that of rank 0 is used.
+        dispatched: the main process reads it for all ranks.
+        numbers: whole numbers that a stream holds, by the names of its attributes.
+        described: its data could be looked at.
     """
 
     what: str
@@ -216,6 +219,9 @@ class Description:
     parts: dict[str, tuple[Any, str]] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
     seed: int | None = None
+    dispatched: bool = False
+    numbers: dict[str, int] = field(default_factory=dict)
+    described: bool = True
 
     def add_data(self, data: Any, name: str = "", depth: int = 0) -> None:
         """Describe a data set, and those inside it. Reads the samples of lists and tensors only."""
@@ -239,7 +245,9 @@ class Description:
             self.parts[where] = repr(data), repr(data)
         elif _is_arrow(data):
             self._add_container(where, "", _arrow_rows(data))
-        elif hasattr(data, "__dict__") and not isinstance(data, IterableDataset):
+        elif isinstance(data, IterableDataset):
+            self.numbers |= {f"{where}.{name}": each for name, each in vars(data).items() if type(each) is int}
+        elif hasattr(data, "__dict__"):
             self._add_attributes(data, where, depth)
 
     def _add_attributes(self, data: Any, where: str, depth: int) -> None:
@@ -345,7 +353,15 @@ def describe(loader: Any, config: DataLoaderConfiguration, backend: Backend, *, 
     dataset: Any = loader.dataset
     found = Description(f"{kind} of {type(dataset).__name__}", topology.dp_rank if sharded else None)
     if config.dispatch_batches and not sharded:
-        # The main process reads for all; what others hold is not used.
+        # Compared for a warning alone: the main process reads for all, and what others hold is not used.
+        found.dispatched = True
+        try:
+            found.add_sampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, dataset)
+            found.add_data(dataset)
+        except Exception:
+            # What the main process reads for all may be missing on the others, or take no questions.
+            logger.debug("%s is not compared: it cannot be described on this rank.", found.what, exc_info=True)
+            found.described = False
         return found
     found.length = _length(dataset)
     found.settings = {
@@ -404,6 +420,9 @@ def compare_loaders(descriptions: Sequence[Description], backend: Backend) -> No
 def _compare(index: int, ranks: dict[int, Description]) -> None:
     """Raise where ranks that must hold the same data do not."""
     one = next(iter(ranks.values()))
+    if one.dispatched:
+        _say_unread(index, ranks)
+        return
     empty = {rank for rank, each in ranks.items() if each.length == 0}
     if empty and len(empty) < len(ranks):
         filled = {rank: each for rank, each in ranks.items() if rank not in empty}
@@ -450,6 +469,32 @@ def _compare(index: int, ranks: dict[int, Description]) -> None:
             index,
             listed(map(str, seeds)),
         )
+
+
+def _say_unread(index: int, ranks: dict[int, Description]) -> None:
+    """Warn where the main process reads for all, and seems to hold a part that is its own."""
+    if len(ranks) == 1 or not all(each.described for each in ranks.values()):
+        return
+    own = [name for name in ranks[0].numbers if all(each.numbers.get(name) == rank for rank, each in ranks.items())]
+    parts = _different([{name: digest for name, (digest, _) in each.parts.items()} for each in ranks.values()])
+    differing = [*parts, *_other_samples([each.containers for each in ranks.values()])]
+    if own or differing:
+        held = f"is the number of the rank ({listed(own)})" if own else f"differs by rank ({listed(differing)})"
+        logger.warning(
+            "Loader %d of this prepare (%s) is read by the main process alone, for all ranks (dispatch_batches), and "
+            "what its data holds %s. %s",
+            index,
+            ranks[0].what,
+            held,
+            UNREAD,
+        )
+
+
+UNREAD = (
+    "Where that is a part of the data for each rank, the parts of all ranks but the main process are never read: let "
+    "the main process hold all samples; or set dispatch_batches to false and mark the loader, "
+    "accelerator.prepare(drivetrain.already_sharded(loader))."
+)
 
 
 def _different(found: Sequence[Mapping[str, Any]]) -> list[str]:

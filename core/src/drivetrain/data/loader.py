@@ -319,10 +319,7 @@ class PreparedDataLoader(DataLoader[Any]):
                     this_pass.index, this_pass.is_last, this_pass.beyond = next_index, is_last, beyond
                     self._show(this_pass, item.rows)
                     next_index += 1
-                    if shown is not None:
-                        yield shown()
-                    else:
-                        yield item.batch if move is None else move(item.batch)
+                    yield self._on_device(item, shown, move)
                     if interruption is not None and interruption.stepped_in is self:
                         interruption.step_ends()
                 if following is None:
@@ -336,6 +333,14 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             active.leave(this_pass)
             items.close()
+
+    def _on_device(self, item: Item, shown: Callable[[], Any] | None, move: Callable[[Any], Any] | None) -> Any:
+        """Return the batch as the script is given it. It is remembered if ranks share it unevenly."""
+        if shown is not None:
+            batch = shown()
+        else:
+            batch = item.batch if move is None else move(item.batch)
+        return self._context.active.kept.show(item.rows, batch) if self._shares_out else batch
 
     def _show(self, this_pass: Pass, rows: Rows) -> None:
         """Make the batch with these rows the current one."""

@@ -36,11 +36,17 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
 from drivetrain.loop.loose import LooseParameters
 from drivetrain.loop.loss import (
+    Factors,
+    computes_with_data,
     count_items,
+    factors_of_means,
     is_mean_of_labels,
     leaves,
+    outputs_below,
     rows_of_terms,
     sums_over_batch,
+    targets_of_terms,
+    weighs_by_rows,
     why_no_mean_of_rows,
 )
 
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
     from drivetrain.backend import Backend
     from drivetrain.data.active import LoopState
+    from drivetrain.data.kept_batches import KeptBatches
     from drivetrain.data.plan import Rows
     from drivetrain.loop.model import PreparedModel
     from drivetrain.loop.optimizer import PreparedOptimizer
@@ -362,6 +369,7 @@ class TrainingLoop:
         count_items: weigh a mean loss by the items that it is a mean over (:mod:`drivetrain.loop.loss`).
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` for no callback.
         place: returns the batch that the script is at, on which ranks must agree.
+        kept: uneven batches that the script still holds; ``None`` where no loader is prepared.
     """
 
     def __init__(
@@ -375,6 +383,7 @@ class TrainingLoop:
         count_items: bool = False,
         on_step: Callable[[int, bool], None] | None = None,
         place: Callable[[], Place | None] = lambda: None,
+        kept: KeptBatches | None = None,
     ) -> None:
         self.backend, self.steps = backend, steps
         self.models: list[PreparedModel] = []
@@ -382,7 +391,7 @@ class TrainingLoop:
         self.step = 0
         """Optimizer steps so far, skipped ones too."""
         self.loop_state = loop_state if sync_with_dataloader else lambda: _endless(loop_state())
-        self.place = place
+        self.place, self.kept = place, kept
         self.clipped_to = 0.0
         """The norm to which the gradients of the next step were clipped; 0 for none."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
@@ -390,6 +399,8 @@ class TrainingLoop:
         """Models whose loss was looked at for being a mean over labels."""
         self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
+        self._factors: dict[tuple[Any, ...], Factors] = {}
+        """What the first loss of each kind is multiplied by."""
         self.called: list[int] = []
         """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for
         a backward."""
@@ -421,7 +432,7 @@ class TrainingLoop:
         """Uneven batches that losses outside of every loop may be over; ``None``: to be agreed upon."""
         self._handed: _Handed | None = None
         """The last loss of the closure that runs; ``None`` where none does."""
-        self._warned_length = self._warned_inputs = False
+        self._warned_length = self._warned_inputs = self._warned_rows = False
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
@@ -639,15 +650,8 @@ class TrainingLoop:
             if self._handed is not None:
                 self._handed = _Handed(loss, window.weight, is_sum=True)
             return window.scale_given(denominator) * self.averaged
-        weight, is_sum = None, items is not None
-        rows, shares = window.rows, window.shares
-        if window.after_loops:
-            asks = self._finds_loose and (closes or window.open) and not self._joining
-            shares = self._kept_batches() if asks else ()
-        else:
-            self._kept = None
-        if self._dp_size > 1 and (shares or (rows is not None and not rows.even)):
-            weight = self._weight_of(loss, shares, closes=closes, by_items=items is not None or self.count_items)
+        rows, is_sum = window.rows, items is not None
+        weight = self._weight(loss, closes=closes, by_items=is_sum or self.count_items)
         if items is None and rows is not None:
             self.refuse_sum(loss, rows, model, window.weight)
         if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
@@ -661,6 +665,24 @@ class TrainingLoop:
         if model.index not in self._looked_at:
             self._look_at(loss, model, window.rows, by_items=items is not None)
         return scale if self.averaged == 1 else scale * self.averaged
+
+    def _weight(self, loss: Tensor, *, closes: bool, by_items: bool) -> float | None:
+        """The weight of a loss over other rows than those of an evenly shared batch; ``None``: the window's.
+
+        Collective over the data-parallel ranks where they share the batch unevenly, and after a loop.
+        """
+        window = self.window
+        rows, shares, kept = window.rows, window.shares, self.kept
+        if window.after_loops:
+            asks = self._finds_loose and (closes or window.open) and not self._joining
+            shares = self._kept_batches() if asks else ()
+        else:
+            self._kept = None
+        if self._dp_size > 1 and (shares or (rows is not None and not rows.even)):
+            return self._weight_of(loss, shares, closes=closes, by_items=by_items)
+        if kept is not None and (kept.outputs or kept.held):
+            return self._weight_of_kept(loss, kept, by_items=by_items)
+        return None
 
     def _kept_batches(self) -> tuple[Rows, ...]:
         """Return the rows of the uneven batches that were read before, if all ranks have read the same.
@@ -737,6 +759,44 @@ class TrainingLoop:
         if share is None:
             return 0.0 if repeated else window.share_of_batch
         return share.weight(self._dp_rank) * window.share_of_batch
+
+    def _weight_of_kept(self, loss: Tensor, kept: KeptBatches, *, by_items: bool) -> float | None:
+        """The weight of a loss over an uneven batch that the script kept from an earlier loop; ``None``: the window's.
+
+        Not collective: which batch it is over is known by memory, of what the models were given or of the labels.
+
+        Raises:
+            UsageError: one loss joins means over such a batch and over others.
+        """
+        if loss.grad_fn is None:
+            return None
+        found: set[Rows] = set()
+        others = False
+        if kept.outputs:
+            nodes, others = outputs_below(loss, kept.outputs)
+            found = {kept.outputs.pop(node) for node in nodes}
+        if not found:
+            unknown = []
+            for node, target in targets_of_terms(loss):
+                share = None if target is None else kept.rows_of(target)
+                if share is None:
+                    unknown.append(node)
+                else:
+                    found.add(share)
+            others = bool(found) and any(map(computes_with_data, unknown))
+        if not found:
+            return None
+        share = next(iter(found))
+        if others or len({one.real for one in found}) > 1:
+            if by_items:
+                return None
+            raise UsageError(
+                f"no weight makes this loss that of one process: the ranks hold {_list(share.real)} samples of a "
+                "batch that was kept from an earlier loop, and it joins means over them and others",
+                cure="Call backward once for the loss of the batch and once for that of others. Or: Give the "
+                "DataLoader drop_last=True.",
+            )
+        return share.weight(self._dp_rank) * self.window.share_of_batch
 
     def find_loose(self) -> None:
         """Find what prepared optimizers step and no prepared model holds. Collective over all ranks."""
@@ -836,8 +896,11 @@ class TrainingLoop:
         return count_items(loss)
 
     def _look_at(self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, by_items: bool) -> None:
-        """Warn once per model of a mean over labels, whose weight in the window does not depend on their number."""
+        """Warn once per model of hooks on activations, and of a loss that is no mean of what its rows give each."""
         self._looked_at.add(model.index)
+        if model.backward_hooks is not None:
+            self._say_hooked(model.backward_hooks.found(), model)
+            model.backward_hooks = None
         if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
             return
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
@@ -866,6 +929,18 @@ class TrainingLoop:
                 self.steps,
             )
 
+    def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:
+        if found:
+            logger.warning(
+                "What flows back through %s is looked at (%s). There gradients are those of the mean over this "
+                "process's rows, %d times as large as on one process, and times what a micro-batch weighs in its "
+                "window: a limit or a norm means something else. Multiply a limit by accelerator.num_processes; or "
+                "use hooks of parameters and accelerator.clip_grad_value_, which see the gradients of one process.",
+                model.plain_class.__name__,
+                ", ".join(found),
+                self._dp_size,
+            )
+
     def refuse_sum(
         self, loss: Tensor, rows: Rows, model: PreparedModel, weight: float, number: int | None = None
     ) -> None:
@@ -880,8 +955,9 @@ class TrainingLoop:
         """
         number, ranks = number or rows.real[self._dp_rank], self._dp_size
         # count_items refuses a sum itself.
-        if ranks == 1 or self.count_items or not rows.counted or rows.real != rows.loaded or number < 2:
+        if ranks == 1 or self.count_items or not rows.counted or rows.real != rows.loaded or number < 1:
             return
+        own = number
         example = model.trainable.example_loss(loss, number)
         if example is None:
             return
@@ -891,12 +967,30 @@ class TrainingLoop:
         inner = edges[0][0] if edges else None
         # A loss function is one kind of node whether it returns a mean or a sum.
         reductions = getattr(node, "_saved_reduction", 0), getattr(inner, "_saved_reduction", 0)
-        kind = model.index, type(node), type(inner), reductions, 0 if weight == 1.0 else number
+        # Of each size that a batch has the first is looked at.
+        kind = model.index, type(node), type(inner), reductions, weight == 1.0, own
         if kind in self._judged:
             return
         self._judged.add(kind)
-        if sums_over_batch(loss, number, ranks):
-            self._judged.discard(kind)
+        factors = factors_of_means(loss, own, rows.total)
+        weighted = weighs_by_rows(self._factors.setdefault(kind[:4], factors), factors, ranks)
+        by_constants = *kind[:4], 0 if weight == 1.0 else number
+        judged = number < 2 or by_constants in self._judged
+        self._judged |= {by_constants} if number > 1 else set()
+        if weighted == "by something" and not self._warned_rows and not self.backend.topology.rank:
+            self._warned_rows = True
+            logger.warning(
+                "backward() was given a mean multiplied by the number of this rank's rows (%d of %d). Losses are "
+                "averaged over %d data-parallel ranks: that is the number of one process if the script divides by rows "
+                "of this rank, and 1/%d of it if it divides by those of all. Then multiply by the number of ranks, as "
+                "a factor of its own: loss * len(x) / n * accelerator.num_processes.",
+                own,
+                rows.total,
+                ranks,
+                ranks,
+            )
+        if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks)):
+            self._judged -= {kind, by_constants}
             whole = "accelerator.num_processes" if self.backend.topology.world_size == ranks else str(ranks)
             raise UsageError(
                 f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
@@ -917,6 +1011,8 @@ class TrainingLoop:
         """Count a step of this optimizer. A lazy device is given what was recorded."""
         self.step += 1
         self.backend.sync()
+        if self.kept is not None and self.kept.outputs:
+            self.kept.outputs.clear()
         manual = self.manual
         if manual.backwards and not self.window.open:
             # Outside of `accumulate` the script ends a window by stepping; its losses were divided as in a full one.
@@ -1018,12 +1114,13 @@ class TrainingLoop:
         """
         for kept in (self.models, self.optimizers, self.called, self.unprepared, self._windows):
             kept.clear()
+        self._factors.clear()
         for known in (self._looked_at, self._judged, self._searched, self._holds_none, self._linear_hooks):
             known.clear()
         self.manual.reset()
         self.window, self._last_norm, self.clipped_to = self.manual, None, 0.0
         self._num_backwards = 0
-        self._warned_length = self._warned_inputs = False
+        self._warned_length = self._warned_inputs = self._warned_rows = False
 
 
 class _Handed(NamedTuple):

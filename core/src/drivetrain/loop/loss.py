@@ -11,8 +11,8 @@ each rank's rows it is 1/ranks of the sum over all rows. Where the graph is ambi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -309,6 +309,120 @@ def _rows_below(start: Any) -> RowsOfTerm:
             first.update(shape[: 2 if len(shape) > 2 else 1])
         pending.extend(_inner(node))
     return RowsOfTerm(frozenset(first), computes)
+
+
+def outputs_below(loss: Tensor, outputs: Container[Any]) -> tuple[set[Any], bool]:
+    """Return which of some outputs of models a loss is computed from, and whether it is from other data too.
+
+    Not collective.
+
+    Args:
+        loss: with its graph.
+        outputs: autograd nodes.
+    """
+    found = set[Any]()
+    visited: dict[Any, None] = {}
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        if node in outputs:
+            found.add(node)
+            continue
+        visited[node] = None
+        pending.extend(_inner(node))
+    if not found:
+        return found, False
+    # A layer that the script itself calls on an output is none that other data enters.
+    reach, grows = set(found), True
+    while grows:
+        above = {node for node in visited if node not in reach and not reach.isdisjoint(_inner(node))}
+        reach |= above
+        grows = bool(above)
+    return found, any(_takes_data(node) for node in visited if node not in reach)
+
+
+def _takes_data(node: Any) -> bool:
+    """Whether it is a layer that is given data, which needs no gradient."""
+    base = _base(node.name())
+    if base in ("Embedding", "EmbeddingBag"):
+        return True
+    is_layer = base in _LAYERS or "Convolution" in base or "Rnn" in base or "Norm" in base[1:]
+    # An engine may compute a layer in a function of Python, as ZeRO does at stage 3.
+    is_layer = is_layer or isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_layer and any(edge is None for edge, _ in node.next_functions)
+
+
+def targets_of_terms(loss: Tensor) -> Iterator[tuple[Any, Tensor | None]]:
+    """The node of each term of a loss, and the labels or targets that it was computed with, where it saves them."""
+    for term in _terms(loss.grad_fn):
+        node = term.node
+        yield node, node._saved_target if node.name() in _NLL | _BY_ELEMENTS else None  # noqa: SLF001 (torch documents it)
+
+
+def computes_with_data(node: Any) -> bool:
+    """Whether some layer below a node computes with data; else it is of parameters alone, as a penalty is."""
+    return _rows_below(node).computes
+
+
+class Factors(NamedTuple):
+    """What a loss is multiplied by.
+
+    Args:
+        rows: of this rank's batch.
+        total: rows of the batches of all ranks.
+        terms: of each mean its node's name and the numbers that it is multiplied by.
+    """
+
+    rows: int
+    total: int
+    terms: tuple[tuple[str, tuple[float, ...]], ...]
+
+
+def factors_of_means(loss: Tensor, rows: int, total: int) -> Factors:
+    """Return what the means in a loss over a batch are multiplied by, as far as the graph holds numbers."""
+    terms = [] if loss.grad_fn is None else [term for term in _terms(loss.grad_fn) if _is_mean(term.node)]
+    known = [(term.node.name(), term.factors) for term in terms if not term.functions and None not in term.factors]
+    return Factors(rows, total, tuple(known))  # type: ignore[arg-type]
+
+
+def weighs_by_rows(one: Factors, other: Factors, ranks: int) -> Literal["no", "by all", "by something"]:
+    """Whether a script multiplies a mean by the rows of this rank, which makes it a sum over them.
+
+    That is seen where two batches of different sizes are multiplied by different numbers, as many times larger as the
+    batch is; with one batch alone ``len(x) / batch_size`` is a number like any other.
+
+    Args:
+        one, other: of losses of one kind over two batches.
+        ranks: data-parallel ranks. Where a factor is a multiple of them, the script means the number as it is.
+
+    Returns:
+        What it divides by: the rows of all ranks (or nothing), so that it counts on a sum over ranks; or a number that
+        may be of this rank's rows in several batches. ``"no"`` also where the mean over ranks is what it means.
+    """
+    if one.rows == other.rows or [name for name, _ in one.terms] != [name for name, _ in other.terms]:
+        return "no"
+    largest = max(one.total, other.total)
+    for (_, before), (_, after) in zip(one.terms, other.terms, strict=True):
+        if len(before) != len(after):
+            continue
+        for number, (was, is_now) in enumerate(zip(before, after, strict=True)):
+            by_row = is_now / other.rows
+            if not was or not math.isclose(was / one.rows, by_row, rel_tol=1e-6):
+                continue
+            others = after[:number] + after[number + 1 :]
+            if any(factor == 0 or _is_multiple(factor, ranks) for factor in others):
+                continue
+            is_count = math.isclose(by_row, 1.0, rel_tol=1e-6)
+            if is_count and not others:
+                return "by all"
+            times = by_row * largest * (math.prod(others) if is_count else 1.0)
+            if math.isclose(times, 1.0, rel_tol=1e-6):
+                return "by all"
+            if not math.isclose(times / ranks, max(round(times / ranks), 1), rel_tol=1e-6):
+                return "by something"
+    return "no"
 
 
 def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:

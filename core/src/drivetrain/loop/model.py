@@ -23,11 +23,13 @@ from torch.nn.modules import module as registration
 
 from drivetrain.backend import Trainable
 from drivetrain.data.comparison import FirstInputs
+from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.watchdog import log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.accumulation import Window
+from drivetrain.loop.backward_hooks import BackwardHooks
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.former_memory import FormerMemory, check_readable
 from drivetrain.loop.shared_memory import check_still_frozen
@@ -65,6 +67,9 @@ class PreparedModel:
         called: numbers of the loop's models whose forwards communicate, in the order in which they are called; ``None``
             where this one's do not.
         former: the script's tensors in memory that its parameters have left; ``None`` where the engine moves none.
+        backward_hooks: looks for hooks on what flows back, until the first loss; ``None`` after it, and where they are
+            given what they are given on one process.
+        kept: uneven batches that the script still holds; ``None`` where the weights of losses do not depend on them.
         meets_in_training: layers whose forwards communicate in training mode: batch norms over all ranks.
         parameters: those of which ranks compare which are trained, as the engine left them; ``None``: look again.
         trained: which of them required gradients at the last look.
@@ -92,6 +97,8 @@ class PreparedModel:
     first_inputs: FirstInputs | None = None
     called: list[int] | None = None
     former: FormerMemory | None = None
+    backward_hooks: BackwardHooks | None = None
+    kept: KeptBatches | None = None
     meets_in_training: Sequence[nn.Module] = ()
     parameters: Sequence[nn.Parameter] | None = ()
     trained: Sequence[bool] = ()
@@ -183,7 +190,7 @@ class PreparedModule(nn.Module):
 
     _drivetrain: PreparedModel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901 (in one piece, since it runs in each forward)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901, PLR0912 (in one piece, since it runs in each forward)
         """Run the engine's forward under the run's precision policy. Collective where the engine's is.
 
         Where the engine's own forward calls the module, this is the call of the user's class, so that its hooks run
@@ -197,6 +204,11 @@ class PreparedModule(nn.Module):
             _refuse_transforms(self)
         if prepared.former is not None and prepared.former.moved_later:
             prepared.former.look()
+        # First, so that a compiled step is not compiled anew when the others change.
+        looks = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        hooks = prepared.backward_hooks if looks and self.training else None
+        kept = prepared.kept if looks else None
+        over = kept.rows_of((args, kwargs)) if kept is not None and kept.held else None
         if torch.is_grad_enabled():
             if prepared.called is not None and not prepared.active and not torch.compiler.is_compiling():
                 prepared.called.append(prepared.index)
@@ -215,7 +227,7 @@ class PreparedModule(nn.Module):
             numbers.__enter__()
         prepared.inside.add(thread)
         try:
-            return prepared.trainable.forward(*args, **kwargs)
+            output = prepared.trainable.forward(*args, **kwargs)
         except RuntimeError as error:
             note_likely_cause(error)
             raise
@@ -223,6 +235,11 @@ class PreparedModule(nn.Module):
             prepared.inside.discard(thread)
             if numbers is not None:
                 numbers.__exit__()
+        if hooks is not None:
+            hooks.note(output)
+        if kept is not None and over is not None:
+            kept.note(output, over)
+        return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the module's gradients, those included that its engine keeps elsewhere than in the parameters."""

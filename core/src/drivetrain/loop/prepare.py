@@ -21,6 +21,7 @@ from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import batch_norm
 from drivetrain.loop.accumulation import TrainingLoop
+from drivetrain.loop.backward_hooks import BackwardHooks
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.former_memory import FormerMemory
 from drivetrain.loop.model import (
@@ -180,6 +181,12 @@ class Preparer:
             ),
             called=self._loop.called if topology.world_size > 1 and trainable.communicates_in_forward else None,
             former=former,
+            backward_hooks=(
+                BackwardHooks(module)
+                if training and topology.dp_size > 1 and not topology.rank and not capabilities.pipelined
+                else None
+            ),
+            kept=self._loop.kept if topology.dp_size > 1 and not capabilities.pipelined else None,
             meets_in_training=batch_norm.synchronised_layers(module) if topology.dp_size > 1 else (),
         )
         if training:

@@ -148,6 +148,8 @@ def _weight(loop: TrainingLoop, window: Sequence[Any], *, by_items: bool) -> flo
             cure="Give the DataLoaders drop_last=True, or pass num_items.",
         )
     rows, topology = state.rows, loop.backend.topology
+    if loop.kept is not None and loop.kept.held and (rows is None or rows.even):
+        rows = loop.kept.rows_of(window) or rows
     uneven = rows is not None and not rows.even
     if len(window) > 1 and not by_items and (uneven or len({num_rows(batch) for batch in window}) > 1):
         raise UsageError(

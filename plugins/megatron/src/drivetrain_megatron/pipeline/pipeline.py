@@ -378,6 +378,7 @@ class Pipeline:
         ):
             schedules.run(self._schedules[parts], parts)
         for stage in self._stages:
+            stage.check_written()
             stage.clear_runtime_states()
         work.share(self._rank_of[last], self._group, self._device)
         read(loss)

@@ -58,13 +58,19 @@ class StageModule(nn.Module):
         """Note how often each parameter was written to before a run."""
         self._writes = [_writes_to(one) for one in self._held.values()]
 
-    def refusal(self) -> UnsupportedError | None:
-        """Explains why a backward failed, if the forward of this run has written to a parameter."""
+    def refusal(self, *, frozen: bool = False) -> UnsupportedError | None:
+        """Explains why a backward failed, if the forward of this run has written to a parameter.
+
+        Args:
+            frozen: look at parameters without gradients alone, where no backward fails.
+        """
         for (name, one), before in zip(self._held.items(), self._writes, strict=True):
-            if _writes_to(one) != before:
+            if _writes_to(one) != before and not (frozen and one.requires_grad):
+                why = "does so once for each micro-batch"
+                if not frozen:
+                    why = "the backward of an earlier micro-batch needs it as it was"
                 return UnsupportedError(
-                    f"the forward of a pipeline stage writes to the parameter {name} of {self._model}, and the "
-                    "backward of an earlier micro-batch needs it as it was",
+                    f"the forward of a pipeline stage writes to the parameter {name} of {self._model}, and {why}",
                     cure="Write to parameters after optimizer.step() (`with torch.no_grad(): p.clamp_(-1, 1)`), use "
                     "torch.nn.utils.parametrize for a weight that is computed from another, or "
                     "megatron.num_micro_batches: 1.",
@@ -114,6 +120,12 @@ class Stage(_PipelineStageBase):
             counted: Any = tuple(incoming[0])
             self._stage_meta.inputs = counted
         self.chunks = len(incoming)
+
+    def check_written(self) -> None:
+        """Refuse a forward that wrote to a frozen parameter, such as a teacher's, in each of several micro-batches."""
+        refusal = self._module.refusal(frozen=True) if len(self._incoming) > 1 else None
+        if refusal is not None:
+            raise refusal
 
     def clear_runtime_states(self) -> None:
         """Forget the run before."""
