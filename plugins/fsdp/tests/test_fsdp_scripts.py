@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -192,6 +193,8 @@ def refusals() -> dict[str, str]:
         "penalty": answer(penalty),
         "assigned": answer(lambda: inner.load_state_dict(Net().state_dict(), assign=True)),
         "numpy": answer(weight.numpy),
+        "dlpack": answer(lambda: torch.from_dlpack(weight.detach())),
+        "dlpack of a copy": answer(lambda: np.from_dlpack(weight.detach()[0].clone())),
     }
     accelerator.end_training()
     return found
@@ -214,6 +217,8 @@ def test_what_cannot_be_honoured_is_refused_in_words() -> None:
         "penalty": "create_graph=True",
         "assigned": "without assign=True",
         "numpy": "p.detach().numpy()",
+        "dlpack": "Give it p.full_tensor()",
+        "dlpack of a copy": "Give it p.full_tensor()",
     }
     for found in spawn(refusals, 2):
         for name, words in wanted.items():
@@ -227,6 +232,7 @@ def read_and_copied() -> tuple[Any, ...]:
     model = accelerator.prepare(Net())
     weight = model.head.weight
     array = weight.detach().numpy()
+    assert torch.equal(torch.from_dlpack(weight.full_tensor().detach()), torch.tensor(weight.tolist()))
     read = weight.tolist(), array.copy(), array.flags.writeable
     parameters = [p.data for p in model.parameters()]
     shadow = [p.clone() for p in parameters]

@@ -147,6 +147,13 @@ class ShardedTensor(DTensor):
         array.flags.writeable = False
         return array
 
+    def __dlpack__(self, **kwargs: Any) -> NoReturn:
+        """Refused: ``from_dlpack`` would read memory of no tensor, or of a copy whose writes are lost."""
+        raise UsageError(
+            "from_dlpack was given a tensor that is sharded, which has no memory of its own to share",
+            cure="Give it p.full_tensor(), of every rank. p.detach().numpy() reads it too.",
+        )
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if not self.dim() else super().__format__(spec)  # type: ignore[no-untyped-call]
 
