@@ -19,6 +19,9 @@ from parity_worlds import Outcome
 UNFOLLOWED = Path(__file__).parent / "scripts" / "unfollowed.txt"
 """Refused scripts whose advice no script follows in some place, each with the reason."""
 
+OF_LAYOUTS = UNFOLLOWED.with_name("unfollowed_layouts.txt")
+"""Those that are refused in further layouts of the engines alone: who follows, or why nothing does."""
+
 
 @cache
 def followers() -> dict[str, list[str]]:
@@ -90,9 +93,9 @@ def test_scripts_follow_refusals_that_there_are() -> None:
     assert set(followers()) <= set(refused_in())
 
 
-def unfollowed() -> dict[str, str]:
+def unfollowed(listed: Path = UNFOLLOWED) -> dict[str, str]:
     """By name of a script, why no script follows its advice in every place."""
-    lines = UNFOLLOWED.read_text(encoding="utf-8").splitlines()
+    lines = listed.read_text(encoding="utf-8").splitlines()
     return {name: reason.strip() for name, _, reason in (line.partition(":") for line in lines)}
 
 
@@ -100,4 +103,12 @@ def test_refusals_whose_advice_nothing_follows_are_listed_with_the_reason() -> N
     without = [name for name, places in refused_in().items() if not all(works(name, place) for place in places)]
     listed = unfollowed()
     assert list(listed) == sorted(without)
+    assert all(listed.values())
+
+
+def test_refusals_of_further_layouts_alone_are_listed() -> None:
+    rows = worlds.recorded(worlds.APART)
+    refused = {name for name, row in rows.items() if any(cell.kind == worlds.REFUSED for cell in row.values())}
+    listed = unfollowed(OF_LAYOUTS)
+    assert list(listed) == sorted(refused - refused_in().keys())
     assert all(listed.values())
