@@ -25,7 +25,7 @@ def check(path: Path, install: str, otherwise: str = "") -> None:
 
     Args:
         path: of the picture; its suffix decides the format.
-        install: the command that installs matplotlib, as :func:`drivetrain.api.pip_line` returns it.
+        install: the command that installs matplotlib, as :func:`drivetrain.api.programs.pip_line` returns it.
         otherwise: a sentence on what the caller can do without a picture.
 
     Raises:
