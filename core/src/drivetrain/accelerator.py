@@ -22,6 +22,7 @@ from drivetrain.compat.names import DistributedType
 from drivetrain.compat.state import GradientState, extract_model_from_parallel
 from drivetrain.data import metrics
 from drivetrain.data.active import ActiveLoaders
+from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.loader import (
     LoadingContext,
     compare_with_other_ranks,
@@ -161,7 +162,7 @@ class Accelerator(ProcessControl):
         run_setup.name_this_process(self.backend)
         self._closed = False
         self._debug = resolved.config.debug
-        self._active = ActiveLoaders()
+        self._active = ActiveLoaders(KeptBatches())
         self._dataloaders: list[Any] = []
         self._flag = False
         registry = get_registry()

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from drivetrain.backend import Backend, RunSettings
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.drawing import Board
+from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.kwargs import DataLoaderConfiguration
 from drivetrain.topology import Mesh, ProcessInfo, Topology
@@ -60,7 +61,7 @@ def make_context(
 ) -> LoadingContext:
     board = DictBoard(rank, {} if shared is None else shared) if world > 1 else None
     return LoadingContext(
-        Alone(rank, world), DataLoaderConfiguration(**config), seed, False, ActiveLoaders(), board=board
+        Alone(rank, world), DataLoaderConfiguration(**config), seed, False, ActiveLoaders(KeptBatches()), board=board
     )
 
 

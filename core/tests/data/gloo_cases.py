@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.backend import RunSettings
 from drivetrain.backends.base import DistributedBackend
 from drivetrain.data.active import ActiveLoaders
+from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.loader import LoadingContext, prepare_data_loader
 from drivetrain.data.metrics import gather_for_metrics
 from drivetrain.kwargs import DataLoaderConfiguration
@@ -50,7 +51,7 @@ def run(case: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     config = {key: kwargs.pop(key) for key in list(kwargs) if key in DataLoaderConfiguration.__dataclass_fields__}
     backend = Gloo(RunSettings())
     backend.start()
-    context = LoadingContext(backend, DataLoaderConfiguration(**config), 5, False, ActiveLoaders())
+    context = LoadingContext(backend, DataLoaderConfiguration(**config), 5, False, ActiveLoaders(KeptBatches()))
     torch.manual_seed(backend.topology.rank)
     result = case(context, **kwargs)
     backend.stop()

@@ -381,7 +381,7 @@ def test_linear_hooks_see_a_guess_and_train_the_same():
 
 
 def test_a_hook_that_is_not_linear_is_refused_in_a_window_that_is_shorter_than_expected():
-    with pytest.raises(UsageError, match=r"is not linear.*over how many samples"):
+    with pytest.raises(UsageError, match=r"is not linear.*number of samples by which a window divides"):
         windows_with(CLAMP[0], batches=3)
     # What it looks at is the gradient over the window's length, as in a plain loop.
     windows_with(LOOK[0], batches=3)

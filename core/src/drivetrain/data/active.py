@@ -6,12 +6,14 @@ import gc
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
 
 from drivetrain.backend import Backend
-from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.plan import Rows
+
+if TYPE_CHECKING:
+    from drivetrain.data.kept_batches import KeptBatches
 
 
 @dataclass(slots=True, eq=False)
@@ -93,9 +95,13 @@ class ActiveLoaders:
     iteration, which begins anew within each batch of the outer one. The loop ends with the loader that yields first in
     each round, and with those that were begun together with it, as ``zip`` begins them. An iterator that was begun
     earlier, or within the loop, is the script's own: it begins another when one has ended.
+
+    Args:
+        kept: the uneven batches that the script still holds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptBatches) -> None:
+        self.kept = kept
         self._passes: list[Pass] = []
         self._serial = 0
         self._registered = 0
@@ -105,8 +111,6 @@ class ActiveLoaders:
         """The passes of the loop that this micro-batch is in, in the order in which they yielded."""
         self._uneven: dict[Rows, None] = {}
         """The last uneven batches, each kind once."""
-        self.kept = KeptBatches()
-        """Those of them that the script still holds."""
         self._placed = 0
         """The newest serial when :meth:`place` was asked last."""
         self._place: tuple[int, int, int] | None = None

@@ -42,11 +42,17 @@ class BackwardHooks:
         for name, module in self._module.named_modules():
             # torch has no public way to list them.
             for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):  # noqa: SLF001
-                if not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES):
+                if _is_of_script(hook):
                     found[f"a backward hook of {name or type(module).__name__}"] = None
         outputs = [each for each in (weak() for weak in self._outputs) if each is not None]
-        if any(each._backward_hooks for each in outputs):  # noqa: SLF001 (as above)
+        of_outputs = [hook for each in outputs for hook in (each._backward_hooks or {}).values()]  # noqa: SLF001 (as above)
+        if any(map(_is_of_script, of_outputs)):
             found["register_hook of an output"] = None
         if any(each.retains_grad for each in outputs):
             found["retain_grad of an output"] = None
         return list(found)
+
+
+def _is_of_script(hook: Any) -> bool:
+    """Whether it is none of an engine's own, such as the one by which DeepSpeed notices a backward."""
+    return not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
