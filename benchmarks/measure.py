@@ -341,10 +341,10 @@ def measure_gpu(quick: bool) -> Iterator[Section]:
     gigabytes = f"{zero_offload.LIMIT_BYTES / 1e9:.0f} GB"
     offloaded = f"deepspeed, ZeRO-3 with CPU offload: {model} held to {gigabytes}; bare is DeepSpeed by hand"
     # A step with offload takes seconds.
-    parts: list[tuple[str, Any, tuple[int, int]]] = [
-        (f"fsdp, {model}", llama, (3, 10)), (offloaded, zero_offload, (1, 6)),
+    parts: list[tuple[str, Any, llama.Shape, tuple[int, int]]] = [
+        (f"fsdp, {model}", llama, llama.Shape(), (3, 10)), (offloaded, zero_offload, zero_offload.SHAPE, (1, 6)),
     ]
-    for title, part, full in parts:
+    for title, part, shape, full in parts:
         reason = part.unable()
         if reason is not None:
             yield Section(title, "wall", "ms", "step", {}, remarks=[f"skipped: {reason}"])
@@ -352,7 +352,7 @@ def measure_gpu(quick: bool) -> Iterator[Section]:
         device = torch.accelerator.current_accelerator()
         assert device is not None
         size = (1, 2) if quick else full
-        samples, meaning = _spawn(part.measure, 1, llama.Shape(), device.type, *size)
+        samples, meaning = _spawn(part.measure, 1, shape, device.type, *size)
         yield Section(title, "wall", "ms", "step", samples, remarks=meaning)
 
 
@@ -396,6 +396,16 @@ def busy(shares: Sequence[float | None]) -> str:
     return f"Other programs used up to {max(known):.0%} of the processor time before a group: {judged}"
 
 
+def write(options: argparse.Namespace, head: list[str], sections: list[Section]) -> None:
+    """Write the files that were asked for, with what has been measured so far."""
+    if options.json:
+        data = {"conditions": head, "sections": [report.record(section) for section in sections]}
+        options.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if options.markdown:
+        blocks = ["\n".join(f"- {line}" for line in head), *map(report.markdown, sections)]
+        options.markdown.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str]) -> int:
     """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Medians and ratios, side by side.")
@@ -421,14 +431,9 @@ def main(arguments: list[str]) -> int:
         for section in measure(options.quick):
             sections.append(section)
             print("\n" + report.text(section), flush=True)
-    head.append(busy(shares))
-    print("\n" + head[-1], flush=True)
-    if options.json:
-        data = {"conditions": head, "sections": [report.record(section) for section in sections]}
-        options.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    if options.markdown:
-        blocks = ["\n".join(f"- {line}" for line in head), *map(report.markdown, sections)]
-        options.markdown.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+            # At once: what fails later takes nothing along.
+            write(options, [*head, busy(shares)], sections)
+    print("\n" + busy(shares), flush=True)
     return 0
 
 

@@ -22,6 +22,8 @@ from benchmarks.zero import AGAIN, BARE
 
 LIMIT_BYTES = 14e9
 """What the device may hold; 1.1 billion parameters need 17.6e9 bytes with gradients and Adam moments in float32."""
+SHAPE = Shape(rows=2)
+"""Of the model; a batch whose logits leave room for three contenders side by side on so small a device."""
 HOST_BYTES = 3 * 20e9
 """Three contenders keep all of that in the machine's memory."""
 
@@ -121,7 +123,8 @@ def _zero(shape: Shape, *, offload: bool) -> dict[str, Any]:
     parts = {"offload_optimizer": where, "offload_param": where} if offload else {}
     return {
         "train_micro_batch_size_per_gpu": shape.rows,
-        "zero_optimization": {"stage": 3, **parts},
+        # Each contender keeps its bucket on the device: by default 2 GB.
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000, **parts},
         "steps_per_print": None,
     }
 

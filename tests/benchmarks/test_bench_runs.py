@@ -17,6 +17,28 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_what_was_measured_is_kept_when_a_later_part_fails(tmp_path, monkeypatch):
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import measure
+        from benchmarks.pairs import Samples
+        from benchmarks.report import Section
+    finally:
+        sys.path.remove(str(ROOT))
+    times = {name: Samples([], [1.0]) for name in ("bare torch", "drivetrain")}
+
+    def fails(quick):
+        yield Section("The first", "wall", "ms", "step", times)
+        raise MemoryError
+
+    monkeypatch.setattr(measure, "measure_gpu", fails)
+    monkeypatch.setattr(measure, "used_by_others", lambda: 0.0)
+    written = [tmp_path / "rows.json", tmp_path / "tables.md"]
+    with pytest.raises(MemoryError):
+        measure.main(["gpu", "--json", str(written[0]), "--markdown", str(written[1])])
+    assert all("The first" in each.read_text() for each in written)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_quick_run_prints_a_table_of_every_group(tmp_path):

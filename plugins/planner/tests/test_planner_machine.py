@@ -127,6 +127,13 @@ def test_this_machine_is_measured(cache):
     assert 1e6 < found.host_bandwidth < 1e13
 
 
+def test_a_name_that_no_plan_would_read_is_refused_before_anything_is_measured(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("drivetrain_planner.measuring.measure", lambda *_: pytest.fail("it measures"))
+    done = CliRunner().invoke(plan, ["measure", "--cpu", "--write", str(tmp_path / "mine.json")])
+    assert isinstance(done.exception, UsageError)
+    assert f"Name it {tmp_path / 'mine.yaml'}" in str(done.exception)
+
+
 def test_more_processes_than_can_be(cache, monkeypatch):
     def fails(*_):
         raise UsageError("no")

@@ -171,6 +171,8 @@ def weigh(estimate: Estimate, request: PlanRequest, machine: Machine) -> Candida
         part, most = max(estimate.memory.items(), key=lambda each: each[1])
         verdict = f"{gib(held)} > {gib(allowed)}, which is {SHARE:.0%} of {gib(machine.memory)}; {gib(most)} are {part}"
     unused = 0 if estimate.trace is None or machine.device_type == "cpu" else estimate.trace.unused
+    # A full allocator gives back what it keeps before it fails.
+    unused = max(0, min(unused, machine.memory - held))
     return Candidate(estimate, held, seconds(estimate, request, machine), verdict, unused)
 
 

@@ -127,11 +127,13 @@ def measure(processes: int | None, seconds: float, cpu: bool, write: Path | None
     What is measured is kept for `--machine here`, which the other commands take where no machine is named. The link to
     other machines is not measured.
     """
-    from drivetrain_planner.machines import kept_file
+    from drivetrain_planner.machines import SUFFIXES, kept_file
     from drivetrain_planner.measuring import as_file
     from drivetrain_planner.measuring import measure as measured
 
     path = kept_file() if write is None else write
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: a machine's file is YAML", cure=f"Name it {path.with_suffix('.yaml')}.")
     if write is not None and write.exists():
         raise UsageError(f"{write} is there already", cure="Name another file, or remove it.")
     found = as_file(measured(processes, seconds, "cpu" if cpu else None))

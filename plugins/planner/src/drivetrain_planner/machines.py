@@ -136,6 +136,10 @@ def kept_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drivetrain" / "machine.yaml"
 
 
+SUFFIXES = (".yaml", ".yml")
+"""By which a machine's file is told from its name."""
+
+
 def find(asked: str, devices: int | None = None, memory: str | None = None) -> Machine:
     """A machine by name (``h100x8``: eight devices), or from a YAML file of the fields of :class:`Machine`.
 
@@ -151,7 +155,7 @@ def find(asked: str, devices: int | None = None, memory: str | None = None) -> M
     path = kept_file() if asked == HERE else Path(asked)
     if asked == HERE and not path.exists():
         raise UsageError("this machine has not been measured", cure="Run: drivetrain plan measure")
-    machine = _read(path) if path.suffix in (".yaml", ".yml") else _known(asked)
+    machine = _read(path) if path.suffix in SUFFIXES else _known(asked)
     if devices is not None and machine.devices == 1:
         machine = replace(machine, devices=devices)
     return machine if memory is None else replace(machine, memory=size(memory))

@@ -110,7 +110,7 @@ def request(asked: Asked, machine: Machine) -> PlanRequest:
             f"a global batch of {asked.global_batch} is not a multiple of the {fed.samples} samples of a micro-batch",
             cure=f"Ask for {' or '.join(near)}, or let the batch have fewer samples.",
         )
-    tracer = Tracer(model, fed, policy)
+    tracer = Tracer(model, fed, policy, machine.device_type)
     return PlanRequest(
         model=model,
         world_size=asked.processes,

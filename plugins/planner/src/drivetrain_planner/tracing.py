@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from drivetrain.api import DrivetrainError, PrecisionPolicy, TorchEngine, UsageError, dtype_of
 from drivetrain_planner.allocator import reserved
 from drivetrain_planner.estimates import EventKind, Trace, TraceEvent, Work
+from drivetrain_planner.kernels import kernels_of
 from drivetrain_planner.naming import told
 
 Loss = Callable[[Any, Any], Tensor]
@@ -171,18 +172,29 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> int:
+    key, value = (_every_head(query, each) for each in (key, value))
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query, *(_every_head(query, each) for each in (key, value))))  # type: ignore[no-untyped-call]
 
 
+def _every_head(query: Any, shape: Any) -> tuple[int, ...]:
+    """The shape of keys or values that several heads of queries share, as if each head had its own.
+
+    Torch 2.11's counter refuses shared ones.
+    """
+    return (*query[:-2], *shape[-2:])
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _ATTENTION: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}{ending}"): counted
+    for name in _KERNELS
+    for ending, counted in (("", _attention), ("_backward", _attention_backward))
 }
-"""The CPU's attention kernels, which torch's own counter leaves out."""
+"""Attention kernels by torch's own formulas; its counter leaves out the CPU's."""
 
 _GROUPED = torch.ops.aten._grouped_mm.default  # noqa: SLF001
 
@@ -225,10 +237,13 @@ class Tracer:
         model: on the meta device; stays as it is.
         example: of a micro-batch.
         policy: the run's precision.
+        device_type: of the run.
     """
 
-    def __init__(self, model: nn.Module, example: Example, policy: PrecisionPolicy) -> None:
-        self._model, self._example, self._policy = model, example, policy
+    def __init__(
+        self, model: nn.Module, example: Example, policy: PrecisionPolicy, device_type: str = "cpu"
+    ) -> None:
+        self._model, self._example, self._policy, self._device_type = model, example, policy, device_type
         self._made: dict[object, Trace] = {}
 
     def trace(
@@ -273,6 +288,7 @@ class Tracer:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             # What an operator says about fake tensors is in the error; torch logs its whole stack beside it.
             stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+            stack.enter_context(kernels_of(self._device_type))
             model = fake_model(self._model, mode, None if dtype is None else dtype_of(dtype))
             model.train()
             # Loss scaling adds a handful of scalars.
