@@ -98,13 +98,11 @@ def search(config: Mapping[str, Any]) -> list[str]:
     for end in ENDS:
         refs = train(accelerator, end)
         accelerator.free_memory()
-        gc.collect()
-        alive += [f"after {end}: {name}" for name, one in refs.items() if one() is not None]
+        alive += [f"after {end}: {name}" for name in still_alive(refs)]
     refs = train(accelerator, "the data")
     accelerator.end_training()
     del accelerator
-    gc.collect()
-    return alive + [f"after the end: {name}" for name, one in refs.items() if one() is not None]
+    return alive + [f"after the end: {name}" for name in still_alive(refs)]
 
 
 # torch deprecates TorchScript, whose modules are refused.
@@ -170,6 +168,17 @@ def live(accelerator: Accelerator, life: str) -> Refs:
     return refs
 
 
+def still_alive(refs: Refs) -> list[str]:
+    """Names of what is not freed, given a moment: a thread of the monitor may be in the middle of a look at a model."""
+    end = time.monotonic() + 5
+    while True:
+        gc.collect()
+        names = [name for name, one in refs.items() if one() is not None]
+        if not names or time.monotonic() > end:
+            return names
+        time.sleep(0.05)
+
+
 def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
     """What is alive after each of ten trials."""
     settings = {**config, "use_cpu": True, "gradient_accumulation_steps": 2}
@@ -179,8 +188,7 @@ def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
         life = which[trial % len(which)]
         refs = live(accelerator, life)
         accelerator.free_memory()
-        gc.collect()
-        alive += [f"after {life}: {name}" for name, one in refs.items() if one() is not None]
+        alive += [f"after {life}: {name}" for name in still_alive(refs)]
     accelerator.end_training()
     return alive
 

@@ -123,8 +123,9 @@ def test_what_stays_on_the_device_under_offload_of_zero(monkeypatch, title, mode
     # What is there no more is with the host, and the rest is where it was; gathered are copies, of one process too.
     before, after = (sum(each.resident.values()) - each.resident.get("gathered", 0) for each in (together, apart))
     assert sum(apart.host.values()) == before - after
-    plain = estimates_of(replace(request, sections=ZERO), title.partition(",")[0])
-    assert apart.host["optimizer states"] == plain.resident["optimizer states"]
+    if ranks > 1:  # One process alone is refused without offload.
+        plain = estimates_of(replace(request, sections=ZERO), title.partition(",")[0])
+        assert apart.host["optimizer states"] == plain.resident["optimizer states"]
     assert not apart.resident.get("optimizer states")
 
 

@@ -58,6 +58,8 @@ class FormerMemory:
 
     def __init__(self, engine: str, module: nn.Module, *, moved_later: bool = False) -> None:
         self.engine, self.model, self.moved_later = engine, type(module).__name__, moved_later
+        self.when = "its first forward" if moved_later else "accelerator.prepare"
+        """When the engine moves them."""
         self._module = ref(module)
         for parameter in module.parameters():
             if isinstance(parameter, _KINDS):  # It was found beside an earlier model, both frozen.
@@ -234,7 +236,7 @@ def _call(
     mine = list({id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, _KINDS)}.values())
     if name in {"__repr__", "__format__"} and _has_changed(mine[0]):
         memory, parameter = mine[0].drivetrain_memory
-        return f"<tensor of {tuple(mine[0].shape)} where {parameter} of {memory.model} was before prepare>"
+        return f"<tensor of {tuple(mine[0].shape)} where {parameter} of {memory.model} was before {memory.when.removeprefix('accelerator.')}>"
     for one in mine:
         if name not in _ABOUT and (name in _EXPORTS or _has_changed(one)):
             _refuse(name, one)
@@ -297,10 +299,11 @@ def _has_changed(tensor: Any) -> bool:
 
 def _refuse(operation: str, tensor: Any) -> NoReturn:
     memory, name = vars(tensor)["drivetrain_memory"]
+    when = memory.when.removeprefix("accelerator.")
     raise UsageError(
-        f"`{operation}` was called on a tensor that was taken from {name} of {memory.model} before "
-        f"accelerator.prepare; {memory.engine} has moved the parameter since, so that this tensor keeps the first "
-        "values, and the model does not see what is written to it",
-        cure="Take the tensor from the model after prepare (p.data, p.detach(), model.state_dict()). To keep the first "
-        "values, copy them before prepare: tensor = tensor.clone().",
+        f"`{operation}` was called on a tensor that was taken from {name} of {memory.model} before {memory.when}; "
+        f"{memory.engine} has moved the parameter since, so that this tensor keeps the first values, and the model does "
+        "not see what is written to it",
+        cure=f"Take the tensor from the model after {when} (p.data, p.detach(), model.state_dict()). To keep the first "
+        f"values, copy them before {when}: tensor = tensor.clone().",
     )
