@@ -12,6 +12,8 @@ AT_IMPORT = {
     *("_dynamo", "_ops", "_subclasses"),  # Modules of torch; the first is imported when it is asked for.
     *("_foreach_norm", "_grouped_mm", "_is_any_true", "_local_scalar_dense"),  # Operators: torch names one it has not.
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_attention_math",),
     *("_bit_generator", "_reconstructor"),  # NumPy's and Python's, which keep what pickles contain.
 }
 """Names whose absence is said where a module is imported or the name is read, with the library's own name."""

@@ -236,7 +236,8 @@ def _call(
     mine = list({id(one): one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, _KINDS)}.values())
     if name in {"__repr__", "__format__"} and _has_changed(mine[0]):
         memory, parameter = mine[0].drivetrain_memory
-        return f"<tensor of {tuple(mine[0].shape)} where {parameter} of {memory.model} was before {memory.when.removeprefix('accelerator.')}>"
+        when = memory.when.removeprefix("accelerator.")
+        return f"<tensor of {tuple(mine[0].shape)} where {parameter} of {memory.model} was before {when}>"
     for one in mine:
         if name not in _ABOUT and (name in _EXPORTS or _has_changed(one)):
             _refuse(name, one)
@@ -302,8 +303,8 @@ def _refuse(operation: str, tensor: Any) -> NoReturn:
     when = memory.when.removeprefix("accelerator.")
     raise UsageError(
         f"`{operation}` was called on a tensor that was taken from {name} of {memory.model} before {memory.when}; "
-        f"{memory.engine} has moved the parameter since, so that this tensor keeps the first values, and the model does "
-        "not see what is written to it",
-        cure=f"Take the tensor from the model after {when} (p.data, p.detach(), model.state_dict()). To keep the first "
-        f"values, copy them before {when}: tensor = tensor.clone().",
+        f"{memory.engine} has moved the parameter since, so that this tensor keeps the first values, and the model "
+        "does not see what is written to it",
+        cure=f"Take the tensor from the model after {when} (p.data, p.detach(), model.state_dict()). To keep the "
+        f"first values, copy them before {when}: tensor = tensor.clone().",
     )

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from drivetrain_planner.private_names import check
+
 _ATEN = torch.ops.aten
 Kernel = Callable[..., Any]
 _LOW = (torch.float16, torch.bfloat16)
@@ -52,10 +54,14 @@ def kernels_of(device_type: str) -> Iterator[None]:
 
     Args:
         device_type: ``"cpu"`` changes nothing.
+
+    Raises:
+        BackendBlockedError: the installed torch lacks a private name that this needs.
     """
     if device_type == "cpu":
         yield
         return
+    check()
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         # Before autograd takes them apart.
