@@ -20,21 +20,23 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import faulthandler
 import json
 import logging
 import math
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
-import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch.distributed as dist
@@ -177,7 +179,7 @@ class CallMonitor:
         self._agreements = 0
         self._seen, self._since = 0, time.monotonic()
         self._looks, self._episode, self._quiet_until = 0, 0, 0.0
-        self._frames: deque[tuple[int, int]] = deque(maxlen=5)
+        self._frames: deque[str] = deque(maxlen=5)
         """Instructions at which the main thread was at the last looks."""
         self._moves = False
         self._main = threading.get_ident()
@@ -557,12 +559,12 @@ class CallMonitor:
 
     def _where(self) -> str:
         """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
-        frame = sys._current_frames().get(self._main)  # noqa: SLF001 (the only way to another thread's frame)
-        if frame is None:
+        stack = _stack_of(self._main)
+        if not stack:
             return "has ended its main thread"
-        self._frames.append((id(frame.f_code), frame.f_lasti))
+        self._frames.append(stack)
         self._moves = len(set(self._frames)) > 1
-        return f"{'waits ' if _communicates(frame) else ''}{script_line(''.join(traceback.format_stack(frame)))}"
+        return f"{'waits ' if _communicates(stack) else ''}{script_line(stack, newest_first=True)}"
 
     def _report_standstill(self, idle: float) -> None:
         """Report once who waits for whom, where this rank has made no call for long. Not collective."""
@@ -758,16 +760,26 @@ def _plain(value: Any) -> Any:
     return ()
 
 
-def _communicates(frame: FrameType) -> bool:
+def _stack_of(thread: int) -> str:
+    """A thread's stack as :mod:`faulthandler` writes it, the innermost frame first; empty when it has ended.
+
+    To follow ``f_back`` through the frames of a thread that runs may end the process with SIGSEGV in Python 3.11
+    (https://github.com/python/cpython/issues/111363), since it runs on between two steps. This is one step.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    return next((each.partition("\n")[2] for each in threads if f"{thread:x} " in each.partition("\n")[0]), "")
+
+
+def _communicates(stack: str) -> bool:
     """Whether a thread is inside of a call of ours or of torch that may wait for other ranks."""
-    inner: FrameType | None = frame
-    while inner is not None and is_of_a_library(inner.f_code.co_filename):
-        file = inner.f_code.co_filename
-        if file.startswith(_READING):
+    for file in re.findall(r'File "([^"]*)"', stack):
+        if not is_of_a_library(file) or file.startswith(_READING):
             return False
         if any(part in file for part in (_HERE, *_COMMUNICATION)):
             return True
-        inner = inner.f_back
     return False
 
 
