@@ -90,6 +90,7 @@ def check_package(package: Any) -> None:
     """
     _check(package.zero.Init, _INIT)
     _check(package.DeepSpeedEngine, ("_broadcast_model",))
+    _check(importlib.import_module("deepspeed.comm.torch").TorchBackend, ("barrier",))
     _check(importlib.import_module(COORDINATOR).PartitionedParameterCoordinator, (RELEASES,))
     for module, names in _PACKAGE.items():
         _check(importlib.import_module(module), names)

@@ -59,6 +59,7 @@ def surroundings(process: ProcessInfo) -> Iterator[None]:
     * ``LOCAL_RANK``, which it reads from the environment.
     * No shared-memory collectives: they are compiled when first used (half a minute, and an error without a compiler),
       serve inference only, and crash with groups smaller than the job.
+    * Barriers name the device of this rank, of which torch would warn otherwise; see :func:`_on_own_device`.
     * Values are not sent from rank 0 again, which ``prepare`` has done, and 0-d parameters can be sent.
     * ``torch.nn.functional.linear`` is as before afterwards; see :func:`linear_of_stage_3`.
     * So is the note that autocast is on, which later engines would believe.
@@ -73,13 +74,31 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
     parts = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    communication = importlib.import_module("deepspeed.comm.torch").TorchBackend
     return [
+        (communication, "barrier", _on_own_device(communication.barrier)),
         (engine, "_broadcast_model", lambda _: None),
         (parts, "_zero_init_param", _cut_first(parts._zero_init_param)),  # noqa: SLF001
         (functional, "linear", functional.linear),
         (autocast, "TORCH_AUTOCAST_INITIALIZED", False),
         (autocast, "TORCH_AUTOCAST_DTYPE", None),
     ]
+
+
+def _on_own_device(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Wait for the other ranks on the device that this rank has taken.
+
+    The process group is bound to no device, although that would answer torch as well: groups of some ranks are split
+    from a bound one, and a split waits for all ranks of the job.
+    """
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return theirs
+
+    def barrier(self: Any, group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+        return theirs(self, group, async_op, device_ids or [accelerator.current_device()])
+
+    return barrier
 
 
 def _cut_first(theirs: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor], None]:

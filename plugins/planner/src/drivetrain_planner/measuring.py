@@ -118,7 +118,10 @@ def _run(rank: int, count: int, kind: str, seconds: float, folder: str, size: in
         torch.accelerator.set_device_index(rank)
     backend = dist.get_default_backend_for_device(device)
     store = dist.FileStore(str(Path(folder, "store")), count)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(minutes=2))
+    # Bound to the device, or torch warns at each barrier that it takes the one in use.
+    bound = None if kind == "cpu" else device
+    wait = timedelta(minutes=2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=wait, device_id=bound)
     try:
         found = _measured(device, seconds, size or (_ON_CPU if kind == "cpu" else _ON_DEVICE))
     finally:
