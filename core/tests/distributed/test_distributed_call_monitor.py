@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +222,43 @@ def lawful(engine, folder):
                 accelerator.backward(model(x).square().mean())
     accelerator.end_training()
     return call_monitor.Current.monitor is None
+
+
+def waits_for(event):
+    event.wait()
+
+
+def test_the_stack_of_a_thread_is_found_without_following_its_frames():
+    event = threading.Event()
+    thread = threading.Thread(target=waits_for, args=(event,), name="a name, which newer versions of Python show")
+    thread.start()
+    stack = ""
+    while "in wait\n" not in stack or "in waits_for" not in stack:
+        stack = call_monitor._stack_of(thread.ident)
+    event.set()
+    thread.join()
+    assert stack.index("in wait\n") < stack.index("in waits_for"), "the innermost frame stands first"
+    assert "test_the_stack_of" not in stack, "the frames of this thread are another's"
+    assert call_monitor._stack_of(thread.ident) == "", "it has ended"
+    mine = call_monitor._stack_of(threading.get_ident())
+    assert "test_the_stack_of" in mine
+
+
+def test_a_thread_that_is_not_written_among_too_many_is_not_said_to_have_ended():
+    event = threading.Event()
+    threads = [threading.Thread(target=waits_for, args=(event,)) for _ in range(120)]
+    for each in threads:
+        each.start()
+    monitor = SimpleNamespace(_main=threads[0].ident)
+    try:
+        said = call_monitor.CallMonitor._where(monitor)
+    finally:
+        event.set()
+        for each in threads:
+            each.join()
+    assert said == "has too many threads to tell where its main one is"
+    assert call_monitor.CallMonitor._where(monitor) == "has ended its main thread"
+
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))

@@ -561,7 +561,8 @@ class CallMonitor:
         """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
         stack = _stack_of(self._main)
         if not stack:
-            return "has ended its main thread"
+            ended = self._main not in sys._current_frames()  # noqa: SLF001
+            return "has ended its main thread" if ended else "has too many threads to tell where its main one is"
         self._frames.append(stack)
         self._moves = len(set(self._frames)) > 1
         return f"{'waits ' if _communicates(stack) else ''}{script_line(stack, newest_first=True)}"
@@ -761,7 +762,9 @@ def _plain(value: Any) -> Any:
 
 
 def _stack_of(thread: int) -> str:
-    """A thread's stack as :mod:`faulthandler` writes it, the innermost frame first; empty when it has ended.
+    """A thread's stack as :mod:`faulthandler` writes it, the innermost frame first and 100 frames of it.
+
+    Empty when it has ended, or is not among the 100 threads that faulthandler writes.
 
     To follow ``f_back`` through the frames of a thread that runs may end the process with SIGSEGV in Python 3.11
     (https://github.com/python/cpython/issues/111363), since it runs on between two steps. This is one step.
