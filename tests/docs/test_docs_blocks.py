@@ -145,8 +145,9 @@ def run_command(command, folder):
 
 
 COSTLY = (
-    "explanation/conformance.md", "how-to/dp-or-ddp.md", "how-to/planner-check.md", "how-to/planner-machines.md",
-    "how-to/planner.md", "how-to/trainer.md", "how-to/which-backend.md",
+    "explanation/conformance.md", "explanation/pipelines.md", "how-to/dp-or-ddp.md", "how-to/loaders.md",
+    "how-to/planner-check.md", "how-to/planner-machines.md", "how-to/planner.md", "how-to/trainer.md",
+    "how-to/which-backend.md",
 )  # fmt: skip
 """Pages whose programs take ten seconds of processor time and more."""
 

@@ -124,6 +124,28 @@ def test_by_turns_each_case_runs_in_one_layout_of_each_backend(pytester):
     assert sorted(each.partition("[")[2] for each in turns) == ["data.one-2]", "data.three-2]", "data.two-4]"]
 
 
+def test_by_turns_the_kit_does_not_miss_what_was_left_out(pytester):
+    pytester.makepyfile(
+        test_one="""
+        import pytest
+        class Requirements:
+            backend = "cut"
+            world_sizes = (2, 4)
+        @pytest.mark.parametrize("world_size", [2, 4])
+        @pytest.mark.parametrize("conformance_case", ["data.one"])
+        def test_conformance(conformance_case, world_size): pass
+    """
+    )
+    pytester.makeconftest("""
+        from drivetrain_testing.outcomes import _chosen_by_hand
+        def pytest_sessionfinish(session):
+            print("a part was chosen:", _chosen_by_hand(session))
+    """)
+    plugins = ("-p", "suite_gate", "-p", "no:cacheprovider", "-W", "ignore", "-s")
+    assert "a part was chosen: False" in pytester.runpytest_inprocess(*plugins).stdout.str()
+    assert "a part was chosen: True" in pytester.runpytest_inprocess(*plugins, "--by-turns").stdout.str()
+
+
 def test_the_quick_cases_are_cases_of_every_family():
     assert set(suite_gate.QUICK_CASES) == set(FAMILIES)
     named = {f"{family}.{case}" for family, cases in suite_gate.QUICK_CASES.items() for case in cases.split()}

@@ -107,7 +107,7 @@ def search(config: Mapping[str, Any]) -> list[str]:
 
 # torch deprecates TorchScript, whose modules are refused.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.gate("ddp-2", "fsdp-2", "deepspeed-3", "pp-2")
+@pytest.mark.gate("ddp-2", "deepspeed-3", "pp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_outlives_a_trial(layout: str) -> None:
     place = LAYOUTS[layout]
@@ -193,7 +193,7 @@ def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
     return alive
 
 
-@pytest.mark.gate("ddp-2", "deepspeed-2", "pp-2")
+@pytest.mark.gate("deepspeed-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_outlives_trials_that_end_in_other_ways(layout: str) -> None:
     place = LAYOUTS[layout]
@@ -295,7 +295,7 @@ def waiting(config: Mapping[str, Any]) -> list[str]:
     return [told for one, told in before.items() if one not in after]
 
 
-@pytest.mark.gate("ddp-2", "fsdp-2", "deepspeed-2", "pp-2", "tp-2")
+@pytest.mark.gate("fsdp-2", "tp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_tensor_of_an_update_waits_for_the_collector(layout: str) -> None:
     place = LAYOUTS[layout]

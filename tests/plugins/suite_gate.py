@@ -98,7 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
             item.add_marker(pytest.mark.slow)
     if config.option.by_turns:
         kept = take_turns(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        left_out = [item for item in items if item not in kept]
+        config.hook.pytest_deselected(items=left_out)
+        # The kit fails a session that misses tests of its suite, unless an option says that a part was chosen.
+        config.option.deselect = [*(config.option.deselect or ()), *(item.nodeid for item in left_out)]
         items[:] = [item for item in items if item in kept]
 
 

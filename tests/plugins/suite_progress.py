@@ -129,7 +129,7 @@ class Progress:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Name the tests that cost much and are not marked slow, and what all tests cost together."""
         heavy = sorted((cost for cost in self._costs if cost[0] >= SLOW_SECONDS and not cost[1]), reverse=True)
-        for seconds, _, name in heavy[:20]:
+        for seconds, _, name in heavy[:40]:
             terminalreporter.write_line(f"{seconds:6.1f} processor seconds, and not marked slow: {name}")
         total = sum(cost[0] for cost in self._costs)
         terminalreporter.write_line(f"{total:.0f} processor seconds in {len(self._costs)} tests")

@@ -396,6 +396,7 @@ def test_nothing_is_watched_where_nothing_is_asked():
 # ---- errors of memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_error_of_memory_shows_what_holds_less(folder):
     done = launch(folder, {"distributed_type": "ddp", "plan": PLAN}, 1, "raise")

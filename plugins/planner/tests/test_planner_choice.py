@@ -91,6 +91,7 @@ def test_llama_8b_on_eight_80_gb_cards(llama_8b):
     assert rejected["fsdp"].estimate.trace.saved == pytest.approx(kept + logits, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_documents_example_is_what_is_printed(llama_8b):
     """Of the how-to: Llama-3-8B on eight H100."""
     documented("Llama-3-8B", llama_8b)
