@@ -69,6 +69,8 @@ def train(kind, backend, section):
         "sharded": all(isinstance(one, DTensor) for one in held),
         "laid_out": all(isinstance(value, DTensor) for _, value in state if value.dim()),
         "alike": all(value.shape == one.shape for one, value in state if value.dim()),
+        # What a script reads of it: a DTensor of torch's own gives this rank's part of a norm or a sum.
+        "read": [float(value.norm()) for _, value in state if value.dim()] + [float(value.sum()) for _, value in state],
         "seen": {each.__name__ for each in getattr(inner, "seen", set())},
     }
     accelerator.end_training()
@@ -94,6 +96,7 @@ def test_every_elementwise_optimizer_steps_as_in_one_process(alone, section):
             assert found["sharded"], name
             assert found["laid_out"], name
             assert found["alike"], name
+            assert found["read"] == pytest.approx(alone[name]["read"], rel=1e-5, abs=1e-6), name
             # Float32: two ranks add the parts of a norm and of a batch in another order.
             assert found["norms"] == pytest.approx(alone[name]["norms"], rel=1e-5), name
             # The first rank is given the whole weights.

@@ -255,6 +255,8 @@ def refusals() -> dict[str, str]:
     optimizer.step()
     found["state dict"] = said(optimizer.state_dict)
     found["load"] = said(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}))
+    for number, parameter in enumerate(model.parameters()):
+        found[f"state {number}"] = said(lambda parameter=parameter: optimizer.state[parameter]["momentum"])
     unprepared = Trusting(model.parameters())
     accelerator.backward(model(batch(accelerator, 0)).square().mean())
     found["unprepared"] = said(unprepared.step)
@@ -263,13 +265,19 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    for found in spawn(refusals, 2):
+    all_found = spawn(refusals, 2)
+    for found in all_found:
         assert "Global is neither element-wise" in found["global"]
         assert "matrix-wise (stepping several parameters together and each alone" in found["global"]
         assert "without a closure" in found["closure"]
         assert "accelerator.save_state" in found["state dict"]
         assert "accelerator.load_state" in found["load"]
         assert "accelerator.prepare(model, optimizer)" in found["unprepared"]
+    for number in range(len(list(Net().parameters()))):
+        # One rank owns it; the other is told so, and no empty state is made there.
+        owner, other = sorted((found[f"state {number}"] for found in all_found), key=len)
+        assert owner == "nothing"
+        assert "kept by the rank that owns the parameter" in other
 
 
 def grows(backend: str) -> tuple[dict[str, Tensor], list[int]]:

@@ -28,7 +28,8 @@ def take_off_parallel(model: nn.Module) -> tuple[nn.Module, list[str]]:
         The model without them, and the paths at which they were, ``""`` for the model itself.
 
     Raises:
-        UsageError: ``FullyShardedDataParallel`` is around a part, and has made one flat parameter of those in it.
+        UsageError: ``FullyShardedDataParallel`` is around a part, and has made one flat parameter of those in it; or a
+            module of the script has an attribute by the name that ``torch.compile`` gives what it wraps.
     """
     sharded: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     found: list[str] = []
@@ -37,6 +38,12 @@ def take_off_parallel(model: nn.Module) -> tuple[nn.Module, list[str]]:
     def without(part: nn.Module, path: str) -> nn.Module:
         if id(part) in done:
             return done[id(part)]
+        if "_orig_mod" in part._modules and attribute(part, "dynamo_ctx") is None:  # noqa: SLF001
+            raise UsageError(
+                f"{type(part).__name__} has a submodule by the name _orig_mod, which torch.compile gives the module "
+                "that it wraps, so that the model would be taken for that submodule",
+                cure="Give the submodule another name.",
+            )
         if sharded is not None and isinstance(part, sharded.FullyShardedDataParallel):
             raise UsageError(
                 f"{path or 'the model'} is in torch's FullyShardedDataParallel, whose flat parameter has no name of "

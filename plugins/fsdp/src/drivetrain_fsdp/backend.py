@@ -46,7 +46,7 @@ from drivetrain_fsdp.hooks import GradientHooks
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, gets_gradients, plan, shard
-from drivetrain_fsdp.tensors import ShardedTensor, explain_missing_gradients, plain_gradients
+from drivetrain_fsdp.tensors import ShardedTensor, as_sharded, explain_missing_gradients, plain_gradients
 from drivetrain_fsdp.whole import WholeParameters
 from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 from drivetrain_sharding import (
@@ -227,7 +227,9 @@ class FSDPTrainable(TorchTrainable):
         self._backend.reshard()
         self._check_kind(optimizer)
         owners = self._backend.owners.get(id(optimizer))
-        return step_on_parts(self.engine, optimizer, closure) if owners is None else owners.step(self.engine, closure)
+        if owners is None:
+            return step_on_parts(self.engine, optimizer, closure, kept_as=as_sharded)
+        return owners.step(self.engine, closure)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """An optimizer that was not prepared steps on the shards themselves, which is right if it is element-wise."""

@@ -37,20 +37,30 @@ STEPPED_LOCALLY: frozenset[type[Optimizer]] = frozenset(
 
 
 def step_on_parts(
-    engine: TorchEngine, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+    engine: TorchEngine,
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None = None,
+    *,
+    kept_as: Callable[[DTensor], DTensor] | None = None,
 ) -> StepResult:
     """One update by :meth:`drivetrain.api.TorchEngine.step`, on this rank's parts if :func:`steps_locally`.
 
     Not under a loss scaler, which looks at gradients itself, nor with a closure, which computes gradients of the
     parameters as the model has them. Collective where the engine's step is.
+
+    Args:
+        engine: steps.
+        optimizer: what it steps.
+        closure: the script's.
+        kept_as: what a new tensor of the state is kept as, such as an engine's own class of DTensor.
     """
     if engine.scaler is not None or closure is not None:
         return engine.step(optimizer, closure)
-    return engine.step(optimizer, stepping=partial(on_local_parts, optimizer))
+    return engine.step(optimizer, stepping=partial(on_local_parts, optimizer, kept_as))
 
 
 @contextmanager
-def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
+def on_local_parts(optimizer: Optimizer, kept_as: Callable[[DTensor], DTensor] | None = None) -> Iterator[None]:
     """Context in which an optimizer has plain tensors that share memory with its DTensors, if :func:`steps_locally`.
 
     Its state is DTensors again afterwards; only the optimizer's own step may run inside. Not collective.
@@ -80,7 +90,7 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for one, part in pairs:
                 if part in state:
-                    before[one].update(_as_before(one, before[one], state[part]))
+                    before[one].update(_as_before(one, before[one], state[part], kept_as))
 
 
 def step_hooks(optimizer: Optimizer) -> list[tuple[dict[int, Any], int]]:
@@ -210,7 +220,12 @@ def _local_value(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
 
 
-def _as_before(parameter: Tensor, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def _as_before(
+    parameter: Tensor,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    kept_as: Callable[[DTensor], DTensor] | None,
+) -> dict[str, Any]:
     """State of the parameter: what was changed in place is the tensor that it was, new parts become DTensors."""
     found = {}
     for name, value in after.items():
@@ -218,5 +233,6 @@ def _as_before(parameter: Tensor, before: dict[str, Any], after: dict[str, Any])
         if _local_value(old) is value:
             found[name] = old
         else:
-            found[name] = laid_out_as(parameter, value) if isinstance(value, Tensor) and value.dim() else value
+            made = laid_out_as(parameter, value) if isinstance(value, Tensor) and value.dim() else value
+            found[name] = kept_as(made) if kept_as is not None and isinstance(made, DTensor) else made
     return found

@@ -47,6 +47,7 @@ class OwnerSteps:
         self._cut: dict[int, _Cut] = {}
         self._loads: list[int] = []
         self._assign()
+        optimizer.state = _StatesOwned(optimizer, self._cut)
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
 
@@ -58,7 +59,7 @@ class OwnerSteps:
     def owned(self) -> dict[int, bool]:
         """By ``id`` of each parameter that is cut, whether this rank owns it. Not collective."""
         self._assign()
-        return {number: cut.owner == self._rank for number, cut in self._cut.items()}
+        return {number: cut.here for number, cut in self._cut.items()}
 
     def step(self, engine: TorchEngine, closure: Callable[[], Any] | None = None) -> StepResult:
         """One update by :meth:`drivetrain.api.TorchEngine.step`. Collective over :attr:`group`."""
@@ -140,6 +141,7 @@ class OwnerSteps:
         # Largest first, which keeps the heaviest rank within 4/3 of the best assignment (Graham, 1969).
         for cut in sorted(found, key=lambda cut: -cut.cost):
             cut.owner = min(range(self._size), key=self._loads.__getitem__)
+            cut.here = cut.owner == self._rank
             self._loads[cut.owner] += cut.cost
         self._cut |= {id(cut.parameter): cut for cut in found}
         for cut in found:
@@ -151,7 +153,7 @@ class OwnerSteps:
         if state is None:
             return
         taken = {slot: value.full_tensor() if isinstance(value, DTensor) else value for slot, value in state.items()}
-        if cut.owner == self._rank:
+        if cut.here:
             self._optimizer.state[cut.parameter] = taken
 
     # ---- communication ---------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class OwnerSteps:
     def _start(self, bucket: Sequence[_Piece], *, to_owners: bool) -> tuple[Sequence[_Piece], Tensor, Any]:
         if to_owners:
             for piece in bucket:
-                if piece.cut.owner == self._rank:
+                if piece.cut.here:
                     piece.whole = torch.empty(piece.cut.shape, dtype=piece.local.dtype, device=piece.local.device)
         shards, parts = self._shards(bucket), self._parts(bucket)
         sent, received = (shards, parts) if to_owners else (parts, shards)
@@ -221,12 +223,14 @@ class _Cut:
         group: the ranks.
         dim: that is cut.
         owner: rank in `group` that steps it.
+        here: that is this rank.
     """
 
     parameter: DTensor
     group: dist.ProcessGroup
     dim: int
     owner: int = 0
+    here: bool = False
 
     @classmethod
     def of(cls, parameter: DTensor) -> _Cut | None:
@@ -307,6 +311,28 @@ def _parameter(values: Tensor, grad: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(values)
     parameter.grad = grad
     return parameter
+
+
+class _StatesOwned(defaultdict[Any, Any]):
+    """State of an optimizer by parameter, from which that of a parameter of another owner is asked for by mistake."""
+
+    def __init__(self, optimizer: Optimizer, cuts: Mapping[int, _Cut]) -> None:
+        super().__init__(dict, optimizer.state)
+        self._kind, self._cuts = type(optimizer).__name__, cuts
+
+    def __missing__(self, key: Any) -> Any:
+        cut = self._cuts.get(id(key))
+        if cut is not None and not cut.here:
+            raise UnsupportedError(
+                f"`state` of {self._kind} was asked for that of a parameter of shape {tuple(key.shape)}, which is "
+                "kept by the rank that owns the parameter",
+                cure="accelerator.save_state(folder) writes the states of all ranks. AdamW and other optimizers that "
+                "treat each element by itself keep a part on every rank.",
+            )
+        return super().__missing__(key)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return defaultdict, (dict, dict(self))
 
 
 def _refuse_state_dict(optimizer: Optimizer, *_: Mapping[str, Any]) -> NoReturn:
