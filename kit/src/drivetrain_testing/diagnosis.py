@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from drivetrain_testing.scenario import Scenario
 
 Gradients = dict[str, Tensor]
-"""By name of the parameter; those of frozen and of unused parameters are zero."""
+"""Gradients by parameter name; those of frozen and of unused parameters are zero."""
 
 LARGEST_ERROR = 2e-3
 """Of a gradient against a guess, relative to its norm. The difference of two sets of float32 parameters after a step of
 0.5 has 4 digits; the guesses differ by a factor of 1.1 and more."""
 
 WAIT_SECONDS = 5.0
-"""For the other ranks to fail as well. They compare the same numbers at nearly the same moment."""
+"""Time for the other ranks to fail as well. They compare the same numbers at nearly the same moment."""
 
 CONTRACT = "the gradient contract: the sum over data-parallel ranks and micro-batches of the loss / denominator"
 
 
 @contextmanager
 def meaning(words: str) -> Iterator[None]:
-    """Say in front of an assertion that fails inside what its failure means."""
+    """Prefix an assertion that fails inside with the meaning of its failure."""
     try:
         yield
     except AssertionError as error:
@@ -63,7 +63,7 @@ class Step:
 
 
 def all_failed(folder: Path, world_size: int, what: str) -> bool:
-    """Whether every rank came here. Not collective: only ranks that failed come, and they wait a few seconds.
+    """Whether every rank failed. Not collective: only ranks that failed call this, and they wait a few seconds.
 
     Args:
         folder: that all ranks see.
@@ -140,7 +140,7 @@ def trained(scenario: Scenario, accelerator: Accelerator, dp_size: int) -> list[
 
 
 def judge(scenario: Scenario, steps: list[Step], number: int, dp_size: int) -> str:
-    """What is wrong with the gradients of one step; empty when they are right."""
+    """Describe the error of the gradients of one step; empty if they are right."""
     step = steps[number]
     parts = parts_of(scenario, step, number, dp_size)
     if not parts.rows:
@@ -215,7 +215,7 @@ class Parts:
         return mean_of([gradients for where, gradients in self.rows.items() if chosen(where)], self.denominator)
 
     def guesses(self, coefficient: float) -> Iterator[tuple[str, Gradients]]:
-        """What a backend may have taken for the whole."""
+        """Yield gradients that a faulty backend may compute instead."""
         alike = f"means that weigh the same {{}}, however many {self.items} each of them is over"
         by_micro = [[each for (at, _), each in self.means.items() if at == which] for which in range(self.num_micro)]
         shared = [scaled(mean_of(each), weight) for each, weight in zip(by_micro, self.weights, strict=True)]
@@ -246,7 +246,7 @@ class Parts:
         return mean_of(clipped, self.dp_size)
 
     def numbers(self) -> dict[str, float]:
-        """What a gradient is most often multiplied or divided by in error."""
+        """Return the factors and divisors of common errors."""
         found: dict[str, float] = {}
         if self.dp_size > 1:
             found["data-parallel size"] = self.dp_size
@@ -261,7 +261,7 @@ class Parts:
         return found
 
     def forgotten(self, ratio: float) -> str:
-        """Which part of the contract gives gradients that are this multiple of the reference when it does nothing."""
+        """Return the part of the contract whose omission scales gradients by this ratio."""
         # By an engine that adds the ranks' gradients, or by one that averages them.
         unscaled = (self.scale, self.scale / self.dp_size)
         if not _named(ratio, self) and any(abs(each / ratio - 1.0) < 0.01 for each in unscaled):
@@ -273,7 +273,7 @@ class Parts:
 
 
 def parts_of(scenario: Scenario, step: Step, number: int, dp_size: int) -> Parts:
-    """What plain torch computes for each micro-batch and rank of a step, from the parameters that it began with."""
+    """Compute each micro-batch and rank of a step in plain torch, from the parameters at its beginning."""
     features, labels = scenario.tensors()
     first = number * scenario.window
     micro = range(first, min(first + scenario.window, scenario.micro_steps))
@@ -338,7 +338,7 @@ def _divisor(scenario: Scenario, first: int, num_micro: int, denominator: float)
 
 
 def norms(actual: Sequence[float], expected: Sequence[float], max_norm: float | None, dp_size: int) -> str:
-    """What is wrong with the norms before clipping that a run returned; empty when nothing simple is."""
+    """Describe the error of a run's norms before clipping; empty if there is no simple one."""
     if len(actual) != len(expected) or not expected or max_norm is None:
         return ""
     if all(abs(mine - min(its, max_norm)) <= 0.01 * mine for mine, its in zip(actual, expected, strict=True)):
@@ -369,7 +369,7 @@ def mean_of(each: Sequence[Gradients], denominator: float | None = None) -> Grad
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """Of all of them together."""
+    """Return the norm of all gradients together."""
     return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
 
 

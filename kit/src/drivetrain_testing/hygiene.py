@@ -1,4 +1,4 @@
-"""Detects what a test leaves behind: environment variables, a process group, torch's global settings, threads."""
+"""Detects leaks of a test: environment variables, a process group, torch's global settings, threads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Bring back what can be brought back, so that one leak is not reported of every later test."""
+        """Restore what can be restored, so that one leak is not reported for every later test."""
         for name in set(own_environment()) - set(self.environment):
             del os.environ[name]
         os.environ.update(self.environment)
@@ -88,7 +88,7 @@ class Snapshot:
 
 
 def _ends(thread: threading.Thread) -> bool:
-    """Whether it was about to end: the threads of a pool that was told to stop take a moment."""
+    """Whether the thread ends within a moment, as those of a pool after its shutdown."""
     thread.join(timeout=0.5)
     return not thread.is_alive()
 
@@ -109,7 +109,7 @@ def own_environment() -> dict[str, str]:
 
 
 def _handlers() -> dict[str, Any]:
-    """Who handles the signals that end a process: engines and launchers like to put themselves there."""
+    """Return the handlers of signals that end a process, which engines and launchers replace."""
     return {name: signal.getsignal(signal.Signals[name]) for name in ("SIGINT", "SIGTERM")}
 
 

@@ -82,7 +82,7 @@ CONTRACT = (
 """Cases whose numbers depend on the number of ranks: what to run on one more world when all cases run on another."""
 
 USER_MODEL = "brought"
-"""The family whose cases train a model of the user's."""
+"""Family of cases that train a user's model."""
 
 
 def case(
@@ -119,7 +119,7 @@ def _family(family: str) -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class Kit:
-    """What a case works with. Travels to the ranks.
+    """Context of a case. It is pickled and sent to the ranks.
 
     Args:
         backend: name of the backend under test.
@@ -214,7 +214,7 @@ class Kit:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend declares."""
+        """Capabilities that the backend declares."""
         from drivetrain.registry import get_registry
 
         return get_registry().info(self.backend).capabilities

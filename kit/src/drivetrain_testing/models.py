@@ -20,7 +20,7 @@ IGNORED = -100
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from this seed inside, and leave the process's random state alone."""
+    """Draw from this seed inside, and restore the process's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -217,5 +217,5 @@ def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def num_items(labels: Tensor) -> Tensor:
-    """How many labels count, 0-d."""
+    """Return the number of labels that count, 0-d."""
     return (labels != IGNORED).sum()

@@ -24,7 +24,7 @@ FILES = {
     "src/{package}/py.typed": "py.typed",
     "tests/test_{name}_conformance.py": "test_conformance.py",
 }
-"""What is written, by path in the new folder: the file in ``plugin_template``, without its suffix ``.txt``."""
+"""Files to write, by path in the new folder: the file in ``plugin_template``, without its suffix ``.txt``."""
 
 REPLICATED = FILES | {
     "README.md": "README_replicated.md",
@@ -32,7 +32,7 @@ REPLICATED = FILES | {
     "src/{package}/plugin.py": "plugin_replicated.py",
     "tests/test_{name}_conformance.py": "test_conformance_replicated.py",
 }
-"""As :data:`FILES`, for a backend that keeps a replica in every process."""
+"""Like :data:`FILES`, for a backend that keeps a replica in every process."""
 
 
 @hookimpl
@@ -91,7 +91,7 @@ def check_name(name: str) -> None:
 
 
 def _owner(name: str) -> str | None:
-    """Who brings a backend of this name or alias, in any case, installed or not; ``None`` when nobody is known to."""
+    """Return the distribution of a backend of this name or alias, installed or not; ``None`` if unknown."""
     from drivetrain.registry import get_registry, known_extras
 
     for report in get_registry().reports():
@@ -101,7 +101,7 @@ def _owner(name: str) -> str | None:
 
 
 def words_of(name: str) -> dict[str, str]:
-    """What stands for each mark of the template."""
+    """Return the replacement of each mark of the template."""
     from drivetrain import __version__
 
     major, minor = __version__.split(".")[:2]

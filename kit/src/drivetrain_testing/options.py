@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ALONE = Path(__file__).with_name("parity.py")
-"""What is collected when a model is given and no test is named."""
+"""File that is collected if a model is given and no test is named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

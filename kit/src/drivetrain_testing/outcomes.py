@@ -122,7 +122,7 @@ class Outcomes:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _found(self, module: ModuleType, *, chosen: bool) -> dict[str, Any]:
-        """What is known of a module: its run, the tests that did not run, and whether somebody chose that."""
+        """Return the results of a module: its run, the tests that did not run, and whether the user chose that."""
         requirements = module.Requirements
         info, distribution, version = selection.description(requirements)
         ended = self._ended.get(module.__name__, {})
@@ -186,7 +186,7 @@ def _merged(found: list[dict[str, Any]]) -> list[report.Run]:
 
 
 def _chosen_by_hand(session: pytest.Session) -> bool:
-    """Whether somebody at the keyboard asked for less than all, or stopped before the end."""
+    """Whether the user selected some tests or stopped before the end."""
     option = session.config.option
     chosen = (option.keyword, option.markexpr, option.deselect, getattr(option, "lf", False))
     stopped = session.shouldstop or session.shouldfail or session.exitstatus == pytest.ExitCode.INTERRUPTED

@@ -14,7 +14,7 @@ from drivetrain_testing.hygiene import Snapshot
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register our marker, so that ``--strict-markers`` knows it."""
+    """Register our marker, for ``--strict-markers``."""
     config.addinivalue_line(
         "markers", "gpu(count=1): needs accelerators; skips with the reason where there are too few"
     )

@@ -28,12 +28,12 @@ PASSED, GAP, FAILED, SKIPPED = "passed", "gap", "failed", "skipped"
 
 @dataclass
 class Run:
-    """What one conformance module did.
+    """Results of one conformance module.
 
     Args:
         name: the module's, without ``test_``.
         backend: the backend's name.
-        distribution: who brings it.
+        distribution: the distribution of the backend.
         version: of the distribution; empty for a backend that is not installed.
         contract: version of the backend contract that it speaks.
         engines: versions of torch and of what the backend requires, by distribution.

@@ -83,12 +83,12 @@ class Scenario:
         return make(self.global_batch * self.micro_steps - (self.global_batch - self.last_batch) % self.global_batch)
 
     def loader(self, dp_size: int) -> DataLoader[Any]:
-        """What a script gives to ``prepare``: batches of one rank's size."""
+        """Return the loader for ``prepare``: batches of one rank's size."""
         assert self.global_batch % dp_size == 0, f"{self.global_batch} samples over {dp_size} ranks"
         return DataLoader(TensorDataset(*self.tensors()), batch_size=self.global_batch // dp_size)
 
     def samples(self, micro_step: int, dp_size: int) -> list[int]:
-        """How many samples of a micro-step each data-parallel rank has: none has two more than another."""
+        """Return the number of samples of a micro-step per data-parallel rank; they differ by at most one."""
         rest = self.last_batch if micro_step == self.micro_steps - 1 and self.last_batch else self.global_batch
         return [rest // dp_size + (rank < rest % dp_size) for rank in range(dp_size)]
 
@@ -103,7 +103,7 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What a run did.
+    """Results of a run.
 
     Args:
         state: parameters and buffers at the end, by original name.

@@ -17,9 +17,9 @@ Place = tuple[str, int]
 
 
 def description(requirements: type[BaseRequirements]) -> tuple[BackendInfo, str, str]:
-    """What the backend says of itself, its distribution and version.
+    """Return the description of the backend, its distribution and version.
 
-    One that ``setup`` registers is forgotten again: other tests must not find it. It has no version.
+    One that ``setup`` registers is removed again: other tests must not find it. It has no version.
     """
     prepare_rank(requirements.setup)
     registry = get_registry()
@@ -136,7 +136,7 @@ def expected(requirements: type[BaseRequirements], model: str = "") -> set[tuple
 
 
 def disagreements(requirements: type[BaseRequirements]) -> list[str]:
-    """What a backend's description says that is not so."""
+    """Return the wrong statements of a backend's description."""
     prepare_rank(requirements.setup)
     registry = get_registry()
     try:

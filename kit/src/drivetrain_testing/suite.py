@@ -64,8 +64,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 TOGETHER = 50
-"""How many cases at most share a group of ranks: a failure ends its group, whose other cases then run on ranks of their
-own."""
+"""Maximum number of cases that share a group of ranks: a failure ends its group, whose other cases then run on ranks of
+their own."""
 
 _PASSED = pytest.StashKey[dict[tuple[str, int, str], frozenset[str]]]()
 """For each module, world and first case of a group, the cases that passed in it."""
@@ -84,7 +84,7 @@ def _kit(request: pytest.FixtureRequest, world_size: int, folder: Path) -> Kit:
 
 
 def _seconds(request: pytest.FixtureRequest) -> float:
-    """How long the ranks of one case may take."""
+    """Return the timeout of the ranks of one case in seconds."""
     return float(request.config.getoption("drivetrain_timeout"))
 
 

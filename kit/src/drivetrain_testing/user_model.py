@@ -32,7 +32,7 @@ CURE = "See drivetrain_testing.user_model for what the function returns."
 
 @dataclass
 class UserModel:
-    """What ``build`` returned, with ways to run it.
+    """Result of ``build``, with methods to run it.
 
     Args:
         model: a fresh model.

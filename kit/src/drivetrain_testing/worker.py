@@ -27,12 +27,12 @@ DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of all its threads to its log."""
 
 KEPT_SECONDS = 2.0
-"""How long a destroyed process group is kept alive; see :func:`_keep_destroyed_groups`."""
+"""Time for which a destroyed process group is kept alive; see :func:`_keep_destroyed_groups`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is to do; crosses the process border as it is.
+    """Task of a rank; sent between processes unchanged.
 
     Args:
         module: name of the module that holds the function.
@@ -42,7 +42,7 @@ class Task:
         environment: the rank's whole environment.
         filters: pickled ``warnings.filters`` of the test, so that "warnings are errors" holds in ranks too.
         log: file that takes the rank's standard output and error.
-        deadline_seconds: after this time the rank ends itself, should nobody be left to end it.
+        deadline_seconds: after this time the rank ends itself, if its parent has not ended it.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank reports.
+    """Report of a rank.
 
     Args:
         value: pickled return value, ``None`` when it failed.

@@ -33,15 +33,15 @@ class LocalGradients:
     ) -> None:
         self._module, self._reduces, self.begun = module, reduces, begun
         self.reached: list[Tensor] = []
-        """Parameters that backwards have reached since :meth:`before_backward`; some may stand here twice."""
+        """Parameters that backwards have reached since :meth:`before_backward`, possibly more than once."""
         self._earlier: dict[int, Tensor] = {}
         self._hooks: dict[Tensor, Any] = {}
         self._task = -1
-        """The backward that has last come here, by torch's number."""
+        """Number that torch assigns to the last backward that reached the model."""
         self.watch()
 
     def watch(self) -> None:
-        """Follow the model: parameters may have come, gone or been unfrozen."""
+        """Update the hooks: parameters may have been added, removed or unfrozen."""
         present = set(self._module.parameters())
         for gone in self._hooks.keys() - present:
             self._hooks.pop(gone).remove()
@@ -103,12 +103,12 @@ class LocalGradients:
         self.watch()
 
     def forget(self) -> None:
-        """As :meth:`reduced`, for an engine that calls :meth:`watch` itself when the model changes."""
+        """Like :meth:`reduced`, for an engine that calls :meth:`watch` itself when the model changes."""
         self._earlier.clear()
         self.reached.clear()
 
     def exist(self) -> bool:
-        """Whether some gradient holds contributions of this rank alone. Not collective."""
+        """Whether a gradient holds contributions of this rank only. Not collective."""
         return any(parameter.grad is not None for parameter in chain(self._earlier.values(), self.reached))
 
     def release(self) -> None:

@@ -4,8 +4,8 @@ Backends whose parameters are the module's own (plain tensors or DTensors) call 
 ``Trainable``; nothing here is collective.
 
 Names are found by the identity of parameters, so that order, grouping and tying do not matter. A tied parameter goes
-by its first name; the others are remembered. Optimizer state becomes tensors: a tensor as it is, a number as a 0-d
-tensor whose kind is remembered; anything else (L-BFGS keeps lists) goes to ``extra`` and must be the same on every
+by its first name; the others are recorded. Optimizer state becomes tensors: a tensor as it is, a number as a 0-d
+tensor whose kind is recorded; anything else (L-BFGS keeps lists) goes to ``extra`` and must be the same on every
 rank.
 """
 
@@ -24,7 +24,7 @@ from drivetrain.errors import CheckpointError, CheckpointMismatchError
 from drivetrain.parameter_names import original_name
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
-"""Keys of a parameter group that say how a step is computed on this device, not what is computed."""
+"""Keys of a parameter group that select an implementation on this device."""
 
 _NONE: Mapping[int, bool] = {}
 
@@ -32,7 +32,7 @@ _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: 
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> PortableState:
-    """The whole state under original names; tensors are the live ones, not copies.
+    """Return the full state under original names; tensors are the live ones, not copies.
 
     Args:
         module: parameters and persistent buffers become ``model.<fqn>``.
@@ -174,12 +174,12 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def buffer_keys(module: nn.Module) -> set[str]:
-    """Which of :func:`live_tensors` can be buffers, as ``model.<fqn>``."""
+    """Return the keys of :func:`live_tensors` that may be buffers, as ``model.<fqn>``."""
     return {f"model.{original_name(name)}" for name, _ in module.named_buffers()}
 
 
 def first_names(module: nn.Module) -> dict[int, str]:
-    """The name by which the checkpoint knows each parameter and buffer, by its ``id``."""
+    """Return the name in the checkpoint of each parameter and buffer, by ``id``."""
     return _names(module)[0]
 
 
@@ -278,7 +278,7 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _extra_states(module: nn.Module) -> dict[str, Any]:
-    """What submodules give beyond tensors (``nn.Module.get_extra_state``), by path."""
+    """Return the extra state of submodules (``nn.Module.get_extra_state``), by path."""
     own = nn.Module.get_extra_state
     return {
         path: part.get_extra_state() for path, part in module.named_modules() if type(part).get_extra_state is not own

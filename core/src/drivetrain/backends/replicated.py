@@ -108,7 +108,7 @@ class ReplicatedBackend(DistributedBackend):
 
     @contextmanager
     def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
-        """Let ranks that have run out of batches take part in the others' means with nothing."""
+        """Let ranks without further batches take part in the other ranks' reductions with zero contributions."""
         if self.topology.dp_size == 1:
             yield
             return

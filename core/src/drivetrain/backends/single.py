@@ -40,8 +40,8 @@ class SingleBackend(DistributedBackend):
         return TorchTrainable(model, optimizers, self._engine)
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """Nothing to do with one process."""
+        """Do nothing: there is one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing to release."""
+        """Do nothing: no resources are held."""

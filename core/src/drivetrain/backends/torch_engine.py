@@ -53,7 +53,7 @@ def place_model(
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Bring state that an optimizer already has beside its parameters: same device, and same dtype for moments."""
+    """Move existing optimizer state to the device of its parameters, and moments to their dtype."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -200,12 +200,12 @@ class TorchEngine:
         self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
         self._stepped: dict[int, bool] = {}
-        """Tells, by optimizer that has stepped since the last backward, whether gradients were not finite anywhere."""
+        """Whether gradients were non-finite on any rank, by optimizer that has stepped since the last backward."""
         self._scale_is_due = False
         self._norms: dict[int, tuple[Tensor, bool]] = {}
         self._num_backwards = 0
         self._backwards_at_step: dict[int, int] = {}
-        """By optimizer, the number of backwards before its last step."""
+        """Number of backwards before the last step, by optimizer."""
 
     def serve(self, owner: OwnerOfOptimizers) -> None:
         """Step the optimizers of this owner from now on, under one loss scale with those of others."""
@@ -471,4 +471,4 @@ class TorchTrainable(Trainable):
         return hooks_of(self.module)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""

@@ -284,7 +284,7 @@ class _Streamed:
 
     @property
     def is_full(self) -> bool:
-        """Whether the header has no room for further entries."""
+        """Whether the header is full."""
         return self._text > _RESERVE // 2
 
     def add(self, name: str, tensor: Tensor) -> None:

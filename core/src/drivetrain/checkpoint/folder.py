@@ -1,6 +1,6 @@
 """Numbers a run's checkpoints, keeps the newest of them, and inspects one.
 
-No torch, and nothing is collective. How a checkpoint appears whole is the storage's: see
+No torch, and nothing is collective. Atomic commits are in
 :mod:`drivetrain.checkpoint.storage`.
 """
 
@@ -124,7 +124,7 @@ class Naming:
         return removed
 
     def resumed(self, manifest: Manifest) -> int:
-        """The next number after a loaded checkpoint, and after everything that already lies in the folder."""
+        """Return the next number after a loaded checkpoint and after all entries of the folder."""
         saved = manifest.info.get("iteration")
         self.iteration = 1 + max(self._highest(), saved if isinstance(saved, int) else -1, self.iteration - 1)
         self.run = str(manifest.info.get("run", ""))

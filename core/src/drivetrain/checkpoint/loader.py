@@ -168,7 +168,7 @@ def _list(items: Sequence[str]) -> str:
 # ---- Validating and undoing
 
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""What torch's GradScaler gives and wants back."""
+"""Keys of the state dict of torch's GradScaler."""
 
 _EXTRA: dict[str, Any] = {
     "tied": str,
@@ -618,7 +618,7 @@ class _Load:
                 self._words[key] = torch.empty(entry.shape, dtype=torch_dtype(key, entry.dtype))
 
     def _compare_rng(self) -> None:
-        """Add a remark where the checkpoint has no random state; log where it has none for some coordinates alone."""
+        """Add a remark if the checkpoint has no random state; log if it lacks only that of some coordinates."""
         lacking = [at for at in range(self._topology.dp_size) if self._rng_file(at) is None]
         if lacking and not self._manifest.rng:
             self.remarks.append("the checkpoint holds no random state; the run goes on with its own")

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 """Name of the manifest inside a checkpoint's folder."""
 
 FORMAT = "drivetrain-checkpoint"
-"""What the manifest's ``format`` says, so that another program's ``manifest.json`` is not taken for ours."""
+"""Value of the manifest's ``format``, which distinguishes it from other programs' ``manifest.json``."""
 
 VERSION = 1
 """Version of the format. It grows when an older Drivetrain would misread a newer checkpoint."""
@@ -57,7 +57,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the full tensor."""
         return math.prod(self.shape) * _item_size(self.dtype)
 
 
@@ -74,16 +74,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the numbers.
+    """Description of a checkpoint: everything but the tensors' values.
 
     Args:
-        backend: name of the backend that wrote it, for people; loading does not look at it. In older files, and for a
+        backend: name of the backend that wrote it, for information only; loading ignores it. In older files, and for a
             backend made by hand, the name of its class.
         mesh: mesh axis sizes of the job that wrote it.
         world_size: its number of processes.
         created: seconds since 1970.
-        libraries: versions of what wrote it.
-        info: what the caller wanted to note, e.g. ``{"iteration": 3}``; plain JSON.
+        libraries: versions of the libraries that wrote it.
+        info: values of the caller, e.g. ``{"iteration": 3}``; plain JSON.
         counters: encoded tree (see :mod:`drivetrain.checkpoint.tree`) of the run's counters.
         trainables: for each trainable ``{"optimizers": tree, "extra": tree}``.
         objects: encoded state of each registered object, by name.

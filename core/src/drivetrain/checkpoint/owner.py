@@ -27,7 +27,7 @@ OWNER = ".owner.json"
 """Name of the file inside the folder that is owned; ``.<folder>.owner.json`` where it lies beside the folder."""
 
 BEAT_SECONDS = 10.0
-"""How often an owner renews its files."""
+"""Interval in seconds at which an owner renews its files."""
 
 DEAD_SECONDS = 60.0
 """An owner on another machine that has not renewed its file for so long is dead; six beats may be late together."""
@@ -38,7 +38,7 @@ _MOST_HELD = 16
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What an owner file says.
+    """Content of an owner file.
 
     Args:
         machine: identifies host, boot and container, within which process ids are comparable.

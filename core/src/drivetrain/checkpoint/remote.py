@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, TypeAlias, cast
 from drivetrain.errors import CheckpointError
 
 _READ_AHEAD = 8 << 20
-"""Bytes that an open file reads ahead of what was asked for, so that small tensors share a request."""
+"""Read-ahead of an open file in bytes, so that small tensors share a request."""
 
 _LOCAL = ("file", "local")
 """Schemes that name folders of this machine."""
@@ -63,15 +63,15 @@ class RemoteFolder:
         return self if around.endswith("/") else RemoteFolder(around)
 
     def absolute(self) -> RemoteFolder:
-        """This folder: a remote address is always whole."""
+        """Return this folder: a remote address is always absolute."""
         return self
 
     def check_installed(self) -> None:
-        """Raise :class:`CheckpointError` unless a file system is installed for the scheme. Asks no storage."""
+        """Raise :class:`CheckpointError` unless a file system is installed for the scheme. Sends no request."""
         self.store()
 
     def exists(self) -> bool:
-        """Whether there is a file or a folder here. Raises what the storage raises when it cannot say."""
+        """Whether there is a file or a folder here. Raises the storage's error if it does not answer."""
         return self._info() is not None
 
     def is_file(self) -> bool:
@@ -108,7 +108,7 @@ class RemoteFolder:
         return self.read_bytes().decode(encoding)
 
     def put(self, data: bytes) -> None:
-        """Write the file by one request; on an object store it is there whole, or what was there before is."""
+        """Write the file by one request; on an object store this is atomic."""
         store, path = self.store()
         store.pipe_file(path, data)
 

@@ -1,7 +1,7 @@
 """Saves a run as a checkpoint, at once or from a copy in host memory by a background thread.
 
-A save collects the state, settles which rank writes which tensors, writes, and commits; all ranks agree after each step
-that none has failed. The folder appears whole or not at all.
+A save collects the state, assigns tensors to ranks, writes, and commits; after each step all ranks check that none has
+failed. The folder appears atomically.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Collected:
 
 
 def collect(state: TrainingState, topology: Topology, skip_models: Collection[int] = ()) -> Collected:
-    """Collect and encode the whole state, without the ``model.*`` tensors of these trainables.
+    """Collect and encode the full state, without the ``model.*`` tensors of these trainables.
 
     Collective where an engine's ``portable_state`` is. Raises :class:`CheckpointError` for what no checkpoint can hold.
     """
@@ -170,19 +170,19 @@ def collect(state: TrainingState, topology: Topology, skip_models: Collection[in
 # ---- Which rank writes what
 
 Layout = dict[str, tuple[Any, ...]]
-"""All that a rank's part in the plan depends on: dtype, whole shape and place in the whole of each tensor, by name."""
+"""Key of a rank's part of the plan: dtype, full shape, and offset in the full tensor of each tensor, by name."""
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Which rank writes which tensors. Holds no tensors, so it is kept for the next save.
+    """Assignment of tensors to the ranks that write them. Holds no tensors, so it is kept for the next save.
 
-    It is a function of every rank's layout and of nothing else, so it holds while each rank has the layout that it had.
+    It depends only on the layouts of all ranks, so it stays valid while these are unchanged.
 
     Args:
         made_for: name of the data folder of the save that it was made for, which no other save has.
-        num_ranks: how many ranks took part.
-        layout: of what this rank offered.
+        num_ranks: number of ranks that took part.
+        layout: of the tensors of this rank.
         buffers: names in it that are buffers.
         files: what this rank writes, by name of the file: each item of torch's plan with where it will lie.
         tensors: the manifest's index; files are named without their folder.
@@ -273,7 +273,7 @@ def _in_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[tuple[Wri
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file that this rank will write: its name, its tensors, and what its header says besides."""
+    """One file that this rank will write: its name, its tensors, and further header entries."""
 
     name: str
     sources: Sequence[Source]
@@ -286,7 +286,7 @@ class _Offer:
 
     Args:
         marks: a checksum of each object's state, which should be the same on every rank.
-        kept: what the plan of the save before was made for, if this rank's state still has the layout of then.
+        kept: the save for which the kept plan was made, if this rank's layout is unchanged.
         staging: the save, as its storage has begun it; on the main process.
     """
 
@@ -425,7 +425,7 @@ class SaveWork:
         return self._of_hooks
 
     def _stage(self) -> Staging[Any] | None:
-        """On the main process: begin the save, once. All find out whether they can reach its storage."""
+        """Begin the save, on the main process. All ranks check that they can reach its storage."""
         self._storage.check_reachable(self.target)
         if self._ranks.is_main and self._staging is None:
             try:
@@ -468,7 +468,7 @@ class SaveWork:
         }
 
     def _complete(self, parts: list[dict[str, FileEntry]]) -> None:
-        """On the main process: check that all parts are written, write the manifest, commit the folder."""
+        """Check that all parts are written, write the manifest and commit the folder, on the main process."""
         if not self._ranks.is_main:
             return
         staging = _present(self._staging)
@@ -665,7 +665,7 @@ class Saver:
         return work.target
 
     def wait(self) -> Folder | None:
-        """Wait until the current save is complete; not collective, yet every rank's thread waits for the others'.
+        """Wait until the current save is complete. Not collective, but the threads of all ranks wait for each other.
 
         Returns:
             Its folder; ``None`` when none ran.

@@ -1,7 +1,7 @@
-"""Makes checkpoints appear whole, replaces and deletes them, on the storages where they lie.
+"""Commits, replaces and deletes checkpoints atomically, on local and remote storages.
 
-No torch, and nothing is collective. :class:`Storage` is the interface, :func:`storage_of` finds the one of a folder;
-what else differs between storages is an answer of it, so that no other module asks where a folder lies.
+No torch, and nothing is collective. :class:`Storage` is the interface, and :func:`storage_of` returns the one of a
+folder; its methods cover all differences between storages, so that no other module depends on the kind of a folder.
 
 In the file system (:class:`LocalStorage`) a checkpoint is first written into a hidden *staging* folder. A new
 checkpoint's staging folder stands beside its target and is renamed to it. When the target exists (an older checkpoint,
@@ -65,7 +65,7 @@ class Staging(Generic[F]):
 
 
 class Storage(ABC, Generic[F]):
-    """What checkpoints need of the place where they lie. For the main process, where a method does not say otherwise.
+    """Storage operations of checkpoints. Called on the main process, unless a method says otherwise.
 
     Attributes:
         maps_files: a file can be mapped into memory. Else each read is a request, and reads in order of place are
@@ -97,7 +97,7 @@ class Storage(ABC, Generic[F]):
 
     @abstractmethod
     def take_hooks_files(self, staging: Staging[F], folder: Path) -> None:
-        """Bring what hooks have written to the save. On every rank that has hooks."""
+        """Move files that hooks have written into the save. On every rank that has hooks."""
 
     @abstractmethod
     def drop_hooks_files(self, folder: Path) -> None:
@@ -105,11 +105,11 @@ class Storage(ABC, Generic[F]):
 
     @abstractmethod
     def sync(self, file: IO[bytes]) -> None:
-        """Bring a new file's bytes to where they outlive this machine's memory, before it is closed. On every rank."""
+        """Flush a new file to permanent storage before it is closed. On every rank."""
 
     @abstractmethod
     def free_bytes(self, folder: F) -> int | None:
-        """Return how many bytes can still be written, where the storage can say. On every rank."""
+        """Return the number of free bytes, if the storage reports it. On every rank."""
 
     @abstractmethod
     def sizes(self, staging: Staging[F], names: Collection[str]) -> dict[str, int]:
@@ -141,7 +141,7 @@ class Storage(ABC, Generic[F]):
 
     @abstractmethod
     def discard(self, checkpoint: F) -> None:
-        """Delete a checkpoint so that a crash on the way leaves no folder that looks whole."""
+        """Delete a checkpoint so that a crash leaves no folder that looks like a complete one."""
 
     @abstractmethod
     def readable(self, checkpoint: F, manifest: Manifest) -> AbstractContextManager[Path]:

@@ -141,7 +141,7 @@ def header_bytes(entries: Mapping[str, Any], metadata: Mapping[str, str], length
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order; a view when it lies contiguous on the CPU, else a copy."""
+    """A tensor's bytes in row-major order; a view if it is contiguous on the CPU, else a copy."""
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
@@ -242,14 +242,14 @@ class TensorFile:
 
 
 _HEAD_BYTES = 256 << 10
-"""The first request to a file that is not mapped asks for so many bytes: the header of about 2,000 tensors."""
+"""Bytes of the first request to a file that is not mapped: the header of about 2,000 tensors."""
 
 _MOST_HEAD_BYTES = 100_000_000
 """Safetensors' own limit of a header."""
 
 
 class _RangeFile:
-    """Stands in for ``safetensors.safe_open`` where a file cannot be mapped: reads ranges of it.
+    """Replaces ``safetensors.safe_open`` for files that cannot be mapped: reads ranges.
 
     Raises:
         SafetensorError: no header of safetensors.
@@ -294,7 +294,7 @@ class _RangeFile:
         return self._entries[key]
 
     def read(self, start: int, end: int) -> bytearray:
-        """A range of the tensors' bytes. The first is asked for by itself, further ones from an open file."""
+        """Read a range of the tensors' bytes: the first by a request of its own, further ones from an open file."""
         start, end = self._start + start, self._start + end
         if self._open is None:
             self._open = False
@@ -309,7 +309,7 @@ class _RangeFile:
 
 
 class _RangeSlice:
-    """Stands in for what ``safe_open(...).get_slice`` returns; reads all columns of the rows asked for."""
+    """Replaces the result of ``safe_open(...).get_slice``; reads all columns of the requested rows."""
 
     def __init__(self, file: _RangeFile, key: str) -> None:
         self._file, self._entry = file, file.entry(key)
@@ -429,7 +429,7 @@ class DrivetrainReader(StorageReader):
 
 
 def read_tensor(folder: Folder, name: str, entry: TensorEntry) -> torch.Tensor:
-    """One whole tensor, put together from its chunks. Raises :class:`CheckpointCorruptError`."""
+    """Read one full tensor from its chunks. Raises :class:`CheckpointCorruptError`."""
     dtype = torch_dtype(name, entry.dtype)
     whole = torch.empty(entry.shape, dtype=dtype)
     for chunk in entry.chunks:

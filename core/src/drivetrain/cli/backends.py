@@ -27,7 +27,7 @@ def backends(as_json: bool, verbose: bool) -> None:
 
 
 def to_dict(report: BackendReport) -> dict[str, Any]:
-    """Return a report as JSON knows it: sets become sorted lists."""
+    """Return a report as JSON data: sets become sorted lists."""
     fields = dataclasses.asdict(report)
     if report.capabilities is not None:
         fields["capabilities"] = {
@@ -56,7 +56,7 @@ QUESTIONS = {
     "ranks with fewer batches (join_uneven_inputs)": "join_uneven_inputs",
     "one optimizer for several models": "optimizer_spans_models",
 }
-"""Maps what users ask of a backend to the capability that answers."""
+"""Capabilities by the question that they answer."""
 
 
 def words(report: BackendReport) -> str:

@@ -63,7 +63,7 @@ def config(ctx: click.Context, default: bool, target: str, user: bool, force: bo
 
 
 def _asked(target: str) -> str | None:
-    """The text of a file from answers, ``None`` when the user does not want it written."""
+    """Return the text of a file from answers; ``None`` if the user declines to write it."""
     from drivetrain.cli.prompts import Lines, Terminal
     from drivetrain.cli.wizard import Wizard, detect
     from drivetrain.config.template import chosen_file
@@ -151,7 +151,7 @@ def report(verdicts: Iterable[Verdict]) -> Iterable[str]:
 
 
 def as_file(verdicts: Iterable[Verdict], source: str) -> str:
-    """The converted keys as the text of a configuration file, with the others as comments."""
+    """Return the converted keys as the text of a configuration file, with the others as comments."""
     lines = [f"# From {source}, a configuration file of Accelerate."]
     tree: dict[str, Any] = {}
     for verdict in verdicts:

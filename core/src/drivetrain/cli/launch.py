@@ -42,7 +42,7 @@ GROUPS = {
     "What SCRIPT is": ("module", "no_python", "trainer"),
     "Clusters": ("slurm", "kubernetes", "kubernetes_kind", "image"),
 }
-"""Options by what they are about, those first that most people need. Others stand behind, with ``--help``."""
+"""Options by topic, the most common first; the others follow, with ``--help``."""
 
 EXAMPLE = """Example:
   drivetrain launch --config train.yaml train.py --epochs 3
@@ -195,7 +195,7 @@ _ONLY_OURS = frozenset(
 
 
 def _behind(script: str, script_args: tuple[str, ...]) -> str:
-    """Return a line about options of the launcher that stand behind the script, which gets them; empty without one."""
+    """Return a hint about launcher options after the script, which are passed to it; empty without any."""
     names = [each.partition("=")[0] for each in script_args if each.startswith("--")]
     ours = [name for name in names if normalise(name[2:]) in _ONLY_OURS]
     if not ours:
@@ -212,7 +212,7 @@ def _with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[
 
 
 def choose_plan(resolved: ResolvedConfig) -> Mapping[str, Any]:
-    """What ``distributed_type: auto`` stands for, by the planner that is installed.
+    """Return the settings that the installed planner chooses for ``distributed_type: auto``.
 
     Raises:
         BackendNotFoundError: none is.

@@ -92,7 +92,7 @@ class Commands(click.Group):
             ctx.exit(128 + signal.SIGINT)
 
     def _ask_plugins(self) -> None:
-        """Let plugins add their subcommands, once; an error in one is reported and does not affect the others."""
+        """Add the plugins' subcommands, once; an error in one is reported and does not affect the others."""
         if self._asked:
             return
         self._asked = True

@@ -38,7 +38,7 @@ FLAGS = {
 """Flags with a value, each named as the configuration key that it sets, or as in :data:`KEYS`."""
 
 KEYS = {name: f"output.{name}" for name in ("local_ranks_filter", "log_dir", "tee", "redirects", "role")}
-"""Flags whose key stands in a section."""
+"""Flags whose key is in a section."""
 
 ALIASES = {"accelerator_ids": "gpu_ids"}
 """Second names of flags, as other launchers call them."""
@@ -82,7 +82,7 @@ def check_installed(name: str, what: str) -> None:
 
 
 def chosen_file(config_file: str | None) -> tuple[str | None, str]:
-    """The configuration file that a command reads, and a line that says so where it was not named.
+    """Return the configuration file that a command reads, and a line that names it if the user did not.
 
     In this order: the one that was named, by ``--config`` or ``DRIVETRAIN_CONFIG_FILE``; ``drivetrain.yaml`` in this
     folder; the user's own, which ``drivetrain config --user`` writes; Accelerate's default file. The first that exists
@@ -97,7 +97,7 @@ def chosen_file(config_file: str | None) -> tuple[str | None, str]:
 
 
 DEFAULT_FILE = "drivetrain.yaml"
-"""In the current folder: what ``drivetrain config`` writes, and what is read where no file is named."""
+"""File in the current folder that ``drivetrain config`` writes, and that is read if none is named."""
 
 
 def users_file() -> Path:

@@ -28,7 +28,7 @@ INSTEAD = {
     "mpirun_hostfile": _BY_HAND,
     "deepspeed_hostfile": _BY_HAND,
 }
-"""By option, without dashes: those of torchrun, deepspeed, mpirun and Accelerate that are no key of a file."""
+"""Suggestions by option, without dashes, of torchrun, deepspeed, mpirun and Accelerate that are no key of a file."""
 
 NEEDLESS = {
     "standalone": "a launch without --num_machines is of this machine alone",
@@ -60,7 +60,7 @@ def advise(option: str) -> str:
 
 
 def _backend(name: str) -> str:
-    """The backend that ``use_NAME`` or a bare ``NAME`` asks for; also one that could be installed."""
+    """Return the backend that ``use_NAME`` or a bare ``NAME`` selects; also one that could be installed."""
     for word in (name, name.removeprefix("use_")):
         try:
             get_registry().resolve(word)

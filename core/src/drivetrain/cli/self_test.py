@@ -142,7 +142,7 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def parameters_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the whole parameters, on every rank. Collective over all ranks."""
+    """Return copies of the full parameters, on every rank. Collective over all ranks."""
     state = accelerator.get_state_dict(model)
     if not accelerator.backend.capabilities.replicated:
         state = accelerator.backend.broadcast_object(state)  # only the main process was given it
@@ -158,7 +158,7 @@ def difference(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
 # ---- the picture ----------------------------------------------------------------------------------------------------
 
 WIDTH, DEPTH = 256, 4
-"""Of the model whose parts are drawn: some megabytes, so that they stand out from what an engine holds besides."""
+"""Size of the model whose shards are drawn: some megabytes, to exceed the other memory of an engine."""
 
 
 def draw(accelerator: Accelerator, path: Path) -> None:
@@ -244,7 +244,7 @@ def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def all_tensors() -> list[Tensor]:
-    """Return every tensor that Python knows of."""
+    """Return every tensor that the garbage collector tracks."""
     gc.collect()
     # The type, not isinstance, which asks objects of other libraries for their class.
     return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]

@@ -21,10 +21,10 @@ COLOURS = {
     "optimizer states": "#009e73",
     OTHERS: "#bdbdbd",
 }
-"""Of the parts, in the order in which they are stacked; the first as in the planner's picture of memory."""
+"""Colours of the parts, in stacking order; the first as in the planner's picture of memory."""
 
 STEPS = ("#9ecae1", "#fdd0a2", "#a1d99b", "#dadaeb")
-"""Of the batches, light, since each has its number in it; further ones repeat them."""
+"""Colours of the batches, light, since each shows its number; further ones repeat them."""
 
 AGAIN = "////"
 """Hatches samples that another data-parallel rank has read before."""
@@ -35,7 +35,7 @@ BELOW = 32.0
 """Points between a panel's axis and its legend: room for the axis' numbers and name, however high the panel is."""
 
 SMALLEST = 0.005
-"""Of the most that a rank holds of the model: a part that is smaller on each rank is left out, since nobody sees it."""
+"""Minimum share of the largest rank's memory: parts that are smaller on each rank are not drawn."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Machine:
-    """What was detected on this machine.
+    """Properties detected on this machine.
 
     Args:
         inventory: accelerators that the environment does not hide.

@@ -50,7 +50,7 @@ INSTEAD: Mapping[str, str] = {
     "save_fsdp_optimizer": _SAVE,
     "write_basic_config": "Run: drivetrain config --default.",
 }
-"""By name."""
+"""Absent names, with what to write instead."""
 
 
 def refuse(name: str) -> Any:

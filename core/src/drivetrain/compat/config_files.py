@@ -51,7 +51,7 @@ def judge_key(key: str, value: Any, values: Mapping[str, Any], registry: Registr
 
 
 def chosen_backend(values: Mapping[str, Any]) -> str | None:
-    """What ``distributed_type`` says, if it is a name; YAML reads a bare ``no`` as False."""
+    """Return ``distributed_type`` if it is a name; YAML reads a bare ``no`` as False."""
     chosen = values.get("distributed_type")
     return "no" if chosen is False else chosen if isinstance(chosen, str) else None
 

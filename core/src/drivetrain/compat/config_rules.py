@@ -23,12 +23,12 @@ Pile = Literal["carried over", "no meaning here", "not supported"]
 PILES: tuple[Pile, ...] = get_args(Pile)
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values by which ``accelerate config`` writes that a question was not asked."""
+"""Values that ``accelerate config`` writes for skipped questions."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one key is converted. Exactly one of ``to``, ``into``, ``why`` and ``instead`` applies to ordinary values.
+    """Rule that converts one key. Exactly one of ``to``, ``into``, ``why`` and ``instead`` applies to ordinary values.
 
     Args:
         to: our dotted key, such as ``"mesh.tp"``: the value is carried over.
@@ -157,7 +157,7 @@ def section_from_arguments(
 
 
 def whole(value: Any) -> int:
-    """A whole number as Accelerate's files hold it: ``2``, ``'2'``, ``1e6``. Raises ``ValueError`` for the rest."""
+    """Convert an integer of Accelerate's files: ``2``, ``'2'``, ``1e6``. Raises ``ValueError`` for the rest."""
     if type(value) is int:
         return value
     read = number(value)

@@ -88,7 +88,7 @@ class DistributedType(str, metaclass=_Names):
 _BY_DEVICE = "MULTI_"
 
 _DEVICES = {"MULTI_GPU": "cuda"}
-"""Where Accelerate's word is not torch's device type."""
+"""Accelerate's names that differ from torch's device type."""
 
 
 def from_plugins(name: str) -> Any:

@@ -113,7 +113,7 @@ class PartialState(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that torch finds on this machine, whatever was asked for."""
+        """Device type that torch detects on this machine, whatever the settings."""
         return torch.device(available_device_type())
 
     def set_device(self) -> None:
@@ -201,7 +201,7 @@ class AcceleratorState:
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget all accelerators, which keep working; with ``reset_partial_state`` those of ``PartialState`` too."""
+        """Unregister all accelerators, which keep working; ``reset_partial_state``: those of ``PartialState`` too."""
         _made.clear()
         if reset_partial_state:
             PartialState._reset_state()  # noqa: SLF001 (Accelerate's name for it)
@@ -232,7 +232,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Nothing to reset: it is computed from the accelerator's loop."""
+        """Do nothing: the state is computed from the accelerator's loop."""
 
     @property
     def sync_gradients(self) -> bool:

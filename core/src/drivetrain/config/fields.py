@@ -28,7 +28,7 @@ def names(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(not_bool)]
-"""A whole number; no truth value."""
+"""Integer, but no boolean."""
 
 Number = Annotated[float, BeforeValidator(not_bool)]
 """A number; no truth value."""

@@ -1,4 +1,4 @@
-"""Load a configuration: defaults < file < environment < flags; every mistake is found before one error is raised."""
+"""Loads a configuration: defaults < file < environment < flags; one error reports all mistakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHER_VARIABLES = frozenset(
 
 _INTERNAL = re.compile(r"^(INTERNAL|TEST|TESTING)?_")
 _SERVICE = re.compile(r"_?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT|PORT_\d+_(TCP|UDP)(_.*)?)$")
-"""What Kubernetes sets in every container beside a service that happens to be called drivetrain."""
+"""Variables that Kubernetes sets in every container if a service is named drivetrain."""
 
 
 def environment_paths(environ: Mapping[str, str]) -> dict[str, Path]:
@@ -62,7 +62,7 @@ def flag_paths(overrides: Mapping[str, Any], prefix: Path = ()) -> Iterable[tupl
 # ---- Loading
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
-"""A whole resolved configuration as JSON: how the launcher speaks to its workers."""
+"""Variable with the full resolved configuration as JSON, by which the launcher configures its workers."""
 
 FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
 """The file to read when none is named."""
@@ -70,7 +70,7 @@ FILE_VARIABLE = "DRIVETRAIN_CONFIG_FILE"
 _MISSING = object()
 
 _REFERENCE = re.compile(r"\$\{[^}]*\}|\$[A-Z_][A-Z_0-9]+")
-"""What a shell or another tool's files would fill in: ``${HOME}``, ``$HOME``."""
+"""Pattern of references that a shell or other tools would substitute: ``${HOME}``, ``$HOME``."""
 
 
 def load_config(
@@ -305,7 +305,7 @@ class _Loading:
             warnings.warn(f"{problem}; {chosen}.", UserWarning, stacklevel=5)
 
     def _stranger(self, name: str, error: BackendError) -> str:
-        """A key whose backend is broken, or that has none: a backend to install, or a typing error."""
+        """Describe a key of a broken or unknown backend: one to install, or a typing error."""
         if not isinstance(error, BackendNotFoundError):
             return f"this section cannot be checked: {error}".rstrip(".")
         if "pip install" in error.cure and "Did you mean" not in error.cure:
@@ -331,7 +331,7 @@ class _Loading:
 
 
 def _without_null(value: Any) -> Any:
-    """In the core a null means the default, as in the files that Accelerate writes."""
+    """Replace null by the default, as in files that Accelerate writes."""
     if not isinstance(value, dict):
         return value
     return {key: _without_null(each) for key, each in value.items() if each is not None}

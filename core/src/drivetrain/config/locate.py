@@ -1,4 +1,4 @@
-"""Parse YAML into plain values, with the line and column of each key and value.
+"""Parses YAML into plain values, with the line and column of each key and value.
 
 Three readings of YAML 1.1 are changed, since they surprise people who write numbers: ``1e-3`` is a number (not text),
 ``2026-11-20`` is text (not a date), and so is ``1:30`` (not 90, a number to the base 60).
@@ -101,12 +101,12 @@ class Tree:
         self.origins[path] = origin
 
     def origin(self, path: Path) -> Origin:
-        """Where the value at this place, or the value that holds it, came from."""
+        """Return the origin of the value at this path, or of the value that contains it."""
         held = (path[:length] for length in range(len(path), 0, -1))
         return next((self.origins[each] for each in held if each in self.origins), DEFAULT)
 
     def key(self, path: Path) -> Origin:
-        """Where the key at this place stands in a file; else as :meth:`origin`."""
+        """Return the position of the key at this path in a file; else as :meth:`origin`."""
         return self.keys.get(path) or self.origin(path)
 
 
@@ -117,7 +117,7 @@ MAX_VALUES = 10_000
 tensor-parallel plan that names each layer of a model with 100 of them holds about 1,500."""
 
 MAX_BYTES = 500_000
-"""Of a file; reading as much takes half a second."""
+"""Maximum size of a file; parsing it takes half a second."""
 
 MAX_DEPTH = 50
 """Mappings and lists inside each other."""
@@ -126,7 +126,7 @@ _NEITHER_PATH_NOR_TEXT = re.compile("[\0\ud800-\udfff]")
 """NUL and halves of surrogate pairs, which YAML lets a file write as ``"\\0"`` and ``"\\ud800"``."""
 
 _LARGEST_NUMBER = 10**300
-"""Whole numbers beyond it are no ``float`` any more, and Python does not even print those of 4,300 digits."""
+"""Larger integers exceed ``float``, and Python does not print those of 4,300 digits."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -233,7 +233,7 @@ def read_file(path: str | os.PathLike[str]) -> str:
 
 
 def locate(text: str, source: str) -> Tree:
-    """Parse a whole file.
+    """Parse a file.
 
     Args:
         text: the file's content; nothing, or only comments, is an empty configuration.
@@ -290,7 +290,7 @@ class _Walk:
         self.tree.values = self.value(node, ())
 
     def value(self, node: yaml.Node, path: Path) -> Any:
-        """The value of a node that stands at ``path``."""
+        """Return the value of the node at ``path``."""
         self._count(node, len(path))
         self.tree.origins[path] = _origin(self.source, node.start_mark)
         if isinstance(node, yaml.ScalarNode):

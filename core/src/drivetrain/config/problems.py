@@ -31,10 +31,10 @@ _EXPECTED = {
     "model": "keys and values",
     "none": "null",
 }
-"""What the first word of a pydantic error type expects."""
+"""Expected values by the first word of a pydantic error type."""
 
 MOST_PROBLEMS = 100
-"""How many mistakes are looked for and told; a file with more of them is another file than was meant."""
+"""Maximum number of reported mistakes; a file with more is probably not a configuration."""
 
 _JUDGED = ("value_error", "assertion_error")
 """Types of what a validator raises itself."""
@@ -198,7 +198,7 @@ def _submodels(model: type[BaseModel], path: Iterable[int | str]) -> list[type[B
 
 
 def known_keys(model: type[BaseModel], path: Iterable[int | str] = ()) -> list[str]:
-    """The keys that may stand at ``path`` below ``model``."""
+    """Return the keys that are valid at ``path`` below ``model``."""
     return sorted({info.alias or name for one in _submodels(model, path) for name, info in one.model_fields.items()})
 
 
@@ -228,7 +228,7 @@ def spell_out(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, An
 
 
 def wants_text(model: type[BaseModel], path: Path, text: str) -> bool:
-    """Whether a value in an environment variable or a flag is taken as text instead of YAML."""
+    """Whether a value of an environment variable or flag is text instead of YAML."""
     for one in _submodels(model, path[:-1]):
         info = _field(one, str(path[-1]))
         for plain in _members(info.annotation) if info is not None else ():

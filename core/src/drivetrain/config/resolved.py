@@ -69,7 +69,7 @@ class ResolvedConfig:
         return model
 
     def origin(self, key: str) -> Origin:
-        """Where the value of a dotted key came from."""
+        """Return the origin of the value of a dotted key."""
         return self.origins.get(key, DEFAULT)
 
     def tree(self) -> Tree:
@@ -120,10 +120,10 @@ def leaves(
 def check_section(
     model_type: type[Model], name: str, values: Mapping[str, Any], tree: Tree
 ) -> tuple[Model | None, list[Problem]]:
-    """Validate the section of a backend, whose values were written where ``tree`` says.
+    """Validate the section of a backend, with positions from ``tree``.
 
-    A model that does not forbid unknown keys would drop them silently; unless it says ``extra="allow"``, they are
-    mistakes all the same.
+    A model that does not forbid unknown keys would drop them silently; they are mistakes too, unless it has
+    ``extra="allow"``.
 
     Returns:
         The model, or ``None`` with what is wrong.
@@ -160,14 +160,14 @@ def mistakes(problems: list[Problem]) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key with its value and where that came from."""
+    """One key with its value and origin."""
 
     key: str
     value: Any
     origin: Origin
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON output; a value that JSON does not know becomes text."""
+        """Return the row as JSON data; values without JSON type become text."""
         plain = isinstance(self.value, (str, int, float, bool, list, dict, type(None)))
         return {"key": self.key, "value": self.value if plain else str(self.value), "origin": str(self.origin)}
 

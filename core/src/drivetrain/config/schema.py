@@ -110,7 +110,7 @@ class MeshConfig(Section):
     tp: Count | None = Field(None, description="Tensor parallelism: ranks that share each matrix.")
 
     def sizes(self) -> dict[str, int]:
-        """The axes that were asked for, by name; empty when none was."""
+        """Sizes of the configured axes, by name; empty without a mesh."""
         asked = {axis: getattr(self, axis) for axis in AXES}
         return {axis: size for axis, size in asked.items() if size is not None}
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _WIDTH = 110
 _HEAD = """\
 # Configuration of drivetrain. Each key stands here with its default; delete what you do not change.
-# Environment variables (DRIVETRAIN_MIXED_PRECISION=bf16, DRIVETRAIN_MESH__TP=2) speak louder than this file, and
-# flags of `drivetrain launch` louder still; `drivetrain config show` says who set what.
+# Environment variables (DRIVETRAIN_MIXED_PRECISION=bf16, DRIVETRAIN_MESH__TP=2) override this file, and flags
+# of `drivetrain launch` override both; `drivetrain config show` prints where each value comes from.
 
 """
 _CHOSEN = (
@@ -107,7 +107,7 @@ def sections() -> tuple[str, ...]:
 
 
 def _fields(section: str, registry: Registry) -> dict[str, FieldInfo]:
-    """The fields of a section of the core or of a backend, by the name that stands in a file."""
+    """Return the fields of a section of the core or of a backend, by their name in a file."""
     ours = Config.model_fields.get(section)
     model: Any = registry.load_section(registry.info(section)) if ours is None else ours.annotation
     return {} if model is None else {info.alias or key: info for key, info in model.model_fields.items()}

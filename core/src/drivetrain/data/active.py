@@ -58,12 +58,12 @@ class LoopState(NamedTuple):
     Args:
         batch: a number that differs from batch to batch; 0 outside of every loop.
         is_last: the loop ends with this batch.
-        rows: what the batch holds, where its rows are what a loss is a mean over; else ``None``.
+        rows: rows of the batch, if losses are means over them; else ``None``.
         unknown: why :attr:`is_last` cannot be known; empty otherwise.
         conflict: why one loss of this batch has no weight; empty otherwise.
         beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
-        shares: what the batches of the loaders of one loop hold, where :attr:`conflict` is set; outside of every loop
-            what uneven batches held that were read before, which the script may have kept.
+        shares: rows of the batches of one loop's loaders, if :attr:`conflict` is set; outside of every loop those of
+            uneven batches read before, which the script may have kept.
         after_loops: outside of every loop, where loaders are prepared: a loss may be over a batch that was read before.
     """
 
@@ -112,7 +112,7 @@ class ActiveLoaders:
         self._uneven: dict[Rows, None] = {}
         """The last uneven batches, each kind once."""
         self._placed = 0
-        """The newest serial when :meth:`place` was asked last."""
+        """The newest serial at the last call of :meth:`place`."""
         self._place: tuple[int, int, int] | None = None
 
     @property

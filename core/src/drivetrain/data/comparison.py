@@ -1,8 +1,8 @@
 """Compares the data of all ranks: loaders in ``prepare``, samples in a first pass, inputs of a first forward.
 
-A prepared loader shares its samples out, so every rank has to hold all of them. A ``Subset``, a sampler or a stream
-that yields this rank's part already would be shared out a second time, and samples would never be seen. What can be
-known without reading samples is compared in ``prepare`` (:func:`compare_loaders`). Orders of samplers and the first
+A prepared loader shards its samples over ranks, so every rank must hold all of them. A ``Subset``, a sampler or a
+stream that already yields this rank's part would be sharded a second time, and samples would be skipped. Properties
+that need no samples are compared in ``prepare`` (:func:`compare_loaders`). Orders of samplers and the first
 samples of streams are compared in the first pass, beside the training (:class:`PassComparison`). So are the inputs of a
 model's first forward, which are the same on all ranks where a loader was not prepared (:class:`FirstInputs`).
 """
@@ -56,7 +56,7 @@ PARTS_CURE = (
 SETTINGS_CURE = "Make the loader with the same settings on every rank; batch_size is that of one rank."
 
 NUM_SAMPLES = 64
-"""Samples of a list or tensor that are compared, evenly spaced: enough to tell parts from the whole."""
+"""Number of compared samples of a list or tensor, evenly spaced: enough to distinguish shards from the full data."""
 
 _MAX_ELEMENTS = 4096
 """Elements of one tensor that are compared."""
@@ -70,7 +70,7 @@ _MAX_DEPTH = 6
 
 @final
 class Content:
-    """Digests of values, of floating-point numbers apart from everything else: augmentations change numbers alone.
+    """Digests of values, with separate ones for floating-point numbers, the only ones that augmentations change.
 
     Attributes:
         exact, floats: of all that was added; they depend on the order.
@@ -125,7 +125,7 @@ class Content:
 
     @property
     def of_samples(self) -> int | None:
-        """Digests what says which samples these are: the exact leaves where they differ from one another, else all."""
+        """Digest that identifies the samples: of the exact leaves if they differ from one another, else of all."""
         return hash(self.exact) if self.varies else self.digest
 
 
@@ -272,7 +272,7 @@ class Description:
             self.containers.append(Container(owner, name, _are_whole_numbers(values), content.digest))
 
     def add_sampler(self, sampler: Any, dataset: Any) -> None:
-        """Describe a sampler of torch's. One of the script's own may draw when it is asked: that is left alone."""
+        """Describe a sampler of torch's. One of the script's own is skipped: it may draw random numbers when read."""
         kind = type(sampler).__name__
         self.settings["class of the sampler"] = kind
         if type(sampler) is BatchSampler:
@@ -633,7 +633,7 @@ class OrderComparison:
 
 
 def _are_numbers(units: Any) -> bool:
-    """Whether these are whole numbers, or lists and tuples of such, which print alike on every rank."""
+    """Whether these are integers, or lists and tuples of them, which print alike on every rank."""
     kinds = set(map(type, units))
     return _WHOLE.issuperset(kinds) or (
         kinds <= {list, tuple} and all(_WHOLE.issuperset(map(type, unit)) for unit in units)

@@ -1,8 +1,8 @@
 """Draws the order of samples from the script's generators as torch's ``DataLoader`` does, and repeats it on a resume.
 
 A sampler is read when torch would read it, with the generators that it has, so the order of an epoch and the states
-afterwards are those of the plain loader. What the draws followed from is kept (:class:`OrderLog`): another process
-repeats them from there. Ranks follow rank 0 where their states differ from its (:class:`Board`).
+afterwards are those of the plain loader. The states before the draws are kept (:class:`OrderLog`), from which another
+process repeats them. Ranks whose states differ follow rank 0 (:class:`Board`).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class OrderLog:
 # ---- agreement ------------------------------------------------------------------------------------------------------
 
 _WAIT_SECONDS = 10.0
-"""A rank that has waited so long for the first one takes it that it iterates alone."""
+"""Timeout for the first rank, after which a rank assumes that only it iterates."""
 
 _PAUSE_SECONDS = 0.0002, 0.02
 """Shortest and longest pause between two looks of a rank that waits."""
@@ -315,7 +315,7 @@ class StoreBoard(Board):
 
 @final
 class CollectiveBoard(Board):
-    """By a broadcast of the backend, where its ranks have no store: then a shuffled pass begins collectively."""
+    """A board by broadcasts of the backend, if its ranks have no store: a shuffled pass then begins collectively."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class CollectiveBoard(Board):
 
 
 def make_board(backend: Backend, *, sharded: bool) -> Board | None:
-    """The board of the ranks that read one order; ``None`` where this rank reads alone.
+    """Return the board of the ranks that read one order; ``None`` if this rank reads its own.
 
     Args:
         backend: started.

@@ -1,4 +1,4 @@
-"""Recognises a short batch that a script kept and trains on in a later loop.
+"""Detects a short batch that a script keeps and trains on in a later loop.
 
 Ranks share such a batch unevenly, so that a loss over it has another weight than one over the current batch. Its
 tensors are known by their memory, and the losses over them by the outputs of the models that were given them.
@@ -57,10 +57,10 @@ class KeptBatches:
         self.outputs: dict[Any, Rows] = {}
 
     def show(self, rows: Rows, batch: Data) -> Data:
-        """Remember a batch that is about to be yielded, if ranks share it unevenly, and return it.
+        """Record a batch that is about to be yielded, if ranks have unequal parts of it, and return it.
 
-        It is the current one until :meth:`end`. Kept batches whose memory it shares are forgotten: a collate function
-        fills one buffer again, or batches are views of one tensor, so that memory does not tell them apart.
+        It is the current one until :meth:`end`. Kept batches that share memory with it are dropped: a collate function
+        reuses one buffer, or batches are views of one tensor, so that memory does not identify them.
         """
         uneven = not rows.even and rows.counted and not rows.missing
         if uneven or self.held:
@@ -88,7 +88,7 @@ class KeptBatches:
         return None
 
     def note(self, output: Any, rows: Rows) -> None:
-        """Remember what a model gave for a kept batch with these rows, until an optimizer steps."""
+        """Record a model's outputs for a kept batch with these rows, until an optimizer steps."""
         for _, leaf in trees.leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and len(self.outputs) < _MOST:
                 self.outputs[leaf.grad_fn] = rows

@@ -109,10 +109,10 @@ def is_sharded(data: Any) -> bool:
 
 @dataclass
 class Cursor:
-    """Where the next pass over a loader, or over one of its views, begins.
+    """Position at which the next pass over a loader, or over one of its views, begins.
 
     Args:
-        position: what was yielded.
+        position: samples or batches yielded so far.
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
@@ -206,7 +206,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._skip: int | None = None
         """The next pass begins at this batch of the epoch."""
         self.ends_loop: bool | None = getattr(loader, "ends_loop", None)
-        """Whether a loop that reads several loaders ends where this one ends; ``None`` where that can be told."""
+        """Whether a loop that reads several loaders ends where this one ends; ``None`` if that is detected."""
         self.end_of_dataloader = False
         """The batch shown last was the last one of its pass."""
 
@@ -238,7 +238,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedDataLoader:
-        """Another loader of the same run, whose next pass is what this one's would be. Not in checkpoints."""
+        """Copy the loader with its position. The copy is not in checkpoints."""
         made = object.__new__(type(self))
         context = self._context
         memo |= {id(made_once): made_once for made_once in (context, context.backend, context.active)}
@@ -363,7 +363,7 @@ class PreparedDataLoader(DataLoader[Any]):
         )
 
     def _say_wrong_length(self, shown: int) -> None:
-        """Warn that the sampler has not ended where its length says."""
+        """Warn that the sampler has not yielded as many samples as its length."""
         source = self._source
         source.trusts_length = False
         warnings.warn(
@@ -478,7 +478,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """As in ``DataLoaderConfiguration``; a change takes effect with the next pass."""
+        """Setting of ``DataLoaderConfiguration``; a change takes effect with the next pass."""
         return self._source.cut.even_batches
 
     @even_batches.setter
@@ -516,7 +516,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches are put, ``None`` for nowhere."""
+        """Device to which batches are moved, or ``None``."""
         return torch.device(self._context.backend.topology.device) if self._put_on_device else None
 
     @property  # type: ignore[misc]
@@ -658,7 +658,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return restore
 
     def skipping(self, num_batches: int) -> PreparedDataLoader:
-        """A view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
+        """Return a view whose first pass begins at this batch of the current epoch. See :func:`skip_first_batches`."""
         view = copy.copy(self)
         view._skip, view.end_of_dataloader = num_batches, False  # noqa: SLF001 (of the same class)
         return view
@@ -669,7 +669,7 @@ def _shared_out(shares: int) -> str:
 
 
 def _check_fits(source: Source, position: Position, unit: str, shares: int) -> None:
-    """Raise :class:`UsageError` where a saved position means something else in this source; drops streams of nobody."""
+    """Raise :class:`UsageError` if a saved position does not fit this source; clears streams of another number."""
     if unit != source.unit:
         raise UsageError(
             f"the saved position counts {unit}, this loader counts {source.unit}",
@@ -797,7 +797,7 @@ def compare_with_other_ranks(loaders: Iterable[Any], config: DataLoaderConfigura
 
 
 def _first_position(source: Source, context: LoadingContext, number: int) -> Position:
-    """By the user's generator, else by ``data_seed``, else by the run's seed and the loader's number."""
+    """Return the first position, seeded by the user's generator, ``data_seed``, or the run's seed and ``number``."""
     generator = source.generator
     if generator is not None:
         return Position(derive_seed("generator", context.backend.broadcast_object(generator.initial_seed())))
@@ -866,7 +866,7 @@ class SkippedLoader:
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """A view of a loader whose next pass begins at batch ``num_batches`` of the current epoch.
+    """Return a view of a loader whose next pass begins at batch ``num_batches`` of the current epoch.
 
     The number counts from the beginning of the epoch: after ``load_state`` has restored the position behind that batch,
     nothing is skipped twice. Passes after the first show full epochs, and so does the loader itself. A prepared loader

@@ -87,7 +87,7 @@ class IndexedOrder:
 
 @final
 class StreamedOrder:
-    """As :class:`IndexedOrder`, read forward from an iterator.
+    """Like :class:`IndexedOrder`, read forward from an iterator.
 
     Args:
         units: the epoch from its beginning.
@@ -136,12 +136,12 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """What one global batch holds, by data-parallel coordinate.
+    """Rows of one global batch, by data-parallel coordinate.
 
     Args:
         real: rows that count.
         loaded: rows that are loaded, repeated ones included.
-        units: by how much it advances the position.
+        units: number of units by which it advances the position.
         whole: these are batches that the user's loader made.
         counted: the numbers are rows; otherwise a nominal 1 stands for a batch whose size is not known.
     """
@@ -167,7 +167,7 @@ class Rows:
         return sum(self.real)
 
     def weight(self, dp_rank: int) -> float:
-        """By which a rank multiplies the mean over its rows, so that the mean over ranks is that over all rows."""
+        """Return the factor of the mean over a rank's rows that makes the mean over ranks that over all rows."""
         return self.real[dp_rank] * len(self.real) / self.total
 
     @cached_property
@@ -183,7 +183,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Cut:
-    """How an order is split into batches.
+    """Rule that splits an order into batches.
 
     Args:
         batch_size: rows of one rank's full batch; ``0`` where the unit is a batch.

@@ -163,7 +163,7 @@ Agree = Callable[[Any], Any]
 
 @final
 class Reading:
-    """How a map-style loader is read.
+    """Reads the order of a map-style loader.
 
     torch's random samplers are drawn as torch draws them, from their generator or from torch's global state. A
     sequential one, a list and a ``DistributedSampler`` are known without. Any other sampler is iterated, when torch
@@ -257,7 +257,7 @@ class Reading:
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers the epoch, as a script does that has them in hand."""
+        """Call ``set_epoch`` of the samplers, as scripts do."""
         for sampler in self._chain:
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
@@ -279,7 +279,7 @@ class Reading:
 
 
 def _shape(state: Any) -> Any:
-    """Return what tells states of generators of different kinds apart."""
+    """Return a key of the kind of a generator's state."""
     return len(state) if isinstance(state, bytes | tuple) else type(state).__name__
 
 
@@ -345,7 +345,7 @@ def _shuffled(position: Position, sampler: RandomSampler) -> Order:
 
 @final
 class _Draws:
-    """What torch draws from a generator in each epoch of a loader that nobody leaves early.
+    """Numbers that torch draws from a generator in each complete epoch of a loader.
 
     ``DataLoader`` draws a seed for its workers when an iteration begins, and the sampler the order. The epoch
     after the one that was asked for last costs one draw; any other is reached by drawing all before it.
@@ -479,7 +479,7 @@ class Source(ABC):
 
     @property
     def unit(self) -> str:
-        """What positions count: ``"samples"`` or ``"batches"``."""
+        """Unit of positions: ``"samples"`` or ``"batches"``."""
         return "samples" if self.cut.batch_size else "batches"
 
     @abstractmethod
@@ -497,7 +497,7 @@ class Source(ABC):
         """
 
     def read_to_end(self, position: Position) -> None:
-        """Ask the sampler for what follows an epoch's last batch, which torch does when the loop has had that batch."""
+        """Advance the sampler past an epoch's last batch, as torch does after that batch."""
         del position  # Nothing is drawn there, unless by a sampler.
 
 
@@ -571,7 +571,7 @@ class Planned(Iterator[Any]):
             pass
 
     def follows(self) -> tuple[bool, Rows | None]:
-        """Whether another batch of this rank follows those whose rows were taken, and what does if none."""
+        """Whether another batch of this rank follows, and else the rows of other ranks' batches."""
         beyond = None
         if self.given or self._ahead:
             for rows in (*self.given, *(rows for _, rows in self._ahead)):
@@ -772,7 +772,7 @@ class MapSource(Source):
         return None, None
 
     def _plan(self, order: Order, cut: Cut, begin: int, undo: Callable[[], None]) -> Iterator[tuple[Any, Rows]]:
-        """What the ``DataLoader`` fetches, ``None`` for nothing, and the rows of its global batch."""
+        """Yield the indices for the ``DataLoader``, or ``None``, and the rows of the global batch."""
         undo()
         if cut.batch_size or self._split:
             for units, rows in (
@@ -871,7 +871,7 @@ def _part_of(batches: list[Any], dp_rank: int | None) -> Any:
 
 @final
 class WorkerInit:
-    """What a loader's workers run first: the user's ``worker_init_fn``, in surroundings as without us.
+    """Initializes a loader's workers: runs the user's ``worker_init_fn`` as without Drivetrain.
 
     Args:
         function: the user's own.

@@ -1,18 +1,18 @@
-"""Compares the calls of all ranks beside the training, and reports ranks that wait for each other for long.
+"""Compares the calls of all ranks in the background, and reports ranks that wait for each other.
 
 Each rank keeps the calls of its script in memory: the operation, the line, the batch, and values that must be the same
 on all ranks. A thread of each rank compares a digest of them with that of the next lower rank about once a second, so
 that a difference between any two ranks is found by some pair, at a constant number of messages for each rank. They go
 through a connection of their own to the process group's store, never through a collective or the engine's connection.
 
-*Numbers, not times, are compared*: the k-th call of one rank with the k-th of another. Ranks of different speed are not
-apart. The line of a call is reported and not compared, since the same call may stand at two lines of a script.
+*Calls are compared by number, not by time*: the k-th call of one rank with the k-th of another, whatever their speed.
+The line of a call is reported and not compared, since the same call may be at two lines of a script.
 
-*A rank that stands still* cannot say so, but its thread can: after a while without a call it publishes where its main
-thread is, and the first rank that has waited long enough composes one report of all.
+*A rank that hangs* is reported by its thread: after a while without a call the thread publishes where the main thread
+is, and the first rank that has waited long enough composes one report of all.
 
-*A rank that is apart from others and waits for them* in a collective would wait until the engine's time-out. Its thread
-ends the process with the report, as an exception of the main thread would.
+*A rank whose calls differ and that waits* in a collective would wait until the engine's time-out. Its thread ends the
+process with the report, as an exception of the main thread would.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ CURE = (
 )
 
 KEPT_CALLS = 4096
-"""Number of calls that a rank remembers with their digests: about a second of the fastest loops that were measured."""
+"""Number of calls that a rank keeps with their digests: about a second of the fastest measured loops."""
 
 _ERA = 1 << 40
-"""Calls are numbered from the next multiple of it when ranks begin anew; so many calls there never are."""
+"""Numbers of calls restart at the next multiple of it after a reset; no run makes as many calls."""
 
 _REPORT_SECONDS = 5.0
 """Time-out for another rank's part of a report, beside the interval at which ranks look."""
@@ -89,7 +89,7 @@ _serial = count()
 
 
 class _Told(NamedTuple):
-    """A value that must be the same on all ranks that tell it, or, with ``warning``, that ought to differ."""
+    """A value that must be the same on all ranks that publish it, or, with ``warning``, that should differ."""
 
     key: str
     digest: int
@@ -124,7 +124,7 @@ class CallMonitor:
         store: of the process group; a connection of its own is made to it.
         rank: global rank.
         world_size: number of ranks.
-        interval_seconds: between two looks.
+        interval_seconds: between two checks.
         standstill_seconds: without a call, after which ranks that wait are reported.
         compares: ``False``: only a standstill is reported.
         only_data_parallel: all ranks are data-parallel, so that collectives over those are calls of all ranks.
@@ -152,12 +152,12 @@ class CallMonitor:
         self.suspended = False
         """Ranks may make different calls for a while."""
         self.era = 0
-        """Grows where ranks begin anew."""
+        """Number of resets of the numbering."""
         self.error: CollectiveMismatchError | None = None
-        """Set where ranks are apart, for the next call."""
+        """Set if calls differ between ranks, for the next call."""
         self._raised = self._told = False
         self._stuck_since = math.inf
-        """Since when the main thread has been at one place in a collective, though it is known that ranks are apart."""
+        """Time since which the main thread has been at one place in a collective, after calls were found to differ."""
         self._pending: deque[tuple[str, str, Place | None, tuple[Any, ...]]] = deque()
         self._append: Callable[[tuple[str, str, Place | None, tuple[Any, ...]]], object] = self._pending.append
         self._lock = threading.Lock()
@@ -170,9 +170,9 @@ class CallMonitor:
         self._told_keys: set[str] = set()
         self._telling = threading.Lock()
         self.before_agreement: dict[int, Callable[[], None]] = {}
-        """Functions that tell what is not told yet, by loader."""
+        """Functions that publish pending values, by loader."""
         self._may_be_same: list[tuple[str, str]] = []
-        """On rank 0: keys that other ranks may have told the same value for, with the warning."""
+        """On rank 0: keys for which other ranks may have published the same value, with the warning."""
         self._left: tuple[int, int] | None = None
         """Number and digest of the next lower rank that are not compared yet."""
         self._left_is_there = False
@@ -191,7 +191,7 @@ class CallMonitor:
     # ---- the script's thread ------------------------------------------------------------------------------------
 
     def record(self, call: str, site: str, place: Place | None = None, values: tuple[Any, ...] = ()) -> None:
-        """Remember a call that all ranks make. Costs a few tenths of a microsecond.
+        """Record a call that all ranks make. Takes a few tenths of a microsecond.
 
         Args:
             call: the operation.
@@ -200,7 +200,7 @@ class CallMonitor:
             values: numbers, and tuples of numbers, that must be the same on all ranks. Anything else is not compared.
 
         Raises:
-            CollectiveMismatchError: ranks are apart since an earlier call.
+            CollectiveMismatchError: an earlier call differed between ranks.
         """
         if self.error is not None:
             self.refuse()
@@ -208,25 +208,25 @@ class CallMonitor:
             self._append((call, site, place, values))
 
     def tell(self, key: str, digest: int, text: str, *, what: str, cure: str) -> None:
-        """Compare a value with the ranks that tell it too, which need not be all; the first time for each key.
+        """Compare a value over the ranks that publish it, which need not be all; once for each key.
 
         Where it differs, every rank raises at its next call.
 
         Args:
             key: of the value.
             digest: of it.
-            text: says what it is on this rank.
+            text: describes it on this rank.
             what, cure: of the error.
 
         Raises:
-            CollectiveMismatchError: ranks are apart already.
+            CollectiveMismatchError: calls differ between ranks already.
         """
         if self.error is not None:
             self.refuse()
         self._tell(_Told(key, digest, text, what, cure))
 
     def tell_same(self, key: str, digest: int, warning: str) -> None:
-        """Log a warning on rank 0 where every rank tells the same value; the first time for each key."""
+        """Log a warning on rank 0 if every rank publishes the same value; once for each key."""
         self._tell(_Told(key, digest, "", warning=warning))
 
     def _tell(self, told: _Told) -> None:
@@ -236,11 +236,11 @@ class CallMonitor:
             self._told_values.append(told)
 
     def saved(self, path: str) -> None:
-        """Remember a checkpoint, for a report of ranks that were apart before it."""
+        """Record a checkpoint, for a report of calls that differed before it."""
         self._saved.append((self._number + len(self._pending), path))
 
     def begin_anew(self) -> None:
-        """Number calls anew, after ranks made different ones and have found together again. Called by all ranks."""
+        """Restart the numbering of calls after ranks made different ones and have synchronised. Called by all ranks."""
         self._drain()
         self.era += 1
         with self._lock:
@@ -308,7 +308,7 @@ class CallMonitor:
         raise CollectiveMismatchError(self.error.what, cure=self.error.cure)
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether a condition comes true in time; woken threads look at once."""
+        """Wait for a condition, checked whenever the thread is woken. Returns whether it became true in time."""
         deadline = time.monotonic() + seconds
         pause, longest = _PAUSE_SECONDS
         self._wake.set()
@@ -415,7 +415,7 @@ class CallMonitor:
                 self._store.compare_set("alarm", "", f"{self._rank} {self._rank + 1}")
 
     def _compare_told(self) -> None:
-        """Compare the values that this rank has told since the last look; those of a key with the first rank's."""
+        """Compare the values that this rank has published since the last check with the first rank's, by key."""
         with self._telling:  # the other thread of this process waits until they are compared
             while self._told_values:
                 told = self._told_values.popleft()
@@ -431,7 +431,7 @@ class CallMonitor:
                     self._store.compare_set("alarm", "", json.dumps(["\n".join([told.what, *both]), told.cure]))
 
     def _warn_of_same(self) -> None:
-        """Warn where all ranks have told the same value that ought to differ."""
+        """Warn if all ranks have published the same value that should differ."""
         if not self._may_be_same:
             return
         with self._telling:
@@ -558,7 +558,7 @@ class CallMonitor:
     # ---- ranks that wait ----------------------------------------------------------------------------------------
 
     def _where(self) -> str:
-        """Say where the main thread is, ``in backward at train.py:35``, and note whether it moved in the last looks."""
+        """Describe where the main thread is, ``in backward at train.py:35``, and record whether it has moved."""
         stack = _stack_of(self._main)
         if not stack:
             ended = self._main not in sys._current_frames()  # noqa: SLF001
@@ -568,7 +568,7 @@ class CallMonitor:
         return f"{'waits ' if _communicates(stack) else ''}{script_line(stack, newest_first=True)}"
 
     def _report_standstill(self, idle: float) -> None:
-        """Report once who waits for whom, where this rank has made no call for long. Not collective."""
+        """Report once which ranks wait for which, if this rank has made no call for long. Not collective."""
         if idle < self._limit:
             if self._rank or idle < self._interval:
                 return
@@ -728,13 +728,13 @@ def agree(*, patient: bool = False) -> None:
 
 
 def begin_anew() -> None:
-    """Forget what calls were made, see :meth:`CallMonitor.begin_anew`. Called by all ranks."""
+    """Reset the recorded calls, see :meth:`CallMonitor.begin_anew`. Called by all ranks."""
     if Current.monitor is not None:
         Current.monitor.begin_anew()
 
 
 def saved(path: object) -> None:
-    """Remember a checkpoint, see :meth:`CallMonitor.saved`."""
+    """Record a checkpoint, see :meth:`CallMonitor.saved`."""
     if Current.monitor is not None:
         Current.monitor.saved(str(path))
 
@@ -752,7 +752,7 @@ def _forget(_: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and tuples of numbers as they are, except NaN, whose hash is its address; anything else as nothing."""
+    """Return numbers and tuples of numbers; ``-inf`` for NaN, whose hash is its address; ``()`` for anything else."""
     kind = type(value)
     if kind is tuple or kind is list:
         return tuple([each if type(each) is int else _plain(each) for each in value])

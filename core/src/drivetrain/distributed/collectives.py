@@ -2,7 +2,7 @@
 
 ``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
 Every function is collective over the group it names and local when that group has one member. A tensor of any dtype
-and device may be given: what the communication backend cannot carry travels in another dtype, without loss.
+and device may be given: a dtype that the communication backend does not support is converted without loss.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dp_group(topology: Topology) -> dist.ProcessGroup | None:
     """Process group of the ranks that read different samples; ``None`` stands for the default group.
 
     Collective over *all* ranks on the first call for a mesh (every rank creates every group), free afterwards. A
-    backend with ``tp``, ``cp`` or ``pp`` axes calls it in ``start``, when all ranks are sure to be there.
+    backend with ``tp``, ``cp`` or ``pp`` axes calls it in ``start``, which every rank runs.
     """
     if topology.dp_size == topology.world_size:
         return None
@@ -279,7 +279,7 @@ class Ranks:
         return [cast("T", outcome) for outcome, _ in outcomes]
 
     def on_main(self, action: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the main process, which alone runs it. Collective as :meth:`agree`."""
+        """Run ``work`` on the main process only, and return its result. Collective as :meth:`agree`."""
         return cast("T", self.agree(action, lambda: work() if self.is_main else None)[0])
 
     def _joined(self, failed: list[tuple[int, CheckpointError]]) -> CheckpointError:

@@ -251,7 +251,7 @@ def _compare(operation: str, tree: Any, backend: Backend, debug: bool, sizes: bo
 
 
 def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of tensors sent in one collective: small ones by dtype and device, large ones alone."""
+    """Indices of tensors sent in one collective: small ones by dtype and device, large ones separately."""
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         small = leaf.numel() * leaf.element_size() <= TOGETHER_BYTES

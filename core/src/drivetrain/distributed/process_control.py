@@ -1,4 +1,4 @@
-"""Process control: ranks, waiting for other processes, and running or splitting work by rank."""
+"""Process control: ranks, barriers, and running or splitting work by rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def share(length: int, index: int, count: int, padded: bool = False) -> list[int]:
-    """Which of ``length`` items process ``index`` of ``count`` gets: a run of them, the first processes one more.
+    """Return the indices of process ``index`` of ``count`` among ``length`` items: contiguous, one more for the first.
 
     Args:
         length: number of items.
@@ -168,13 +168,13 @@ class ProcessControl:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block alone, then all others do. Collective over all ranks."""
+        """Run the block on the main process first, then on all others. Collective over all ranks."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each machine runs the block, then all others do. Collective over all ranks."""
+        """Run the block on the first process of each machine, then on all others. Collective over all ranks."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -269,7 +269,7 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's share of some inputs, in order; when it does not come out even the first get one more.
+        """Split inputs contiguously between processes; if they do not divide evenly, the first processes get one more.
 
         Processes that compute one model together (along ``tp``, ``cp`` or ``pp``) get the same share. Not collective;
         the inputs themselves are left as they were. A process for which none is left gets an empty share, or with

@@ -75,9 +75,9 @@ class _Groups:
     """The process groups that this process has formed."""
 
     holders = 0
-    """How many handles keep the present group alive."""
+    """Number of handles that keep the current group alive."""
     generation = 0
-    """How many groups were formed, the same on every rank."""
+    """Number of groups formed so far, the same on every rank."""
     stores: ClassVar[dict[tuple[object, ...], Any]] = {}
     """Rendezvous stores by address. Kept, since the process that serves one cannot serve a second at the same port."""
 

@@ -1,10 +1,10 @@
-"""Draws other random numbers on each data-parallel coordinate, in forwards and where samples are read.
+"""Draws different random numbers on each data-parallel coordinate, in forwards and in reads of samples.
 
 The script's own generators stay the same on every rank, so that what the script draws (weights, splits, folds) is alike
-everywhere. Forwards of prepared models and reads of prepared loaders see other samples on each coordinate. They run
+everywhere. Forwards of prepared models and reads of prepared loaders differ in samples between coordinates. They run
 with generators whose state follows from the script's state, or from the position in the data, and the coordinate.
 Peers along other axes (``tp``, ``pp``, ``cp``) have one coordinate and draw the same. Nothing is kept between calls, so
-a checkpoint needs no more than the script's state and the position. A run with one coordinate is left alone.
+a checkpoint needs no more than the script's state and the position. A run with one coordinate is not changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ForwardNumbers:
         self._device = _DeviceNumbers(place) if place.type != "cpu" else None
         self._entered: list[tuple[Tensor, bytes, Any] | None] = []
         self._last, self._seed, self._begun = b"", 0, b""
-        """The script's state at the last forward, and what follows from it: most forwards find it as it was."""
+        """The script's state at the last forward, and the seed derived from it: most forwards find it unchanged."""
 
     def __enter__(self) -> None:
         # Inside of torch.func.vmap, grad and the like a state cannot be read; numbers are the script's there.
@@ -165,7 +165,7 @@ def _digest(state: bytes) -> int:
 
 
 def seed_of_run() -> int:
-    """What torch was seeded with, the same on every rank that was seeded by one call of ``set_seed``."""
+    """Return torch's seed, the same on every rank that was seeded by one call of ``set_seed``."""
     return torch.initial_seed() - added_to_seed()
 
 
@@ -177,7 +177,7 @@ def seed_everything(seed: int) -> None:
 
 
 def host_digest() -> int:
-    """A number that tells states of Python's, numpy's and torch's (CPU) global generators apart."""
+    """Return a hash of the states of Python's, numpy's and torch's (CPU) global generators."""
     state = random.getstate(), _numpy.get_state(legacy=False), _bytes(torch.default_generator.get_state())
     return _digest(pickle.dumps(state))
 
@@ -235,7 +235,7 @@ def held_generators(*readers: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object that reads is made of."""
+    """Yield the parts of an object that reads samples."""
     if isinstance(value, list | tuple):
         yield from value if len(value) <= _ITEMS else ()
     elif isinstance(value, dict):

@@ -56,7 +56,7 @@ _NUMPY_SEEDS = 1 << 32
 
 @dataclass
 class _Policy:
-    """What the last :func:`set_seed` said about ranks."""
+    """Rank-related settings of the last :func:`set_seed`."""
 
     device_specific: bool | None = None
     added: int = 0
@@ -66,17 +66,17 @@ _policy = _Policy()
 
 
 def draws_alike() -> bool:
-    """Whether the script wants the same random numbers on all ranks, in forwards and in reads too."""
+    """Whether the script requested the same random numbers on all ranks, in forwards and in reads too."""
     return _policy.device_specific is False
 
 
 def script_draws_apart() -> bool:
-    """Whether the script's own random numbers differ between data-parallel coordinates by its wish."""
+    """Whether the script requested different random numbers of its own on data-parallel coordinates."""
     return _policy.device_specific is True
 
 
 def added_to_seed() -> int:
-    """What the last :func:`set_seed` added to its seed on this rank."""
+    """Return the offset that the last :func:`set_seed` added to its seed on this rank."""
     return _policy.added
 
 
@@ -210,7 +210,7 @@ def restore_rng(captured: Mapping[str, Any], device: str = "cpu") -> None:
 
 
 def registered_generator(device_type: str) -> DeviceGenerator | None:
-    """What :func:`register_device_generator` was given for a device type."""
+    """Return the generator registered for a device type, if any."""
     return _generators.get(device_type)
 
 

@@ -1,4 +1,4 @@
-"""Checks that every rank makes the same collective calls, and raises where they differ instead of hanging.
+"""Checks that every rank makes the same collective calls, and raises if they differ instead of hanging.
 
 *The call log*: each public method logs its name and the script's line (:func:`log_call`), where the launcher finds it
 after the process has ended.
@@ -7,8 +7,8 @@ after the process has ended.
 structure, shapes, dtypes and the line of the script (:func:`check_collective`). The comparison goes through the process
 group's store, never through another collective, which could hang just as well.
 
-*Main-process-only calls*: methods that scripts are known to call on the main process alone find that out before their
-first collective (:class:`MainProcessOnlyCall`).
+*Main-process-only calls*: methods that scripts often call on the main process only detect that before their first
+collective (:class:`MainProcessOnlyCall`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _serial = count()
 """Numbers the users of the store, which are made in the same order on every rank."""
 
 _BETWEEN = (str(Path(__file__).parent.parent), str(contextlib.__file__))
-"""Files whose frames stand between a call and the script's line: ours, and those of ``with`` blocks."""
+"""Files whose frames are skipped to find the script's line: ours, and those of ``with`` blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ _POLL_SECONDS = 0.0001, 0.01
 """Shortest and longest pause between two looks at the store. The first is about the time of one look."""
 
 _REPORT_SECONDS = 2.0
-"""How long ranks that are here wait for each other's reports, once they know that something is wrong."""
+"""Timeout for the reports of other ranks after a mismatch was found."""
 
 
 @final
@@ -171,7 +171,7 @@ class Watchdog:
         self._batch_index = batch_index
         self._calls = 0
         self._slots = ["", ""]
-        """What the store holds for the last call of even and of odd number."""
+        """Content of the store for the last call of even and of odd number."""
         self._shared = "none"
         """The last call that all ranks made."""
         self._reported = False
@@ -217,10 +217,10 @@ class Watchdog:
         return call if index is None else f"{call}, batch {index}"
 
     def give_up(self, call: str) -> None:
-        """Raise after waiting in vain for the others in a call that is not compared. Not collective.
+        """Raise after a timeout in a call that is not compared. Not collective.
 
         Raises:
-            CollectiveMismatchError: on this rank and the others, with what each is doing.
+            CollectiveMismatchError: on this rank and the others, with the current call of each.
         """
         call = self._begin(call)
         try:
@@ -375,9 +375,9 @@ def unwatched() -> Iterator[None]:
 
 
 PATIENCE_SECONDS = 10.0
-"""How long the main process waits for the others the first time. They reduced gradients with it a moment ago."""
+"""Timeout of the main process for the other ranks. They have just reduced gradients together with it."""
 LATER_PATIENCE_SECONDS = 1.0
-"""The same once they have failed to come."""
+"""Timeout after the other ranks have failed to take part once."""
 
 
 @final
@@ -401,9 +401,9 @@ class MainProcessOnlyCall:
         self._absent = False
 
     def called_by_all(self, step: int, site: str) -> bool:
-        """Whether all ranks are in this call; ``False`` on the main process when it is to go on alone.
+        """Whether all ranks are in this call; ``False`` on the main process if it continues without them.
 
-        ``False`` on another rank means that the main process went on without it. Costs a few round trips to the store.
+        ``False`` on another rank means that the main process continued without it. Needs a few store round trips.
 
         Args:
             step: a number on which the ranks agree, and which seldom recurs.

@@ -1,7 +1,7 @@
-"""Rendezvous of nodes: decides when workers start, with which ranks, and at which address.
+"""Coordinates the rendezvous of nodes: when workers start, with which ranks, and at which address.
 
 Workers run in *rounds*. On one node a round begins whenever the launcher starts its workers. On several nodes the
-launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. A launcher says who it is, and one of
+launcher of node 0 runs a coordinator at ``main_process_ip:main_process_port``. A launcher sends its identity; one of
 another run is refused (:class:`RunIdentity`). Then it sends the status of its node once a second and gets the state of
 the job in return. A round begins when all nodes are ready or, where fewer suffice, when no other has joined for a
 while. It ends when a node is lost, when workers of a node fail, or when a node joins; all workers are then started
@@ -51,7 +51,7 @@ _GREETING_SECONDS = 20.0
 """Within which a coordinator answers a connection that it has accepted."""
 
 _STOP_SECONDS = 40.0
-"""How long node 0 stays for nodes that have to leave: their launchers give workers 30 to end."""
+"""Time for which node 0 waits for nodes that must leave: their launchers give workers 30 s to end."""
 
 _GREETING = "drivetrain launch\n"
 _LONGEST_MESSAGE = 1 << 20
@@ -60,7 +60,7 @@ _BACKLOG = 4096
 """Connections that wait until torch's store is there; the system lowers it to its own limit."""
 
 TOKEN = "DRIVETRAIN_RENDEZVOUS_TOKEN"  # noqa: S105 - the name of a variable
-"""A secret that every launcher of a run has to know, where it is set."""
+"""Variable with a shared secret of all launchers of a run; optional."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """Without it gloo takes the address of the machine's host name, which on many systems is a loopback address."""
@@ -223,13 +223,13 @@ class SingleNode(Rendezvous):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What the launchers of one run have in common, by which strangers and those of another run are recognised.
+    """Identity shared by the launchers of one run, by which other programs and launchers of other runs are refused.
 
     Args:
         run_id: name of the run; empty when nothing names it.
         given: the user has named it, so that equal names suffice.
         facts: digests of the configuration's keys and of the command, by what they are of.
-        token: a secret that all launchers of the run know; empty when none is set. It is never sent.
+        token: shared secret of all launchers of the run; empty when none is set. It is never sent.
     """
 
     run_id: str = ""
@@ -247,7 +247,7 @@ class RunIdentity:
         return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not the same" if names else ""
 
     def proof(self, role: str, *nonces: str) -> str:
-        """A digest that only who knows the token can make, for these two random numbers and this identity."""
+        """Return a digest of the token, two random numbers and this identity, which proves knowledge of the token."""
         said = json.dumps([role, *nonces, self.run_id, self.given, sorted(self.facts.items())])
         return hmac.new(self.token.encode(), said.encode(), hashlib.sha256).hexdigest()
 
@@ -258,7 +258,7 @@ def make_rendezvous(plan: LaunchPlan, identity: RunIdentity) -> Rendezvous:
 
 
 Departure = Literal["finished", "failed", "interrupted", "stopped"]
-"""Why a node left: its workers finished; they failed; it was told to end; the job was over for all nodes."""
+"""Reasons why a node left: its workers finished; they failed; it was interrupted; the job ended for all nodes."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ class Coordinator:
         self.state = replace(self.state, round=self.state.next_round, members=members, port=port)
 
     def _check_round(self, now: float) -> None:
-        """End the round when a member was lost, when workers failed, or when a node wants to join."""
+        """End the round if a member was lost, workers failed, or another node is waiting to join."""
         current = [self._heard[member.node].status for member in self.state.members]
         finished = [status for status in current if status.left == "finished"]
         trouble = [sentence for member in self.state.members if (sentence := self._trouble(member, now))]
@@ -412,7 +412,7 @@ class Coordinator:
         return f"{member}: {heard.status.why}" if heard.status.ready > self.state.round else None
 
     def _is_complete(self, now: float) -> bool:
-        """Whether all nodes of the next round are ready, or as many as will come."""
+        """Whether all nodes of the next round are ready, or enough of them and no other has joined for a while."""
         living = self._living(now)
         ready = [status for status in living if status.ready >= self.state.next_round]
         if (ids := tuple(status.id for status in ready)) != self._ready:
@@ -485,7 +485,7 @@ class _Server:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.store: WorkerStore | None = None
-        """Where the workers of the current round meet."""
+        """Store of the rendezvous of the current round's workers."""
         for name, target in (("accept", self._accept), ("clock", self._clock)):
             threading.Thread(target=target, name=f"drivetrain-{name}", daemon=True).start()
 
@@ -536,7 +536,7 @@ class _Server:
                     return
 
     def _admit(self, connection: socket.socket, stream: Any) -> bool:
-        """Ask a launcher who it is, and tell it whether it may join. Raises ``ValueError`` for another program."""
+        """Check a launcher's identity, and reply whether it may join. Raises ``ValueError`` for another program."""
         nonce = secrets.token_hex(16)
         stream.write(f"{_GREETING}{nonce}\n")
         stream.flush()
@@ -557,7 +557,7 @@ class _Server:
         return not why
 
     def _report(self, address: str, why: str) -> None:
-        """Tell the user of this node about a launcher that was refused, once for each address and reason."""
+        """Warn on this node of a launcher that was refused, once for each address and reason."""
         said = f"refused a launcher of another run from {address}: {why}\n"
         with self._lock:
             if said not in self._refused:
@@ -612,7 +612,7 @@ class _Client:
         self._connection.settimeout(plan.rendezvous.lost_after_seconds + _HEARTBEAT)
 
     def _introduce(self, host: str, port: int, identity: RunIdentity) -> None:
-        """Say who this launcher is, and make sure that it is a coordinator, and of the same run."""
+        """Send this launcher's identity, and check that the peer is a coordinator of the same run."""
         where, nonce = f"machine 0 at {host}, port {port}", secrets.token_hex(16)
         try:
             greeting = self._stream.readline(len(_GREETING))

@@ -1,4 +1,4 @@
-"""Finds the accelerators of this node, and selects which of them its workers see, and in what order.
+"""Finds the accelerators of this node, and selects the devices visible to its workers, and their order.
 
 Kinds of accelerators are data; a plugin adds a kind, or replaces one, by the hook ``drivetrain_devices``. A driver
 reads the variables that hide and order devices once in a process, so a fresh interpreter without them lists what there
@@ -61,7 +61,7 @@ KINDS: tuple[DeviceKind, ...] = (
     DeviceKind("mps", "Apple", (), "gloo"),
     DeviceKind("tpu", "Google", ("TPU_VISIBLE_CHIPS",), "tpu_dist"),
 )
-"""What the core knows by itself."""
+"""Kinds of accelerators that the core supports."""
 
 ORDERS = {"pci_bus_id": "PCI_BUS_ID", "fastest_first": "FASTEST_FIRST"}
 """Values of ``device_order``, and what CUDA calls them."""
@@ -304,7 +304,7 @@ def check_count(processes: int, devices: Sequence[str], present: Inventory | Non
 
 
 Mistake = tuple[str, str]
-"""What is wrong with ids, and what to write instead."""
+"""A problem with device ids, and the cure."""
 
 
 def _split(

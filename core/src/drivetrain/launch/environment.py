@@ -2,7 +2,7 @@
 
 ``torchrun``'s variables are the most common: our launcher, Ray and Kubernetes set them too, and so do users by hand.
 ``mpirun`` and ``srun`` have names of their own. A plain ``python script.py`` has none. Incomplete or contradictory
-variables raise, since a process that guesses wrong would silently train alone.
+variables raise, since a process with wrong ranks would silently train on its own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
 """Set by our launcher, so that :attr:`drivetrain.topology.ProcessInfo.launcher` can name it."""
 
 PREDICTION = "DRIVETRAIN_INTERNAL_PREDICTION"
-"""Names the variable that holds a planner's prediction as JSON, where ``plan: {check: true}`` asks for it."""
+"""Variable with a planner's prediction as JSON, set under ``plan: {check: true}``."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ _HOSTS = (
     Reading(("LSB_MCPU_HOSTS",), _word(0)),
     Reading(("AZ_BATCH_MASTER_NODE",), lambda endpoint: endpoint.partition(":")[0]),
 )
-"""Where schedulers list the machines of an allocation, on the first of which ``mpirun`` starts rank 0."""
+"""Variables in which schedulers list the machines of an allocation, on the first of which ``mpirun`` starts rank 0."""
 
 TORCHRUN = Names(
     "environment",
@@ -233,10 +233,10 @@ _ELASTIC = "TORCHELASTIC_RUN_ID"
 _THREADS = "OMP_NUM_THREADS"
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 DEFAULT_PORT = 29500
-"""Where machines meet when no port is given: torch's own default."""
+"""Default rendezvous port, that of torch."""
 
 _PORTS = range(20000, 30000)
-"""Where tasks of a cluster's job meet when nobody named a port: below the range from which systems lend ports."""
+"""Rendezvous ports of a cluster's job if none is configured: below the ephemeral ports of systems."""
 
 
 def read_process_info(environ: Mapping[str, str] | None = None) -> ProcessInfo:
@@ -306,7 +306,7 @@ def _only_process(machine: Machine) -> ProcessInfo:
 
 
 def _processes_wanted(machine: Machine) -> tuple[int, str]:
-    """How many processes this machine is meant to have, and who says so."""
+    """Return the number of processes of this machine, and where it comes from."""
     if machine.processes.isdecimal():
         return int(machine.processes), f"PET_NPROC_PER_NODE asks for {machine.processes} processes on this machine"
     if machine.processes == "cpu":
@@ -472,7 +472,7 @@ def refuse_nested(num_machines: int, environ: Mapping[str, str] | None = None, *
 
 
 def _refuse_otherwise(said: Seen, theirs: Jobs, every: Mapping[Names, Seen]) -> None:
-    """Refuse torchrun's names where they are set and differ from what ``srun`` or ``mpirun`` says."""
+    """Raise if torchrun's variables are set and differ from those of ``srun`` or ``mpirun``."""
     # All of them together may hide devices, and number this process 0 on its machine.
     checked = ("RANK", "WORLD_SIZE") if {"RANK", "WORLD_SIZE"} <= said.keys() else tuple(said)
     for names, (rank, world) in theirs:

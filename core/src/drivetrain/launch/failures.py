@@ -1,4 +1,4 @@
-"""Determines which worker failed first and what the others were doing, and reports it.
+"""Determines which worker failed first and the state of the others, and reports it.
 
 Workers write records of their exceptions (:mod:`drivetrain.launch.worker`); the launcher knows exit codes. Neither is
 enough: the launcher may notice the second failure first, and a crash leaves no record. What a worker was doing is read
@@ -30,14 +30,14 @@ _NUMBERS = struct.Struct("5Q")
 _THREAD = re.compile(r"hread (0x[0-9a-f]+)[^\n]*\(most recent call first\):\n((?:  .*\n?)*)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+),? in (.*)')
 _DECORATORS = frozenset({"wrapper", "decorate_context", "_wrapped_call_impl"})
-"""Functions of torch's that stand between a call and what was called."""
+"""Functions of torch that appear in tracebacks between caller and callee."""
 
 _LONGEST_MESSAGE = 500
 """Characters of a message in the line about its rank; the traceback above it has more."""
 
 _LONGEST_LINE = 2_000
 _MOST_LINES = 400
-"""Of a traceback on the terminal. Python writes 3 lines for a frame, and repeated ones once; the file has all."""
+"""Maximum lines of a traceback on the terminal. Python writes 3 lines per frame, repeats once; the file has all."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _ordinal(number: int) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker ended.
+    """End of one worker.
 
     Args:
         rank: global rank.
@@ -192,8 +192,8 @@ class Failure:
 def read_failures(exit_codes: Mapping[int, int | None], logs: Path) -> list[Failure]:
     """Return all failures, the one that caused the others first; empty when there was none.
 
-    A worker that crashed has no record, and its peers' complaints about a lost connection are younger than its death:
-    it goes first. Then the records, by their clock, then workers that were stopped before they could complain. Workers
+    A worker that crashed has no record, and its peers' errors about a lost connection come after its end: it goes
+    first. Then the records, by their clock, then workers that were stopped before they could write one. Workers
     that had ended well by then come last. Of ranks with one reason, one with an error of the script goes first.
 
     Args:
@@ -292,7 +292,7 @@ _HINTS = {
 
 
 def _cause(first: Failure) -> str:
-    """Say what probably went wrong, unless the first rank ended by an error of this library, which says so itself."""
+    """Describe the probable cause, unless the first rank ended by an error of this library, which explains itself."""
     if first.exit_code == -signal.SIGKILL and not first.message:
         return (
             "Signal 9 comes from the system, most often, when host memory is short (`dmesg` says so): fewer workers of "
@@ -307,7 +307,7 @@ def _cause(first: Failure) -> str:
 
 
 def _behind(failures: list[Failure]) -> str:
-    """The rank that the others waited for, if it is not the one that failed first."""
+    """Return the rank that the other ranks waited for, unless it failed first."""
     calls = {it.rank: it.seen.calls for it in failures if it.seen is not None}
     late = [rank for rank, number in calls.items() if number < max(calls.values())]
     if not late or failures[0].rank in late:
@@ -316,7 +316,7 @@ def _behind(failures: list[Failure]) -> str:
 
 
 _LOST = re.compile("connection (closed|reset|refused)|broken pipe|socket .*(closed|reset)", re.IGNORECASE)
-"""Matches what communication libraries write on ranks whose neighbour is gone."""
+"""Matches messages of communication libraries on ranks that have lost a peer."""
 
 
 def _ending(failure: Failure, first: Failure) -> str:

@@ -1,4 +1,4 @@
-"""Finds out from a cluster's environment variables how many machines a job has, and which of them this is.
+"""Reads the number of machines of a job and the rank of this one from a cluster's environment variables.
 
 Clusters that start one container on each machine number the machines, not processes: Kubernetes' operators, SageMaker
 and Vertex AI do. Each is a row of :data:`PLATFORMS`. ``drivetrain launch`` takes its machine's number from there, and a
@@ -95,7 +95,7 @@ def _replica(spec: str) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a value is read from variables.
+    """Rule that reads a value from variables.
 
     Args:
         variables: all of which have to be set. One ``*`` in a name stands for any text; exactly one has to match.
@@ -127,7 +127,7 @@ class Reading:
 
 
 def matching(variable: str, environ: Mapping[str, str]) -> list[str]:
-    """The variables that a name stands for, which may have one ``*``."""
+    """Return the variables that match a name, which may have one ``*``."""
     if "*" not in variable:
         return [variable] if variable in environ else []
     return sorted(name for name in environ if fnmatchcase(name, variable))
@@ -254,7 +254,7 @@ PLATFORMS = (
         source="kubeflow/training-operator pkg/controller.v1/pytorch/envvar.go",
     ),
 )
-"""Clusters that number machines. A later row may complete what an earlier one says in part; both may not contradict."""
+"""Clusters that number machines. A later row may complete an earlier one; they must not contradict."""
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def read_machine(
 
 
 def _values(platform: Platform, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What each field of a platform says, and the variables that say it."""
+    """Return the value of each field of a platform, and the variables that it comes from."""
     values: dict[str, str] = {}
     seen: dict[str, str] = {}
     for name in ("rank", "count", "fewest", "address", "port", "processes"):
@@ -397,7 +397,7 @@ def _agree(one: Machine, other: Machine) -> bool:
 
 
 def to_number(name: str, text: str, seen: Seen) -> int:
-    """The text of a variable as a whole number. Raises :class:`EnvironmentVariableError` for anything else."""
+    """Convert the text of a variable to an integer. Raises :class:`EnvironmentVariableError` for anything else."""
     if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
         raise refuse(f"{name} is {text!r}, not a number", seen)
     return int(text)

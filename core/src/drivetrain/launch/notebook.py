@@ -131,7 +131,7 @@ def _fork_workers(
 
 
 def _patience(rdzv_backend: str, rdzv_conf: dict[str, Any]) -> RendezvousConfig:
-    """How long machines wait for each other, from the options of torch's rendezvous."""
+    """Return the rendezvous timeouts from the options of torch's rendezvous."""
     if rdzv_backend not in ("c10d", "static"):
         raise UsageError(f"rdzv_backend is {rdzv_backend!r}", cure="Write 'c10d' or 'static'.")
     ours = {"timeout": "timeout_seconds", "join_timeout": "timeout_seconds", "last_call_timeout": "last_call_seconds"}

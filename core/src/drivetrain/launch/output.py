@@ -22,13 +22,13 @@ STDOUT, STDERR = 1, 2
 
 _CHUNK = 1 << 16
 _REST_SECONDS = 1.0
-"""How long the end of streams is waited for when all workers have ended: what one left behind may hold them open."""
+"""Timeout for the end of streams after all workers have ended: child processes of a worker may hold them open."""
 
 _LONGEST = 1 << 14
 """Bytes of a line; a longer one is cut, so that a worker that writes no line ends cannot fill the launcher's memory."""
 
 TAIL = 30
-"""Lines remembered of a stream that nobody sees: a traceback, or what a C++ library says before it aborts."""
+"""Lines kept of a stream that is not shown: a traceback, or the message of a C++ library that aborts."""
 
 _WARNING = re.compile(r"^.+:\d+: \w*Warning: ")
 """First line of what Python's ``warnings`` writes; the line of source code below it is indented."""
@@ -48,7 +48,7 @@ def restore_terminal() -> None:
 
 @dataclass(frozen=True)
 class Route:
-    """Where one stream of one rank goes.
+    """Destination of one stream of one rank.
 
     Args:
         shown: on the launcher's own stream.
@@ -67,7 +67,7 @@ class Route:
 
 
 def routes(config: OutputConfig, processes_here: int, first_rank: int = 0) -> list[tuple[Route, Route]]:
-    """Where stdout and stderr of each rank go, by local rank.
+    """Return the destinations of stdout and stderr, by local rank.
 
     Args:
         config: the user's settings.
@@ -111,11 +111,11 @@ class Output:
 
     @property
     def records(self) -> Path:
-        """Where the workers that were started last record their exceptions."""
+        """Folder in which the current workers record their exceptions."""
         return self._folder / f"start_{self._starts - 1}"
 
     def open(self, first_rank: int, processes_here: int) -> list[tuple[int | None, int | None, str]]:
-        """What workers that are about to be started are given, by local rank.
+        """Return the streams and record files of workers to be started, by local rank.
 
         Returns:
             stdout and stderr as :class:`subprocess.Popen` takes them: a file descriptor, ``DEVNULL``, or ``None`` for
@@ -146,7 +146,7 @@ class Output:
         self._streams.clear()
 
     def last_words(self, rank: int) -> str:
-        """The end of what a rank wrote to stderr, to stand in a report; empty when it was shown, or there is none."""
+        """Return the end of a rank's stderr for a report; empty if it was shown, or there is none."""
         stream = self._hidden.get(rank)
         if stream is None or not any(stream.tail):
             return ""
@@ -154,7 +154,7 @@ class Output:
         return "\n".join([f"rank {rank} wrote to stderr, in the end:", *lines, ""])
 
     def _open(self, way: Route, rank: int, name: str) -> int | None:
-        """What a worker gets as this stream."""
+        """Open this stream for a worker."""
         if way.inherited:
             return None
         if not way.shown and not way.filed and name == "stdout":

@@ -186,7 +186,7 @@ def _settings(machine: Machine, resolved: ResolvedConfig) -> dict[str, object]:
 
 
 def _asked(machine: Machine) -> int | None:
-    """The processes that the cluster asks for on each machine; ``None`` when it leaves that to the devices."""
+    """Return the processes per machine that the cluster requests; ``None`` if the number of devices decides."""
     if machine.processes == "cpu":
         return available_cores()
     return int(machine.processes) if machine.processes.isdecimal() else None

@@ -136,11 +136,11 @@ _LOCAL_KEYS = frozenset(
 def identify(
     resolved: ResolvedConfig, plan: LaunchPlan, command: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> RunIdentity:
-    """What the launchers of one run have in common: its name, and digests of configuration and command.
+    """Return the identity shared by the launchers of one run: its name, and digests of configuration and command.
 
     Args:
         resolved: the configuration. Folders, devices and addresses are each machine's own.
-        plan: how many machines and processes.
+        plan: number of machines and processes.
         command: the script, of which the folder does not count, and its arguments.
         environ: the environment; ``None`` = this process's.
     """

@@ -34,16 +34,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals after which a run may save itself before it ends."""
 
 EXIT_RESUMABLE = 75
-"""Exit code of a run that saved itself because it was told to end: EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit code of a run that saved a checkpoint on a signal and ended: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 LAST_CALL, CALL_SITES, STACKS = "last_call", "call_sites", "stacks"
 """Files beside the record: numbers of 8 bytes (below), one line of text for each site, and a dump for each signal."""
 
 PID, RANK, CALLS, SITE, STOP = range(5)
-"""What the numbers in ``last_call`` are: process id, global rank, how many calls of ours the script has made, number of
-the last one's line in ``call_sites`` plus 1, and what a request to stop does to this process.
+"""Indices of ``last_call``: process id, global rank, number of Drivetrain calls of the script, index of the last one's
+line in ``call_sites`` plus 1, and the effect of a request to stop.
 
-That is 0: it ends at once, 1: it saves first; later the exit code with which it stopped because of one.
+That is 0 if the process ends at once, 1 if it saves first; later the exit code with which it stopped on a request.
 """
 
 _HERE = str(Path(__file__).parent)
@@ -140,7 +140,7 @@ def _is_of_the_script(error: BaseException) -> bool:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Cut a traceback behind the script's line that called this library; what the library calls then is of no use."""
+    """Cut a traceback after the script's line that called this library; its own frames do not help the user."""
     last, each = None, trace
     while each is not None and not each.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         # The import system's frames lie between an import of ours and the library.
@@ -215,9 +215,9 @@ def leave_traces() -> None:
 
 
 def handle_signals(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """As ``signal.signal`` for each, but stacks are still written first where they were. Returns the handlers before.
+    """Call ``signal.signal`` for each, but keep writing stacks first. Returns the previous handlers.
 
-    Without this a new handler would take the place of the one that writes them.
+    A plain new handler would replace the one that writes them.
     """
     writes = sys.platform != "win32" and _dump_no_stacks()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -35,10 +35,10 @@ from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.worker import EXIT_RESUMABLE, SIGNALS
 
 STOP_SECONDS = 30.0
-"""How long workers may take to end after a signal before they are killed, as under ``torchrun``."""
+"""Time for workers to end after a signal before they are killed, as under ``torchrun``."""
 
 INTERRUPT_SECONDS = 10.0
-"""How long after Ctrl-C, when somebody is waiting. A worker in a collective never hears of it."""
+"""The same after Ctrl-C, when a user is waiting. A worker in a collective does not handle the signal."""
 
 _log = logging.getLogger(__name__)
 _OTHER_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
@@ -195,7 +195,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the workers of this node ended.
+    """Result of the workers of this node.
 
     Args:
         code: for the shell.

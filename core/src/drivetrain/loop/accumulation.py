@@ -1,6 +1,6 @@
 """Gradient accumulation: groups micro-batches into optimizer steps and normalises their losses.
 
-A :class:`Window` alone knows whether gradients of the current micro-batch are synchronised: prepared models,
+Only :class:`Window` decides whether gradients of the current micro-batch are synchronised; prepared models,
 optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoop` holds the windows of one accelerator.
 
 Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
@@ -99,11 +99,11 @@ class Window:
         """Backward calls in the current micro-batch."""
         self.denominator: float | Tensor = 1.0
         self.weight = 1.0
-        """Of a mean loss of the current micro-batch on this rank."""
+        """Weight of a mean loss of the current micro-batch on this rank."""
         self.conflict = ""
         """Why a mean loss of the current micro-batch has no weight."""
         self.shares: tuple[Rows, ...] = ()
-        """Of the loaders of this loop, where :attr:`conflict` is set; outside of every loop of batches read before."""
+        """Rows of this loop's loaders, if :attr:`conflict` is set; outside of loops, of batches read before."""
         self.after_loops = False
         """The current micro-batch is outside of every loop over a prepared loader, of which there are some."""
         self._share = 1.0
@@ -111,14 +111,14 @@ class Window:
         self._covered = 0.0
         """Global batches so far, in that unit."""
         self.rows: Rows | None = None
-        """Of the current batch, where its rows are what a loss is a mean over."""
+        """Rows of the current batch, if losses are means over its rows."""
         self._first: Rows | None = None
         self.items: Items | None = None
-        """What the losses of this window are sums over, so far; ``None`` for means."""
+        """Items that the losses of this window are sums over, so far; ``None`` for means."""
         self._dropped: set[int] = set()
         """Optimizers, by identity, of which gradients of these items were dropped."""
         self._normalised_by = ""
-        """What the losses of this window are divided by: ``"samples"``, ``"num_items"`` or a ``"denominator"``."""
+        """Denominator of the losses of this window: ``"samples"``, ``"num_items"`` or a ``"denominator"``."""
         self._exact = False
         """The denominator is the number of items of all losses so far."""
         self._previous_items: Tensor | None = None
@@ -208,7 +208,7 @@ class Window:
 
     @property
     def guesses(self) -> bool:
-        """Whether gradients are in units of a guess at the number of items."""
+        """Whether gradients are scaled by an estimated number of items."""
         return self.items is not None and not self._exact
 
     def reset(self) -> None:
@@ -219,9 +219,9 @@ class Window:
         self._covered = 0.0
 
     def forget_items(self, optimizers: Iterable[Optimizer]) -> None:
-        """Count the items of losses anew, once the gradients that they gave all optimizers are dropped.
+        """Reset the count of items after the gradients of all optimizers were dropped.
 
-        A closure drops them and goes backward again, and so do scripts that try a batch before they train on it.
+        Closures drop them and run backward again, and so do scripts that run a trial batch before training.
         """
         if self.items is None:
             return
@@ -240,7 +240,7 @@ class Window:
         )
 
     def scale_given(self, denominator: float | Tensor) -> float | Tensor:
-        """As :meth:`scale` for a loss whose denominator the script knows: no weight, nothing to communicate or correct.
+        """Like :meth:`scale`, for a loss with a given denominator: no weight, nothing to communicate or correct.
 
         Raises:
             UsageError: other losses of the window came without it.
@@ -396,18 +396,18 @@ class TrainingLoop:
         """The norm to which the gradients of the next step were clipped; 0 for none."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self._looked_at: set[int] = set()
-        """Models whose loss was looked at for being a mean over labels."""
+        """Models whose loss was checked for being a mean over labels."""
         self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
         self._factors: dict[tuple[Any, ...], Factors] = {}
-        """What the first loss of each kind is multiplied by."""
+        """Factors of the first loss of each kind."""
         self.called: list[int] = []
         """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for
         a backward."""
         self._era = 0
         """Keeps the monitor's era of the last reduction."""
         self.loose = LooseParameters(backend)
-        """What prepared optimizers step and no prepared model holds."""
+        """Parameters that prepared optimizers step and no prepared model holds."""
         self.optimizers: list[PreparedOptimizer] = []
         """In the order of ``prepare``."""
         self.unprepared: dict[int, ReferenceType[Tensor]] = {}
@@ -418,7 +418,7 @@ class TrainingLoop:
         self._num_backwards = 0
         self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
         self.averaged = self._dp_size if backend.capabilities.averages_gradients else 1
-        """By how many ranks the engine divides the sum of gradients; a loss is multiplied by it."""
+        """Number by which the engine divides the sum of gradients; losses are multiplied by it."""
         self._linear_hooks: set[int] = set()
         self._finds_loose = self._dp_size > 1 and not backend.capabilities.pipelined
         self._windows: dict[tuple[PreparedModel, ...], Window] = {}
@@ -464,7 +464,7 @@ class TrainingLoop:
         return max((window.position for window in self._windows.values() if not window.closing), default=0)
 
     def abandon_windows(self) -> None:
-        """Drop the gradients of open windows, after other parameters were loaded; the next micro-batch begins anew."""
+        """Drop the gradients of open windows after a load; the next micro-batch begins a new window."""
         for window in self._windows.values():
             window.closing = True
         self.manual.reset()
@@ -803,7 +803,7 @@ class TrainingLoop:
         self.loose.update(self.optimizers, self.models)
 
     def _find_unprepared(self, loss: Tensor) -> None:
-        """Remember the tensors that a loss trains and nothing prepared holds, whose gradients nothing reduces.
+        """Record tensors that a loss trains but no prepared object holds: their gradients are not reduced.
 
         Raises:
             UsageError: neither the prepared models nor the prepared optimizers have anything to train, so that the loss
@@ -1108,9 +1108,9 @@ class TrainingLoop:
             model.trainable.release()
 
     def forget(self) -> None:
-        """Forget the models and optimizers, which are no longer prepared, and what was found of them.
+        """Remove all models and optimizers, and what was found of them.
 
-        Whatever is looked at or warned of once for a model is looked at anew for the next.
+        Checks and warnings that occur once for a model are repeated for the next.
         """
         for kept in (self.models, self.optimizers, self.called, self.unprepared, self._windows):
             kept.clear()
@@ -1151,7 +1151,7 @@ _LOOSE = (
 _TRAINS_OTHERS = methodcaller("trains_others")
 
 _NO_CLIPPING = 1e6
-"""From this norm on a call only measures, as scripts do by 1e9 or infinity, and perhaps on one rank alone."""
+"""Threshold from which a call only measures the norm, as scripts do by 1e9 or infinity, perhaps on one rank only."""
 
 _TERMS, _VIEWS = 16, 4
 """Kinds of terms of a loss that are looked at; and how often a loss may have each row of a batch, as in views of it."""

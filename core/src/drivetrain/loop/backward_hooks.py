@@ -1,7 +1,7 @@
-"""Finds a script's hooks on what flows back through a model, which are given other numbers on several processes.
+"""Finds hooks on gradients of activations, whose values differ between one process and several.
 
 A gradient of an activation is that of the mean over one process's rows, while that of a parameter is averaged. Hooks of
-parameters are judged in :mod:`drivetrain.loop.gradient_hooks`.
+parameters are checked in :mod:`drivetrain.loop.gradient_hooks`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from drivetrain.distributed import trees
 
 _LIBRARIES = ("torch.", "drivetrain", "deepspeed.")
-"""Beginnings of the names of modules whose hooks are an engine's."""
+"""Prefixes of modules whose hooks belong to an engine."""
 
 
 @final
 class BackwardHooks:
-    """Looks at a model's layers and at its last outputs when the first loss comes. Not collective.
+    """Checks the hooks of a model's layers and of its last outputs at the first loss. Not collective.
 
     Nothing is kept alive and no call is intercepted, so hooks on what lies between the layers are not seen.
 
@@ -33,7 +33,7 @@ class BackwardHooks:
         self._outputs: Sequence[ref[Tensor]] = ()
 
     def note(self, output: Any) -> None:
-        """Remember what a forward gave; what it gave before is forgotten."""
+        """Record the outputs of a forward, in place of the previous ones."""
         self._outputs = [ref(leaf) for _, leaf in trees.leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
 
     def found(self) -> list[str]:

@@ -138,7 +138,7 @@ class Synchronised(_BatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Of the data-parallel ranks; ``None`` for the default one. Read by torch's forward."""
+        """Group of the data-parallel ranks; ``None`` for the default one. Read by torch's forward."""
         return collectives.dp_group(self._topology)
 
     # Names under which torch's forward looks up its check.

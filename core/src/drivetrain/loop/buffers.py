@@ -4,10 +4,11 @@ A batch norm's running statistics follow the batches of its own rank. An evaluat
 rank, and a checkpoint those of one rank. When they are synchronised depends on the engine: where forward is collective
 (parameters in shards), before the first evaluation after training, which costs nothing in a training step; elsewhere
 with the backward that closes an accumulation window, the last point that every rank is sure to reach. Ranks may then
-evaluate different numbers of batches, or the main process alone.
+evaluate different numbers of batches, or only the main process does.
 
 A forward that writes what it computes from a batch to a buffer (a running mean, a queue of features, a count of tokens)
-computes it from one rank's samples, so that training is not that of one process. It is said once, by comparing values.
+computes it from one rank's samples, so that training is not that of one process. A comparison of values warns of it,
+once.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class Buffers:
         self.matter = self._topology.dp_size > 1
 
     def before_forward(self) -> None:
-        """To be called before each forward of the model, with or without gradients.
+        """Synchronise before a forward of the model if needed; call it before each one, with or without gradients.
 
-        With ``together`` collective over all ranks in the first evaluation after training. Else only where training
-        forwards were run since the last window was closed, as by ``update_bn``; the main process then waits some
-        seconds for the others, and goes on without those that do not evaluate.
+        With ``together`` collective over all ranks in the first evaluation after training. Otherwise only if training
+        forwards ran since the last window was closed, as by ``update_bn``; the main process then waits some seconds
+        for the other ranks, and continues without those that do not evaluate.
         """
         if not self.matter:
             return
@@ -95,7 +96,7 @@ class Buffers:
             self._changed = False
 
     def window_closed(self) -> None:
-        """To be called after each backward that reduces gradients. Collective over the data-parallel ranks."""
+        """Synchronise after a backward that reduces gradients. Collective over the data-parallel ranks."""
         self._windows += 1
         if self.matter and not self._together and not self._apart:
             self._look()
@@ -163,7 +164,7 @@ class Buffers:
 
 
 _ROUNDING = 1e-5
-"""Of sums of a buffer, which other kernels or orders of summation explain."""
+"""Tolerance of a buffer's sums: differences that other kernels or orders of summation explain."""
 
 
 def _sums(buffer: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.backend import Trainable
 
 AVERAGE = "average"
-"""Key of a checkpoint entry's further state that tells an average from a model."""
+"""Key of a checkpoint entry's further state that marks an average."""
 
 
 @final
@@ -69,7 +69,7 @@ class EMA:
         self._in_model = False
         self._buffers: set[str] = set()
         self._direct: set[str] = set()
-        """What a checkpoint lays out as it is trained."""
+        """Names of tensors that a checkpoint stores in the layout of training."""
         self._tensors: dict[str, Any] = {}
         accelerator.register_for_checkpointing(self)
 

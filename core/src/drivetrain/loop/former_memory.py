@@ -1,4 +1,4 @@
-"""Refuses tensors and numpy arrays in memory that a parameter has left, because an engine moved it.
+"""Makes tensors and numpy arrays that alias a parameter's former memory raise after an engine has moved it.
 
 ``p.data``, ``p.detach()``, ``p[0]`` and the tensors of ``model.state_dict()`` lie in the memory of their parameters. In
 plain torch they follow the training, and what is written to them reaches the model. Once an engine has moved the
@@ -53,13 +53,13 @@ class FormerMemory:
         moved_later: it moves them in the first forward, before which :meth:`look` is called again.
 
     Raises:
-        UnsupportedError: an array of numpy lies there, which nothing can refuse later.
+        UnsupportedError: a numpy array is in this memory, whose uses cannot be detected.
     """
 
     def __init__(self, engine: str, module: nn.Module, *, moved_later: bool = False) -> None:
         self.engine, self.model, self.moved_later = engine, type(module).__name__, moved_later
         self.when = "its first forward" if moved_later else "accelerator.prepare"
-        """When the engine moves them."""
+        """Time at which the engine moves them."""
         self._module = ref(module)
         for parameter in module.parameters():
             if isinstance(parameter, _KINDS):  # It was found beside an earlier model, both frozen.
@@ -95,7 +95,7 @@ class FormerMemory:
             self._tensors[id(tensor)] = ref(tensor), mine
 
     def refuse_those_left(self) -> None:
-        """Make those raise where they are used whose parameters the engine has moved by now. Not collective."""
+        """Make tensors raise on use if the engine has moved their parameters by now. Not collective."""
         module = self._module()
         if module is None:
             return
@@ -188,14 +188,14 @@ def _storage_of(tensor: Tensor) -> int | None:
 
 
 def _exported(tensor: Tensor) -> bool:
-    """Whether something refers to a tensor that Python's collector does not know, as an array of numpy on it does."""
+    """Whether an object invisible to Python's garbage collector refers to a tensor, as a numpy array does."""
     total, number = sys.getrefcount(tensor) - 1, id(tensor)
     known = sum(list(map(id, gc.get_referents(each))).count(number) for each in gc.get_referrers(tensor))
     return total > known + sum(_local_names(frame).count(number) for frame in _running())
 
 
 def _local_names(frame: FrameType) -> list[int]:
-    """Identifiers of what the variables of a running function refer to; the collector knows what closures do."""
+    """Return the ``id`` of each local variable's value; the garbage collector covers closures."""
     code, values = frame.f_code, frame.f_locals
     found = [id(values[name]) for name in code.co_varnames if name in values and name not in code.co_cellvars]
     if sys.version_info < (3, 13) and code.co_flags & inspect.CO_OPTIMIZED:

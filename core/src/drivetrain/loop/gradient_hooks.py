@@ -1,8 +1,8 @@
-"""Finds a script's hooks on gradients of parameters, and tries whether they are linear.
+"""Finds hooks on gradients of parameters, and checks whether they are linear.
 
 A hook may be called with a part of the gradient (of one rank's samples), or with a multiple of it (where the size of a
-window is known only after its last backward). Of a linear hook the average is the hook of the average, and the multiple
-the hook of the multiple. Of any other it is not, and a hook that returns nothing looks at another number.
+window is known only after its last backward). A linear hook commutes with averages and multiples. Any other hook does
+not, and a hook that returns nothing reads another value.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _NothingReturnedError(Exception):
 
 
 def _called(hook: Hook, given: Tensor) -> Tensor:
-    """What autograd would go on with: what a hook returns, or what it has written to its argument."""
+    """Return the gradient after a hook: its result, or its argument, which it may have changed."""
     written = given.clone()
     returned = hook(written)
     if returned is not None:

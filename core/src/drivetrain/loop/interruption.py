@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 _SAVES_FIRST = 1
 _ASKED, _READY, _KEY = "asked", "ready", "stop"
-"""Keys of the store: somebody was told to end; how many ranks look at the next one after each step; step and signal."""
+"""Keys of the store: a rank has received a signal; number of ranks that poll after each step; step and signal."""
 
 _LISTEN_SECONDS = 0.2
 """Between two looks of the thread. A look costs the training a tenth of a millisecond at most, while it lasts."""
 
 _READY_SECONDS = 10 * _LISTEN_SECONDS
-"""How long the rank that heard waits, once, for the threads of the others."""
+"""Timeout for the threads of the other ranks, once, on the rank that received the signal."""
 
 _serial = count()
 
@@ -162,7 +162,7 @@ class _Listener:
         self._store = store
         self._closed = threading.Event()
         self.alert = False
-        """A rank was told to end: the training looks at the store from now on."""
+        """A rank has received a signal: the training polls the store from now on."""
         self._thread = threading.Thread(target=self._listen, name="drivetrain-stop", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # torch's C++ aborts a program that ends while a thread returns from the store

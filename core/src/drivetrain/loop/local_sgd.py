@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains alone for some steps, then parameters are averaged over the ranks.
+"""Local SGD: averages parameters over the ranks after every few steps, in which each rank trains independently.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 """

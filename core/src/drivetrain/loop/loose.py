@@ -1,7 +1,7 @@
-"""Averages the gradients of loose parameters: what prepared optimizers step and no prepared model holds.
+"""Averages the gradients of loose parameters: those that prepared optimizers step and no prepared model holds.
 
-The temperature of CLIP, learned weights of losses, a soft prompt, a head that stands beside the model. An engine
-reduces what it was given with a model; a loose parameter gets the gradient of this rank's samples. The loss of an
+Examples are the temperature of CLIP, learned loss weights, a soft prompt, a head outside of the model. An engine
+reduces the gradients of its models only; a loose parameter gets the gradient of this rank's samples. The loss of an
 engine that averages over ranks was multiplied by ``dp_size``, so the mean over the data-parallel ranks is the gradient
 that the model's parameters have: the same weights, the same denominator. A mean also leaves what was averaged before
 as it is, so that any number of backwards may add to it. Where an engine sums, gradients of loose parameters are
@@ -47,11 +47,11 @@ class LooseParameters:
         self._known: dict[int, Tensor] = {}
         self._hooks: dict[int, list[Any]] = {}
         self._local: set[int] = set()
-        """Identities of those whose gradient holds a part of this rank alone."""
+        """Identities of those whose gradient holds contributions of this rank only."""
         self._optimizers: list[PreparedOptimizer] = []
         self._alone: list[PreparedOptimizer] = []
         self._not_finite: set[int] = set()
-        """Identities of optimizers of loose parameters alone whose last clipping norm was not finite."""
+        """Identities of optimizers of only loose parameters whose last clipping norm was not finite."""
         self._driven = False
         """A backward that the accelerator runs is under way."""
 
@@ -163,7 +163,7 @@ class LooseParameters:
                 parameter.grad = mean.view_as(parameter).to(parameter.device, copy=True)
 
     def check_reduced(self, optimizer: PreparedOptimizer, models: Iterable[PreparedModel]) -> None:
-        """Raise where ``optimizer`` would step with gradients of this rank alone, unless the script keeps them so."""
+        """Raise if ``optimizer`` would step with unreduced gradients, unless the script intends it."""
         if not self._local or any(model.held for model in models):
             return
         for group in optimizer.source.param_groups:
@@ -186,7 +186,7 @@ class LooseParameters:
             )
 
     def refuse_pipelined(self, optimizer: PreparedOptimizer) -> None:
-        """Raise where the stages of a pipeline, of which the last one alone computes a loss, would step apart."""
+        """Raise if pipeline stages would step differently, since only the last one computes a loss."""
         if self._backend.capabilities.pipelined and optimizer in self._optimizers:
             raise UnsupportedError(
                 f"{type(optimizer.source).__name__} holds parameters of no prepared model, and of the ranks of a "
@@ -200,7 +200,7 @@ class LooseParameters:
         return optimizer in self._alone
 
     def not_finite(self, optimizer: PreparedOptimizer) -> bool:
-        """Whether the last clipping norm stops the step of such an optimizer; asked once a step."""
+        """Whether the last clipping norm skips the step of such an optimizer; called once per step."""
         found = id(optimizer) in self._not_finite
         self._not_finite.discard(id(optimizer))
         return found
@@ -273,7 +273,7 @@ class LooseParameters:
 
 
 _NOT_OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
-"""Keys of a parameter group that say how a step is computed on this device, not what is computed."""
+"""Keys of a parameter group that select an implementation on this device."""
 
 
 def _state_of(optimizer: Optimizer, known: Mapping[int, Tensor]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 ``cross_entropy`` and similar functions save their labels for the backward, with ``ignore_index`` and the reduction.
 Earlier operations (shifted labels, flattened logits, masks) are included, so the count is that of the loss itself.
 
-Engines average over data-parallel ranks. Of a mean over each rank's rows that is the mean over all rows; of a sum over
-each rank's rows it is 1/ranks of the sum over all rows. Where the graph is ambiguous, :func:`count_items` raises, and
-:func:`sums_over_batch` returns ``False``.
+Engines average over data-parallel ranks. For a mean over each rank's rows the result is the mean over all rows; for a
+sum over each rank's rows it is 1/ranks of the sum over all rows. If the graph is ambiguous, :func:`count_items` raises,
+and :func:`sums_over_batch` returns ``False``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MIXING = _bases(
     "Logcumsumexp Max Median Min Mode Mv Nanmedian Nanquantile Nansum Pdist Prod Quantile ScatterAdd "
     "ScatterReduce Sort Std StdMean Topk Trace Var VarMean"
 )
-"""Of all rows, or along a dimension that may be theirs; without the numbers, which a release of torch may change."""
+"""Autograd nodes of reductions over all rows, or along a possible row dim; without torch's version numbers."""
 _SELECTS = _nodes("Index0 MaskedFill0 MaskedSelect0 Where0")
 _PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
 _LAYERS = _bases(
@@ -135,7 +135,7 @@ def _terms(start: Any) -> Iterator[_Term]:
 
 
 def count_items(loss: Tensor) -> Tensor | int:
-    """How many items ``loss`` is a mean over, without waiting for the device unless it adds several means. Local.
+    """Return the number of items that ``loss`` is a mean over. Waits for the device only for sums of means. Local.
 
     Args:
         loss: 0-d, with its graph: a mean as torch's loss functions compute it, or a multiple of one, or a sum of means
@@ -252,12 +252,12 @@ def _next(node: Any) -> Any:
 
 
 class RowsOfTerm(NamedTuple):
-    """What the graph of one term of a loss says about the rows that it is over.
+    """Rows of one term of a loss, read from its graph.
 
     Args:
         first: sizes of dimensions in which its tensors may have their rows; parameters are left out.
         computes: some layer computes with data; else it is a term of parameters alone, as a penalty on weights is.
-        factor: what the loss has of the mean over its elements, where constants say so; else ``None``.
+        factor: multiple of the mean over its elements, if constants determine it; else ``None``.
     """
 
     first: frozenset[int]
@@ -266,7 +266,7 @@ class RowsOfTerm(NamedTuple):
 
 
 def rows_of_terms(loss: Tensor) -> list[RowsOfTerm]:
-    """Return what the graph of a loss says about the rows that each of its terms is over; terms of one kind once.
+    """Return the rows of each term of a loss, read from its graph; terms of one kind once.
 
     Not collective.
     """
@@ -367,7 +367,7 @@ def computes_with_data(node: Any) -> bool:
 
 
 class Factors(NamedTuple):
-    """What a loss is multiplied by.
+    """Factors of a loss.
 
     Args:
         rows: of this rank's batch.

@@ -131,7 +131,7 @@ class PreparedModel:
             Current.monitor.record(call, log_call(call), None, (self.index,))
 
     def synchronise(self) -> None:
-        """Tell the engine whether to reduce gradients from now on, where that has changed."""
+        """Switch the engine's gradient reduction on or off, if that has changed."""
         reduces = self.window.reduces and not self.held
         if reduces is not self.reduces:
             self.reduces = reduces
@@ -252,7 +252,7 @@ class PreparedModule(nn.Module):
         prepared.window.forget_items(trainable.optimizers)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole state, as that of the user's class, without what ``torch.compile`` adds to the names of its parts.
+        """Return the full state dict, as the user's class does, without prefixes of ``torch.compile``.
 
         Raises:
             UsageError: this rank holds shards of the model, which its engine does not gather here.
@@ -268,7 +268,7 @@ class PreparedModule(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As that of the user's class. Names may have what a wrapper of torch adds to those of a part, or not."""
+        """Load a state dict, as the user's class does. Names may have the prefixes of torch's wrappers or not."""
         check_readable("load_state_dict", state_dict.values())
         taken_off = self.__dict__[_ATTRIBUTE].taken_off
         if taken_off:
@@ -289,7 +289,7 @@ class PreparedModule(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _replicate_for_data_parallel(self) -> Any:
-        """A replica of ``nn.DataParallel``, which is called by the engine alone, is of the user's class."""
+        """Return a replica for ``nn.DataParallel``, which only the engine calls, of the user's class."""
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica.__class__ = self.__dict__[_ATTRIBUTE].plain_class
         return replica
@@ -343,7 +343,7 @@ def _without_prefixes(name: str, parts: Mapping[str, str]) -> str:
 
 
 def _changes_nothing(convert: Callable[..., Any], model: nn.Module) -> bool:
-    """Tell whether a conversion, such as that of ``model.to(device)``, leaves the model's tensors as they are.
+    """Whether a conversion, such as that of ``model.to(device)``, leaves the model's tensors unchanged.
 
     It is tried on a small tensor of each of their devices and dtypes, with four and five dimensions too, which
     ``memory_format`` lays out anew.
@@ -439,7 +439,7 @@ def _has_slots(kind: type) -> bool:
 
 
 def _no_sync(self: PreparedModule) -> AbstractContextManager[None]:
-    """As ``accelerator.no_sync(model)``."""
+    """See ``accelerator.no_sync``."""
     prepared: PreparedModel = self.__dict__[_ATTRIBUTE]
     return prepared.no_sync()
 
@@ -521,7 +521,7 @@ def call_plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_state_dict(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """The state dict of the user's class, of what this rank holds: for engines and checkpoints, which know its parts.
+    """Return this rank's state dict in the format of the user's class, for engines and checkpoints.
 
     Args:
         module: prepared or not, or a part of a model.

@@ -223,9 +223,9 @@ class PreparedOptimizer(Optimizer):
         return losses[0] if losses else None
 
     def _record(self, site: str) -> None:
-        """Remember a step for the comparison of ranks: rates each time, other settings of the groups at every 16th.
+        """Record a step for the comparison of ranks: learning rates always, other group settings at every 16th.
 
-        At every 64th also which parameters are trained, but in a pipeline, whose ranks hold different ones.
+        At every 64th also the trained parameters, except in a pipeline, whose ranks hold different ones.
         """
         monitor = Current.monitor
         if monitor is None:
@@ -251,7 +251,7 @@ class PreparedOptimizer(Optimizer):
         monitor.record("step", site, None, (loop.optimizers.index(self), norm, rates, settings, trained))
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """Step an optimizer that holds loose parameters and no others, which no engine has to do with."""
+        """Step an optimizer of only loose parameters, without an engine."""
         loose = self._loop.loose
         if not loose.steps_alone(self):
             raise UsageError(
@@ -313,11 +313,11 @@ class PreparedOptimizer(Optimizer):
         return _same, (self.optimizer,)
 
     def train(self) -> None:
-        """For schedule-free optimizers, which have modes; passed on where the optimizer has one."""
+        """Call ``train`` of a schedule-free optimizer; do nothing for others."""
         getattr(self.optimizer, "train", _nothing)()
 
     def eval(self) -> None:
-        """As :meth:`train`."""
+        """Call ``eval`` of a schedule-free optimizer; do nothing for others."""
         getattr(self.optimizer, "eval", _nothing)()
 
 
@@ -411,7 +411,7 @@ class PreparedScheduler:
         return metrics.mean().item()
 
     def _follow_steps(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_open: bool) -> None:
-        """Move as :meth:`step` says; ``is_open``: it was called inside a window."""
+        """Move according to :meth:`step`; ``is_open``: it was called inside a window."""
         applied, skipped = 0, False
         for optimizer in self.optimizers:
             if optimizer.pending is not None:
@@ -478,7 +478,7 @@ def _same(what: Any) -> Any:
 # ---- unprepared optimizers ------------------------------------------------------------------------------------------
 
 _STEPPING: list[PreparedOptimizer] = []
-"""Prepared optimizers whose engine steps at this moment."""
+"""Prepared optimizers whose engine is stepping."""
 
 _loops: WeakSet[TrainingLoop] = WeakSet()
 

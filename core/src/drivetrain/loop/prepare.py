@@ -1,4 +1,4 @@
-"""Prepares models, optimizers and schedulers, and finds which optimizer belongs to which model."""
+"""Prepares models, optimizers and schedulers, and assigns optimizers to models."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Preparer:
     def prepare(self, objects: Sequence[Any]) -> list[Any]:
         """Prepare models, optimizers and schedulers, in the order given; other objects come back as they are.
 
-        Collective over all ranks. Where it is refused, optimizers that have found no model are forgotten.
+        Collective over all ranks. If it raises, optimizers without a model are removed again.
         """
         before = list(self.optimizers)
         try:
@@ -123,7 +123,7 @@ class Preparer:
         return self._model(module, training=training)
 
     def _model(self, module: nn.Module, *, training: bool = True) -> nn.Module:
-        """As :meth:`model`, once its memory was compared with that of the others."""
+        """See :meth:`model`; called after the check for shared memory."""
         taken_off: Sequence[str] = ()
         if prepared_model(module) is None:
             module, taken_off = take_off_parallel(module)
@@ -217,7 +217,7 @@ class Preparer:
             model.watch_trained()
 
     def _begin_training(self, model: PreparedModel) -> None:
-        """Make a model that was prepared for evaluation alone one that is trained. Collective over all ranks."""
+        """Switch a model that was prepared for evaluation only to training. Collective over all ranks."""
         if not model.evaluates_only:
             return
         check_collective("prepare")
@@ -260,9 +260,9 @@ class Preparer:
         return prepared
 
     def _replace(self, optimizer: PreparedOptimizer) -> None:
-        """Forget an optimizer whose parameters a later one holds, and its schedulers, until the script steps it again.
+        """Remove an optimizer whose parameters a later one holds, and its schedulers, until the script steps it again.
 
-        So its state is freed with the script's own references, and checkpoints have that of the later one alone.
+        Its state is then freed with the script's own references, and checkpoints have only that of the later one.
         """
         for model in optimizer.models:
             model.trainable.remove_optimizer(optimizer.optimizer)
@@ -343,7 +343,7 @@ def is_model(value: Any) -> bool:
 
 
 def _evaluates_only(value: Any) -> bool:
-    """Whether this was prepared for evaluation alone."""
+    """Whether this was prepared for evaluation only."""
     model = prepared_model(value)
     return model is not None and model.evaluates_only
 

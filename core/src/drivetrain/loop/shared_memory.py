@@ -1,4 +1,4 @@
-"""Refuses parameters that share memory under engines that move parameters, where they would come apart."""
+"""Refuses parameters that share memory under engines that move parameters, which would untie them."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class SharedMemory:
                 raise self._two_in_one(one, other)
 
     def add(self, module: nn.Module) -> list[str]:
-        """Remember a checked model that the engine is about to prepare. Not collective.
+        """Record a checked model that the engine is about to prepare. Not collective.
 
         Returns:
             Names of its frozen parameters that share memory with another frozen one: see :func:`check_still_frozen`.
@@ -187,7 +187,7 @@ class SharedMemory:
         return [place.name for place in mine if id(place.tensor()) in shared]
 
     def clear(self) -> None:
-        """Forget the models so far, which are no longer prepared."""
+        """Remove all models, which are no longer prepared."""
         self._earlier.clear()
 
     def _before(self, found: Sequence[Place]) -> list[Place]:

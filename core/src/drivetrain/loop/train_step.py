@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TrainStepOutput:
-    """What one training step did, the same on every rank.
+    """Result of one training step, the same on every rank.
 
     Args:
         loss: (sum over all data-parallel ranks and micro-batches of the loss) / denominator, 0-d, detached.
@@ -42,9 +42,9 @@ class TrainStepOutput:
 
 
 def model_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is given to the model unless the caller says otherwise.
+    """Return the model's arguments for a batch, by default.
 
-    A mapping as keywords, of a tuple or list the first element, anything else as it is.
+    A mapping is passed as keywords; of a tuple or list the first element; anything else unchanged.
     """
     if isinstance(batch, Mapping):
         return (), {str(key): value for key, value in batch.items()}
@@ -116,7 +116,7 @@ def train_step(
 
 @final
 class _Judged:
-    """A loss function whose results are looked at. Engines tell loss functions apart by their code."""
+    """Wrapper of a loss function that checks its results. Engines distinguish loss functions by their code."""
 
     def __init__(self, loss_fn: LossFunction, look: Callable[[Tensor, Any], None]) -> None:
         self._loss_fn, self._look = loss_fn, look

@@ -1,4 +1,4 @@
-"""Modules that torch puts around a model or a part of it, and how they are taken off."""
+"""Detects and removes torch's wrapper modules around a model or its submodules."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def take_off_parallel(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _exchange(part: nn.Module, by: Callable[[str, nn.Module], nn.Module]) -> bool:
-    """Put other modules in the place of children; tells whether any is another."""
+    """Replace children by other modules. Returns whether any was replaced."""
     changed = False
     for name, child in part._modules.items():  # noqa: SLF001 (assigning by name asks for more)
         if child is not None and (new := by(name, child)) is not child:

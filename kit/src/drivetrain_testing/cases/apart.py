@@ -1,4 +1,4 @@
-"""Checks that ranks which come apart are told: loaders of a rank's part, and calls for other batches than the others'.
+"""Checks that differing ranks are reported: loaders that hold one rank's part, and calls for different batches.
 
 Comparison is the core's; an engine must leave it alone, and must itself train in the same way on every rank.
 """
@@ -51,14 +51,14 @@ def _accelerator(kit: Kit) -> Any:
 
 
 def _alone(accelerator: Any) -> bool:
-    """One process, or processes without a process group, through whose store they could compare."""
+    """Whether there is one process, or no process group through whose store processes could compare."""
     return accelerator.num_processes == 1 or call_monitor.Current.monitor is None
 
 
 def _assert_told(kit: Kit, accelerator: Any, train: Callable[[], None], words: str, what: str) -> None:
-    """Train and end; the rank must know by then that the ranks are apart.
+    """Train and end; the rank must have raised for differing calls by then.
 
-    It raises that, or fails in a collective that another rank has left since.
+    It raises that error, or fails in a collective that another rank has left.
     """
     monitor = call_monitor.Current.monitor
     assert monitor is not None
@@ -143,7 +143,7 @@ def _step(accelerator: Any, model: Any, optimizer: Any, x: Any, y: Any) -> None:
 
 @case()
 def skipped_batches(kit: Kit) -> None:
-    """Ranks that leave out different batches by ``continue`` are told; nothing hangs, and sums are of other batches."""
+    """Ranks that skip different batches by ``continue`` raise; without that, nothing hangs and sums mix batches."""
     accelerator = _accelerator(kit)
     topology = accelerator.backend.topology
     # Engines whose ranks compute one batch together compare its values themselves.

@@ -27,7 +27,7 @@ and a few steps magnify that; a wrong factor or a forgotten micro-batch changes 
 
 @dataclass
 class Trained:
-    """What a run did: parameters before and after, the norm before clipping and the loss of each optimizer step."""
+    """Result of a run: parameters before and after, the norm before clipping and the loss of each optimizer step."""
 
     before: dict[str, Tensor]
     after: dict[str, Tensor] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def same_norm_everywhere(kit: Kit) -> None:
 
 @case()
 def not_finite_is_skipped(kit: Kit) -> None:
-    """One rank's gradient is not finite: parameters and scheduler stay, all ranks say so; the next step is applied."""
+    """One rank's gradient is not finite: all ranks skip the step of parameters and scheduler; the next is applied."""
     accelerator = kit.accelerator()
     topology = accelerator.backend.topology
     model: Any = models.build("dense")

@@ -91,7 +91,7 @@ def reductions(kit: Kit) -> None:
 
 @case()
 def broadcasts(kit: Kit) -> None:
-    """Everyone gets the sender's tensors and objects, whoever sends."""
+    """Every rank gets the source rank's tensors and objects, for each source."""
     from drivetrain.utils import broadcast, broadcast_object_list
 
     accelerator = kit.accelerator()

@@ -48,7 +48,7 @@ def before_and_after_training(kit: Kit) -> None:
 
 @case()
 def model_without_optimizer(kit: Kit) -> None:
-    """A model may be prepared for evaluation alone."""
+    """A model may be prepared for evaluation only."""
     accelerator = kit.accelerator()
     model = accelerator.prepare_model(models.build("dense"), evaluation_mode=True).eval()
     x, _ = models.dense_data(6)

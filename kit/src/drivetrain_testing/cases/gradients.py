@@ -120,7 +120,7 @@ def layer_norm(kit: Kit) -> None:
 
 @case()
 def unused_parameters(kit: Kit) -> None:
-    """Parameters without a gradient stay as they are, with whatever the backend wants said for that."""
+    """Parameters without a gradient are unchanged, with the settings that the backend needs for that."""
     section = {**kit.config.get(kit.backend, {}), **kit.unused_parameters}
     compare(kit.with_config(**{kit.backend: section}) if section else kit, Scenario("branching"))
 
@@ -152,7 +152,7 @@ def buffers_start_alike(kit: Kit) -> None:
 
 @case(guards="pytorch#177844, pytorch#185239")
 def parameters_that_are_no_floats(kit: Kit) -> None:
-    """Integer and boolean parameters stay what they are, also under reduced precision; the others train around them."""
+    """Integer and boolean parameters are unchanged, also under reduced precision; the other parameters train."""
     compare(kit, Scenario("indexed"))
     for name in sorted(kit.capabilities.precisions - {"no"}):
         accelerator = kit.accelerator(mixed_precision=name)
@@ -265,7 +265,7 @@ def two_accelerators(kit: Kit) -> None:
 
 @case()
 def start_stop_start(kit: Kit) -> None:
-    """A process may train, end, and train again, though some rank comes late."""
+    """A process may train, end, and train again, even if some rank is late."""
     for _ in range(3):
         environment = own_environment()
         compare(kit, Scenario())

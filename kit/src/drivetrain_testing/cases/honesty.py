@@ -23,10 +23,10 @@ from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import assert_same_state, backward, full_state
 
 REFUSED = (UnsupportedError, BackendBlockedError, ValueError)
-"""What a refusal may be; each tells what to write instead."""
+"""Exceptions of a refusal; each names what to write instead."""
 
 PER_RUN = frozenset({"pipelined", "sharded_save"})
-"""Flags that say what settings may ask for, so that a started backend may switch them off."""
+"""Flags that depend on settings, so that a started backend may switch them off."""
 
 PROOFS: dict[str, tuple[str, str]] = {
     "multi_process": ("gradients.dense", "honesty.one_process_only"),
@@ -76,7 +76,7 @@ def one_process_only(kit: Kit) -> None:
 
 @case()
 def drivetrain_test(kit: Kit) -> None:
-    """What ``drivetrain test`` runs passes here, and under each of ``layouts``: gather, gradients, saving, loading."""
+    """The checks of ``drivetrain test`` pass, also under each of ``layouts``: gather, gradients, saving, loading."""
     for layout in ({}, *kit.layouts):
         said = f"drivetrain test under {layout}" if layout else "drivetrain test"
         with diagnosis.meaning(said):
@@ -304,7 +304,7 @@ def every_rank_saves_its_part(kit: Kit) -> None:
 
 @case(applies=lambda capabilities: not capabilities.sharded_save)
 def every_rank_could_save_all(kit: Kit) -> None:
-    """Not ``sharded_save``: every rank holds every tensor whole, so that one of them can write each."""
+    """Not ``sharded_save``: every rank holds every full tensor, so that any of them can write it."""
     accelerator, model, optimizer = _ready(kit)
     _backward(accelerator, model)
     optimizer.step()
@@ -324,7 +324,7 @@ def _assert_held_by_all(accelerator: Any, model: Any) -> None:
 
 
 def _boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of what this rank holds of a tensor, as torch's planners ask for it."""
+    """Return offsets and sizes of this rank's shards of a tensor, as torch's planners read them."""
     listing = getattr(tensor, "__create_chunk_list__", None)
     if listing is None:
         return [((0,) * tensor.dim(), tuple(tensor.shape))]

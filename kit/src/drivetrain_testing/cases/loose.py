@@ -1,4 +1,4 @@
-"""Checks what prepared optimizers step and no prepared model holds: it trains as on one process, or is refused.
+"""Checks loose parameters, which no prepared model holds: they train as on one process, or are refused.
 
 The core averages the gradients of such parameters by what the engine multiplies a loss with, so an engine that scales
 losses in a way of its own trains its model right and these wrong.
@@ -22,7 +22,7 @@ from drivetrain_testing.scenario import backward, share
 
 STEPS, ROWS, RATE = 4, 12, 0.5
 ROUNDING = 2e-5
-"""Of values of the order of 1 after some steps in float32."""
+"""Tolerance of values of the order of 1 after some steps in float32."""
 
 Optimizers = Callable[[nn.Module, list[Tensor]], list[Optimizer]]
 

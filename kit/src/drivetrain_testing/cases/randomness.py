@@ -54,7 +54,7 @@ def _loss_of_step(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> fl
 
 
 def _by_coordinate(accelerator: Any, mine: Any, what: str) -> dict[int, Any]:
-    """What each data-parallel coordinate has, which must be the same on all its ranks."""
+    """Return the value of each data-parallel coordinate, which must be the same on all its ranks."""
     found: dict[int, Any] = {}
     topology = accelerator.backend.topology
     for coordinate, theirs in Ranks(accelerator.backend).gather((topology.dp_rank, mine)):

@@ -321,7 +321,7 @@ def parameters_that_are_written(kit: Kit) -> None:
 
 @case()
 def weights_of_other_strides(kit: Kit) -> None:
-    """Weights whose order in memory changes after ``prepare``: transposed, laid out anew, ``channels_last``."""
+    """Weights whose order in memory changes after ``prepare``: transposed, other strides, ``channels_last``."""
 
     def transposes(model: Any, _optimizer: Any, step: int) -> None:
         if step == 1:
@@ -474,7 +474,7 @@ def steps_without_the_accelerator(kit: Kit) -> None:
 
 @case()
 def steps_without_a_backward(kit: Kit) -> None:
-    """A step that no backward came before is refused, and changes nothing."""
+    """A step without a preceding backward is refused, and changes nothing."""
     accelerator = kit.accelerator()
     model = _built(Encoder)
     optimizer: Any = SGD(model.parameters(), lr=0.5)
@@ -539,7 +539,7 @@ def later_optimizers(kit: Kit) -> None:
 
 @case()
 def copies(kit: Kit) -> None:
-    """A deep copy, and what is pickled and read again, has the whole weights and the user's class, or is refused."""
+    """Deep copies and unpickled models have the full weights and the user's class, or are refused."""
     accelerator = kit.accelerator()
     model = accelerator.prepare(_built(Encoder))
     ways: tuple[Callable[[Any], Any], ...] = (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)))  # noqa: S301 (ours)
@@ -556,9 +556,9 @@ def copies(kit: Kit) -> None:
 
 @case()
 def state_dicts(kit: Kit) -> None:
-    """``torch.save(model.state_dict())`` after a step, on all ranks and on the main process alone.
+    """``torch.save(model.state_dict())`` after a step, on all ranks and on the main process only.
 
-    The whole state, tied parameters still one, or an error that names what to call instead; never a part.
+    The full state, tied parameters still one, or an error that names what to call instead; never a part.
     """
     x, y = next(_batches())
     accelerator = kit.accelerator()

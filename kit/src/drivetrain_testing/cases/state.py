@@ -91,14 +91,14 @@ def _first_part(kit: Kit) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _load(accelerator: Any, kit: Kit, name: str = "cut") -> None:
-    """Load what was cut; that a larger world has random states of its own making is told, and not of interest here."""
+    """Load the checkpoint; ignores the warning that a larger world derives further random states."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*random state.*")
         accelerator.load_state(str(kit.shared / name))
 
 
 def second_part(kit: Kit) -> dict[str, Tensor]:
-    """Build everything anew from other parameters, load, and train to the end."""
+    """Build everything again from other parameters, load, and train to the end."""
     return _second_part(kit)[1]
 
 
@@ -315,7 +315,7 @@ def random_numbers_go_on(kit: Kit) -> None:
 
 @case()
 def own_objects_travel(kit: Kit) -> None:
-    """What ``register_for_checkpointing`` was given is saved and restored."""
+    """Objects of ``register_for_checkpointing`` are saved and restored."""
 
     class Counter:
         value = 0

@@ -1,7 +1,7 @@
 """Checks epochs that do not divide by the number of ranks: each sample counts once, and a mean is over all samples.
 
 The loader knows how many samples each rank has, and the core says by the ``scale`` of each backward what this rank's
-mean weighs. A backend does what it is told, also where ranks are told different numbers and where one is told 0.
+mean weighs. A backend must apply each rank's scale, also if the scales differ between ranks or one is 0.
 """
 
 from __future__ import annotations

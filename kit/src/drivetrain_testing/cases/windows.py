@@ -22,7 +22,7 @@ def full_windows(kit: Kit) -> None:
 
 @case(guards="accelerate#1847")
 def partial_window(kit: Kit) -> None:
-    """An epoch's last window is divided by the micro-batches that it really has; the next epoch starts anew."""
+    """An epoch's last window is divided by the micro-batches that it has; the next epoch starts a new window."""
     compare(kit, Scenario(micro_steps=5, window=4, epochs=2))
 
 
@@ -90,7 +90,7 @@ def without_accumulate(kit: Kit) -> None:
 
 @case()
 def steps_inside_a_window_wait(kit: Kit) -> None:
-    """Inside a window ``step`` and ``zero_grad`` leave parameters and gradients alone."""
+    """Inside a window ``step`` and ``zero_grad`` change neither parameters nor gradients."""
     accelerator = kit.accelerator(gradient_accumulation_steps=3)
     model: Any = models.build("dense")
     optimizer: Any = SGD(model.parameters(), lr=0.5)

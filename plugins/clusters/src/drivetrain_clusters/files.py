@@ -1,4 +1,4 @@
-"""Files that submit a launch to a cluster: a batch file for Slurm, a manifest for Kubernetes. Imports no torch."""
+"""Writes files that submit a launch to a cluster: a Slurm batch file or a Kubernetes manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from drivetrain.api.programs import CommandLine, LaunchPlan
 
 _RESUMABLE = os.EX_TEMPFAIL
-"""Exit code of a launcher whose run saved itself because it was told to end."""
+"""Exit code of a launcher whose run saved a checkpoint on a signal and ended."""
 
 _PORT = 29500
-"""Where machines meet when no port is given: torch's own default."""
+"""Default rendezvous port, that of torch."""
 
 _NUMBERS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """Flags that the variables of Kubernetes take the place of."""
@@ -104,7 +104,7 @@ def _job_name(command: Sequence[str]) -> str:
 
 
 KINDS = ("JobSet", "TrainJob")
-"""What :func:`manifest` writes, as Kubernetes calls it."""
+"""Kubernetes kinds that :func:`manifest` writes."""
 
 _NODE = "node"
 """Name of the replicated job and of its container, as in Kubeflow's own runtimes."""
@@ -114,7 +114,7 @@ _GRACE = 120
 """Seconds between SIGTERM and SIGKILL for a run that saves itself; Kubernetes' default is 30."""
 
 _RESTARTS = 100
-"""How often a run that saves itself is started again after it was told to end."""
+"""Maximum number of restarts of a run that saves a checkpoint on a signal."""
 
 
 def manifest(

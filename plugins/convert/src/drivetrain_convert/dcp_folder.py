@@ -60,7 +60,7 @@ def is_dcp_folder(path: Path) -> bool:
 
 
 def read_dcp_folder(folder: Path) -> dict[Any, Any]:
-    """Everything in such a folder as the nested dictionary that was saved. Not collective.
+    """Read such a folder as the nested dictionary that was saved. Not collective.
 
     Tensors are :class:`Source` objects: each is assembled from its parts on access.
 

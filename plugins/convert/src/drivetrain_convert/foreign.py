@@ -20,7 +20,7 @@ TensorFile = checkpoint.TensorFile
 Tensors = dict[str, Source]
 
 _WRAPPERS = ("module.", "_forward_module.")
-"""What a wrapper puts before every name; taken off only where every name has it."""
+"""Prefixes of wrappers; removed only if every name has one."""
 _WITHIN_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 

@@ -56,7 +56,7 @@ def match(names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | 
 def match_unordered(
     names: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]
 ) -> list[list[str]] | None:
-    """As :func:`match` where the order of ``names`` means nothing: an entry's shape must be that of one name only."""
+    """Like :func:`match`, without the order of ``names``: an entry's shape must be that of one name only."""
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in names:
         by_shape.setdefault(shape, []).append(name)

@@ -1,4 +1,4 @@
-"""What the distribution adds to the command line. Imports no torch."""
+"""Registers the distribution's subcommands. Imports no torch."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def _batches(sources: Tensors) -> Iterator[list[tuple[str, Source]]]:
 
 
 def _steps(trainables: Sequence[_Trainable]) -> int:
-    """Optimizer steps so far, as the optimizers' own counters say."""
+    """Return the number of optimizer steps so far, by the optimizers' own counters."""
     counters = [
         int(source.produce())
         for trainable in trainables

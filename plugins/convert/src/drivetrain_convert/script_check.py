@@ -23,7 +23,7 @@ from drivetrain.api import DrivetrainError, UsageError
 
 
 class Kind(StrEnum):
-    """What a line of a script leads to."""
+    """Effect of a line of a script."""
 
     RAISES = "raises"
     DIFFERS = "differs"
@@ -96,7 +96,7 @@ def _inside(node: ast.AST, wanted: Callable[[str], bool]) -> bool:
 
 @final
 class _Bindings(ast.NodeVisitor):
-    """First reading: what names stand for."""
+    """First pass: collects the bindings of names."""
 
     def __init__(self) -> None:
         self.imports: dict[str, str] = {}
@@ -172,7 +172,7 @@ class _Bindings(ast.NodeVisitor):
 
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"})
-"""Of torch."""
+"""Wrapper classes and functions of torch."""
 
 _OF_ALL = frozenset(
     {
@@ -184,7 +184,7 @@ _OF_ALL = frozenset(
 """Methods that every process calls."""
 
 _WRITE = frozenset({"save_model", "save_state"})
-"""Of these, the ones that write on the main process alone by themselves."""
+"""Methods among these that write on the main process only."""
 
 _ENGINES_OF_ARGUMENTS = ("deepspeed", "fsdp", "parallelism_config")
 """Arguments of ``TrainingArguments`` by which Transformers chooses an engine."""
@@ -232,7 +232,7 @@ _OF_TORCH = {
 """Functions and classes of torch, by their last word, that an accelerator makes needless, and what to write."""
 
 _COLLECTIVES = frozenset({"all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object"})
-"""Of ``torch.distributed``."""
+"""Collectives of ``torch.distributed``."""
 
 _OF_TRAINERS = frozenset({"evaluate", "predict", "save_model", "train"})
 """Methods of trainers that every process calls."""
@@ -649,7 +649,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _asks_for_main(test: ast.expr) -> tuple[bool, bool]:
-    """Whether a branch is taken on the main process alone, and whether by all the others instead."""
+    """Whether a branch is taken on the main process only, and whether on all other processes instead."""
     negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
         return False, negated

@@ -1,4 +1,4 @@
-"""What a rank holds and sends under ``ddp``, for a planner."""
+"""Estimates memory and communication of a rank under ``ddp``, for a planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from drivetrain_planner import Estimate, Ledger, PlanRequest, Traffic, held_whol
 
 
 def estimates(request: PlanRequest) -> list[Estimate]:
-    """One layout: a whole replica on every rank."""
+    """Return one layout: a full replica on every rank."""
     ranks = request.world_size
     if ranks == 1:
         return [Estimate("ddp", "ddp", "ddp", 10, refused="it averages gradients over processes, and there is one")]
@@ -52,4 +52,4 @@ def estimates(request: PlanRequest) -> list[Estimate]:
 
 
 _BUCKET = 25 * 2**20
-"""Bytes that torch reduces in one call where the configuration says nothing."""
+"""Default bucket size of torch in bytes."""

@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from drivetrain.api import UsageError
 
 OPTIONS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""Which options are the hook's and not DDP's own."""
+"""Options of the hook, not of DDP itself."""
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,

@@ -1,7 +1,7 @@
-"""Looks up what this backend needs of torch's DistributedDataParallel beyond its documentation, where it is needed.
+"""Looks up undocumented names of torch's DistributedDataParallel, when they are needed.
 
-Importing the backend looks at nothing: another package may have put a class of its own in the place of torch's, and a
-run of one process needs none.
+Importing the backend checks nothing: another package may have replaced torch's class, and a run of one process needs
+none.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TESTED = "2.13.0"
 
 _WRAPPER = ("_accum_grad_hooks", "_check_reducer_finalized", "_inside_ddp_forward")
 _ARGUMENTS = ("forward_sync_buffers", "broadcast_buffers")
-"""Of the constructor; up to torch 2.12 the second only."""
+"""Arguments of the constructor; up to torch 2.12 the second only."""
 
 _WHO: dict[str, Any] = {"library": "torch", "tested": TESTED, "user": "drivetrain-ddp"}
 
 
 def without_buffers(kind: type) -> dict[str, bool]:
-    """The argument by which a DistributedDataParallel leaves buffers to others in forward.
+    """Return the argument that disables DistributedDataParallel's buffer broadcasts in forward.
 
     Raises:
         BackendBlockedError: the class takes none of the known ones.

@@ -74,18 +74,18 @@ class GradientReducer:
         self.enabled = True
         """Whether the next backward reduces."""
         self.joined = False
-        """Inside ``join``: ranks without batches take part in the reducer's collectives and in no others."""
+        """Inside ``join``: ranks without batches take part in the reducer's collectives only."""
         self._armed = False
         self.local = LocalGradients(model, lambda: self.enabled)
-        """Gradients that hold contributions of this rank alone."""
+        """Gradients that hold contributions of this rank only."""
         self.hooks = ScriptHooks(self.local, self._name)
-        """Of the script, on parameters."""
+        """Hooks of the script on parameters."""
         self._hooks_changed = False
-        """Hooks changed gradients, and ranks have not compared what came of it."""
+        """Hooks have changed gradients, and ranks have not compared the results."""
         self._hooks_stepped = False
         """An optimizer has stepped since."""
         self._num_hooks = self._hooks_compared = 0
-        """How many hooks there were in the last backward that reduced, and when they did."""
+        """Number of hooks in the last backward that reduced, and at the last comparison."""
         self._reductions = 0
         """Reductions that are over."""
         self._starts = True
@@ -102,13 +102,13 @@ class GradientReducer:
         self._strides: list[tuple[int, ...]] = []
         """Keeps those of the trained parameters with two dims or more, as they were when the buckets were made."""
         self._accumulators: list[GradientEdge] = []
-        """Keeps where autograd accumulates the gradients of the trained parameters, as the buckets know it."""
+        """Gradient accumulator nodes of the trained parameters, for which the buckets are registered."""
         self._relaid = False
         """Strides have changed, and ranks have not compared whether all of theirs did."""
         self._recorded = self._miscounted = False
         """Tell of a static graph: torch has recorded it; it has counted a backward that does not reduce before that."""
         self._told = torch.empty(0)
-        """What this rank tells in the ordinary case: 1 for each trained parameter, then zeros for the digest."""
+        """Message of this rank in the usual case: 1 for each trained parameter, then zeros for the digest."""
         self._flags: nn.Parameter | None = None
         self._pending: Any = None
         self._writes = -1
@@ -436,7 +436,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _largest_difference(self, *, written: bool, hooked: bool) -> tuple[str, float, bool, bool]:
-        """Which parameter differs most from rank 0's, relative to its norm there. Collective over all ranks.
+        """Find the parameter that differs most from rank 0's, relative to its norm there. Collective over all ranks.
 
         Returns its name, that difference, and whether any rank has `written` or is `hooked`; the same on all ranks.
         """
@@ -534,6 +534,6 @@ FLAG_BITS = 32
 """Bits of a digest of the parameters' values, which follow the flags."""
 
 _ROUNDING = 1e-3
-"""Of a parameter's norm: differences of other kernels or orders of summation stay below it for thousands of steps."""
+"""Tolerance relative to a parameter's norm: other kernels or orders of summation differ less for thousands of steps."""
 
 _VERSION, _REQUIRES_GRAD, _DTYPE = attrgetter("_version"), attrgetter("requires_grad"), attrgetter("dtype")

@@ -186,7 +186,7 @@ class ScriptHooks:
 
 
 def _why_not_the_same(hook: Hook, grad: Tensor) -> str:
-    """Why calling a hook on parts whose average is the gradient is wrong; empty where the result is the same."""
+    """Return why calling a hook on parts of the gradient is wrong; empty if the result is the same."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     if not grad.numel() or not bool(torch.isfinite(values).all()):
         # The loss scale was too large, and this step is skipped.

@@ -1,4 +1,4 @@
-"""What becomes of Accelerate's section ``deepspeed_config``, and ``DeepSpeedPlugin`` with Accelerate's arguments."""
+"""Converts Accelerate's section ``deepspeed_config``; accepts ``DeepSpeedPlugin`` with Accelerate's arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RULES: Mapping[str, Rule] = {
         instead="call deepspeed.utils.set_z3_leaf_modules(model, [...]) before prepare", nothing=("none",)
     ),
 }
-"""By key of ``deepspeed_config``."""
+"""Conversion rules by key of ``deepspeed_config``."""
 
 
 def DeepSpeedPlugin(  # noqa: N802 (the name that scripts import)

@@ -1,4 +1,4 @@
-"""One name for each place of DeepSpeed's dictionary: older and second names become the one that the section uses."""
+"""Normalizes keys of DeepSpeed's dictionary: deprecated and alternative names become the one that the section uses."""
 
 from __future__ import annotations
 

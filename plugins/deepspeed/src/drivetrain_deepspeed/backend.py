@@ -35,7 +35,7 @@ from drivetrain_deepspeed.loss_scale import LossScale
 from drivetrain_deepspeed.plugin import DEEPSPEED
 
 if TYPE_CHECKING:
-    # These import DeepSpeed, which must first be told the device: `start` does.
+    # These import DeepSpeed, whose accelerator must be set before: `start` does.
     from drivetrain_deepspeed.making import MadeEngine
     from drivetrain_deepspeed.trainable import DeepSpeedTrainable
 
@@ -78,14 +78,14 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
         return self.topology
 
     def set_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
-        """The section may say batch sizes and windows too; they must be the script's."""
+        """Check the section's batch sizes and accumulation steps against the script's."""
         self.config.set_batches(sizes, accumulation_steps)
         if self._trainables:
-            # Before that, the loader whose batches train may be still to come.
+            # Before that, the training loader may not be prepared yet.
             self.config.check_batches()
 
     def file_scheduler(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> Any | None:
-        """The file's schedule in the place of a ``DummyScheduler``; a scheduler of the script contradicts it."""
+        """Return the file's schedule in place of a ``DummyScheduler``; raises for a scheduler of the script."""
         written = self.config.written
         if not schedules.names_one(written):
             return None
@@ -101,7 +101,7 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
         return schedules.of_placeholder(written, scheduler, optimizers[0])
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Stage 3: each layer is built on every rank and at once cut into parts, rank 0's values; else nothing."""
+        """Under stage 3, partition each layer as soon as it is built, with rank 0's values; else do nothing."""
         from drivetrain_deepspeed.building import partitioned_construction
 
         return partitioned_construction(self)

@@ -1,8 +1,8 @@
-"""Construction of a model that no rank may hold whole: DeepSpeed's ``zero.Init`` behind the core's context.
+"""Partitions the parameters of a model during its construction, by DeepSpeed's ``zero.Init``.
 
-``zero.Init`` cuts the parameters of each module when its constructor ends. Many models then initialise once more from
-the outside (``init_weights`` of Transformers); on parameters that are cut by then this would do nothing, without a
-word. Here a parameter that is touched is whole again for as long as it is at work.
+``zero.Init`` partitions the parameters of each module when its constructor ends. Many models are then initialised once
+more from the outside (``init_weights`` of Transformers); on partitioned parameters this would silently do nothing.
+Here a parameter is gathered on first access, and partitioned again when others are accessed.
 
 Values are drawn on the CPU, as without ``zero.Init``, which would make the tensors on an accelerator: its generator
 draws other numbers from the same seed.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
 
 _AT_WORK = 4
-"""Parameters that may be whole at a time: a module that is initialised, such as a norm, has fewer."""
+"""Number of parameters gathered at a time: a module that is initialised, such as a norm, has fewer."""
 
 _SAME_WHEN_CUT = frozenset(
     {"requires_grad", "dtype", "device", "grad", "grad_fn", "is_leaf", "layout", "requires_grad_"}
 )
-"""What is asked of a parameter that its cut form answers as well."""
+"""Attributes that are the same for a partitioned parameter."""
 
 _DRAW = frozenset({
     *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
@@ -45,7 +45,7 @@ _DRAW = frozenset({
 
 @contextmanager
 def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
-    """Under stage 3 cut each module's parameters as soon as it is built; under the others do nothing.
+    """Under stage 3, partition each module's parameters as soon as it is built; under the others do nothing.
 
     Collective: every rank builds the same modules in the same order. Values are rank 0's, those of a construction
     without this context under the same seed.
@@ -67,7 +67,7 @@ def partitioned_construction(backend: DeepSpeedBackend) -> Iterator[None]:
 
 @final
 class _WholeAtWork(TorchFunctionMode):
-    """Gathers cut parameters that an operation touches, and cuts them again when others come."""
+    """Gathers partitioned parameters that an operation accesses, and partitions them again when others are gathered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _WholeAtWork(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_opened(self, tensor: Tensor) -> bool:
-        """Whether this is one of the parameters that are whole on an accelerator, or a view of one (its ``data``)."""
+        """Whether a tensor is a gathered parameter on an accelerator, or a view of one (its ``data``)."""
         if tensor.device.type == "cpu":
             return False
         address = tensor.untyped_storage().data_ptr()
@@ -115,7 +115,7 @@ class _WholeAtWork(TorchFunctionMode):
             self._whole[parameter.ds_id] = parameter
 
     def close(self, left: int) -> None:
-        """Cut again, oldest first, until so many are whole; every rank gets rank 0's values. Collective."""
+        """Partition again, oldest first, until ``left`` are gathered; every rank gets rank 0's values. Collective."""
         while len(self._whole) > left:
             _, parameter = self._whole.popitem(last=False)
             comm.broadcast(parameter.data, 0, parameter.ds_process_group)
@@ -123,7 +123,7 @@ class _WholeAtWork(TorchFunctionMode):
 
 
 def _drawn_on_the_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a random function returns or writes, with numbers of the CPU's generator."""
+    """Run a random function with the CPU's generator."""
     on_cpu = tree_map_only(Tensor, lambda each: each.detach().cpu(), (args, dict(kwargs)))
     found = func(*on_cpu[0], **on_cpu[1])
     if not _name(func).endswith("_"):

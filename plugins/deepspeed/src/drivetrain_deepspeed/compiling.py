@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed compiles when they are first made: can that be done here, and what to do if not."""
+"""Checks whether DeepSpeed's compiled optimizers can be built on this machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _of_builder(error: BaseException | None) -> BaseException | None:
 
 
 def _op(config: Mapping[str, Any]) -> _Op | None:
-    """What this dictionary makes DeepSpeed compile."""
+    """Return the extension that this dictionary makes DeepSpeed compile, if any."""
     optimizer = config.get("optimizer", {})
     if not optimizer or optimizer.get("params", {}).get("torch_adam"):
         return None
@@ -114,7 +114,7 @@ def _check(op: _Op) -> None:
 
 
 def _locks(op: str) -> list[Path]:
-    """Where torch marks a build in progress."""
+    """Return the lock files with which torch marks a build in progress."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     folder = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
     return [*folder.glob(f"{op}/lock"), *folder.glob(f"*/{op}/lock")]

@@ -55,7 +55,7 @@ TYPED: Mapping[str, Keys] = {
         for key in ("gradient_clipping", "gradient_accumulation_steps", "communication_data_type", "steps_per_print")
     },
 }
-"""Where each key of the section stands in DeepSpeed's own dictionary."""
+"""Path of each key of the section in DeepSpeed's own dictionary."""
 
 _ACCELERATE = {
     "deepspeed_config_file": "config_file",
@@ -127,7 +127,7 @@ class DeepSpeedConfig(BaseModel):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The whole dictionary, as scripts of Accelerate ask for it; ``"auto"`` is not filled in."""
+        """Full DeepSpeed dictionary, for scripts written for Accelerate; ``"auto"`` is not filled in."""
         from drivetrain_deepspeed.written import Written
 
         return Written(self).values
@@ -203,7 +203,7 @@ class DeepSpeedConfig(BaseModel):
 
 
 MISSING: Any = object()
-"""What :func:`look_up` finds where there is nothing."""
+"""Returned by :func:`look_up` if there is no such key."""
 
 AUTO = "auto"
 """The word of a file for "fill this in from the run"."""
@@ -229,7 +229,7 @@ def leaves(values: Mapping[str, Any], above: Keys = ()) -> list[tuple[Keys, Any]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values say the same; ``"auto"`` agrees with everything, 1 is not true."""
+    """Whether two values agree; ``"auto"`` agrees with everything, 1 is not true."""
     if any(isinstance(each, str) and each == AUTO for each in (one, other)):
         return True
     if isinstance(one, bool) or isinstance(other, bool):

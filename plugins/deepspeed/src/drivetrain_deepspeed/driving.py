@@ -1,7 +1,7 @@
-"""Driving one DeepSpeed engine by explicit boundaries: the core says when a window ends, what divides it, how it clips.
+"""Drives one DeepSpeed engine by explicit accumulation boundaries, which the core sets, with divisor and clipping.
 
-The engine is told that every backward is a window of its own (``gradient_accumulation_steps`` 1), divides no loss,
-clips nothing and never steps by itself. What its public methods do not reach is reached here and in ``gradients.py``.
+The engine runs with ``gradient_accumulation_steps`` 1, divides no loss, clips nothing and never steps by itself. The
+uses of its private attributes are here and in ``gradients.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Driver:
         self.stage = int(engine.zero_optimization_stage())
         self._groups = FixedGroups([optimizer for optimizer, _ in optimizers], guard, self.stage)
         self.zero: Any = engine.optimizer if self.stage else None
-        # DeepSpeed's own scalers for autocast in float16 let each rank decide alone, parameter group by group.
+        # DeepSpeed's own scalers for autocast in float16 decide per rank and per parameter group.
         engine.torch_autocast_z0_gradscaler = None
         if self.zero is not None:
             self.zero.torch_autocast_gradscaler = None
@@ -79,9 +79,9 @@ class Driver:
             engine.module_forward_post_hook.remove()
             engine.module_forward_pre_hook = engine.module_forward_post_hook = None
         self._running = False
-        """A backward of the core runs."""
+        """A backward of the core is running."""
         self._reached = False
-        """It has come to this engine."""
+        """It has reached this engine."""
         self._prologue = engine._backward_prologue  # noqa: SLF001
         engine._backward_prologue = self._at_output  # noqa: SLF001
         # It would divide by the engine's accumulation steps, of which there are none.
@@ -94,26 +94,26 @@ class Driver:
         self._used: set[int] = set()
         """Parameters that have a gradient on one process: backwards have reached them since it was dropped."""
         self._stepped: set[int] = set()
-        """ZeRO: those of them whose optimizer has stepped since, with which DeepSpeed has dropped their gradients."""
+        """ZeRO: those of them whose optimizer has stepped since, so that DeepSpeed has dropped their gradients."""
         self._their_hooks = {handle.id for handle in getattr(self.zero, "_grad_acc_hooks", ())}
         self._number_of_hooks = -1
-        """How many hooks of torch's second kind there were when all of them were DeepSpeed's and ours; -1 before."""
+        """Number of post-accumulate-grad hooks when all of them were DeepSpeed's and ours; -1 before any check."""
         self._straightened: dict[int, Any] = {}
         self._settled = False
-        """The backward under way has been seen to be the core's, and the script has set no hooks to be tried."""
+        """The current backward is the core's, and the script has set no hooks to be checked."""
         self._hooks = self._watch(engine.module)
         self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
         self.extra_hooks: list[Any] = []
         """Further handles of hooks that go with the engine."""
         self._waiting: set[int] = set()
-        """Optimizers that have not stepped yet with the gradients that there are."""
+        """Optimizers that have not stepped yet with the current gradients."""
         self._scale = 1.0
-        """By how much the gathered gradients are too large."""
+        """Loss scale of the accumulated gradients."""
         self._norm: Tensor | None = None
         """2-norm over all parameters of the pieces as they are, where it is known and finite."""
         self._refused: dict[int, Tensor] = {}
-        """By optimizer, a norm that is not finite: its step is skipped."""
+        """Non-finite norms by optimizer: its step is skipped."""
         self._clipped = False
         self._closed = True
         """The last backward reduced what its window has gathered."""
@@ -127,13 +127,13 @@ class Driver:
             return PartitionedGradients(self.zero, self._topology.device)
         return SlicedGradients(self.zero)
 
-    # ---- what a backward comes to ----------------------------------------------------------------------------------
+    # ---- which engines a backward reaches --------------------------------------------------------------------------
 
     def _watch(self, module: nn.Module) -> list[tuple[Any, Any]]:
-        """A hook on each trained parameter, called before DeepSpeed's own, which tells whether a backward comes here.
+        """Register a hook on each trained parameter, called before DeepSpeed's own, to detect backwards of this engine.
 
-        DeepSpeed's hooks on the tensors that a forward returns see those in lists, tuples and dictionaries alone, and
-        none where a script calls a part of the model.
+        DeepSpeed's hooks on the tensors that a forward returns cover only lists, tuples and dictionaries, and no calls
+        of submodules.
         """
         trained: list[Any] = [each for each in module.parameters() if each.requires_grad]
         return [(each, each.register_hook(self._hook(each))) for each in trained]
@@ -141,7 +141,7 @@ class Driver:
     def _hook(self, parameter: Any) -> Callable[[Tensor], None]:
         number, used, contiguous = id(parameter), self._used.add, parameter.is_contiguous
 
-        # Runs for each parameter in each backward, which asks the rest at its first gradient.
+        # Runs for each parameter in each backward; the slow checks run at the first gradient.
         def at(gradient: Tensor) -> None:
             if self._settled and contiguous():
                 used(number)
@@ -175,9 +175,9 @@ class Driver:
         self._number_of_hooks = number
 
     def _at_output(self) -> None:
-        """A gradient has come to what this engine's forward returned.
+        """Handle the first gradient at the outputs of this engine's forward.
 
-        Below stage 3 that is no reason to begin: where all parameters are frozen now, there is nothing to reduce.
+        Below stage 3 do nothing: if all parameters are frozen now, there is nothing to reduce.
         """
         if self.stage < 3:
             return
@@ -191,7 +191,7 @@ class Driver:
             )
 
     def _at_parameter(self, parameter: Any, gradient: Tensor) -> None:
-        """A gradient has come to one of the parameters; DeepSpeed has not seen it yet."""
+        """Handle the gradient of a parameter, before DeepSpeed's hook."""
         if not self._running and is_taken(parameter):
             self._check_taken(parameter)
             return
@@ -235,7 +235,7 @@ class Driver:
         """Raise where ``torch.autograd.grad`` returns a gradient that the script expects to be that of all ranks."""
         alone = self._topology.dp_size == 1 or not self.engine.is_gradient_accumulation_boundary()
         if not alone:
-            # In a backward, gradients are enabled under create_graph=True alone.
+            # In a backward, gradients are enabled only under create_graph=True.
             penalty = " For a penalty on the gradient of all ranks use one process." if torch.is_grad_enabled() else ""
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {self._guard.named(id(parameter))}, and would "
@@ -278,8 +278,8 @@ class Driver:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the engine know that a backward of ours runs: it must not end it by itself."""
-        # Parameters are looked at where they are plain ones, whose attributes cost a tenth.
+        """Mark a backward of the core as running, which the engine must not end by itself."""
+        # Parameters are checked while they are plain ones, whose attributes cost a tenth.
         with self._guard:
             self._check_unchanged()
             engine = self.engine
@@ -310,7 +310,7 @@ class Driver:
             self._scripts_hooks.look()
 
     def before_backward(self) -> None:
-        """A backward has come to this engine, and DeepSpeed has seen none of its gradients yet."""
+        """Prepare for a backward that reaches this engine, before DeepSpeed gets its first gradient."""
         self._norm = None
         if self._loss_scale is not None:
             # Without ZeRO, gradients stay after a step.
@@ -320,7 +320,7 @@ class Driver:
         self.gradients.before_backward()
 
     def after_backward(self) -> None:
-        """A backward is over; where it came to this engine, reduce what it left. Collective then."""
+        """End a backward; if it reached this engine, reduce its gradients, which is collective."""
         if not self._reached:
             return
         self._closed = bool(self.engine.is_gradient_accumulation_boundary())
@@ -472,7 +472,7 @@ class Driver:
             )
 
     def take_over(self, before: Driver) -> None:
-        """Know what another engine knew of gradients that were not dropped, and of steps of optimizers that go on."""
+        """Take over another engine's record of pending gradients, and the step counts of optimizers that continue."""
         trained = {id(each) for each, _ in self._hooks}
         if self.zero is not None:
             self._stepped |= before._stepped & trained
@@ -484,18 +484,18 @@ class Driver:
 
     @property
     def behind(self) -> dict[int, int]:
-        """Number of steps of the parameters that have had fewer than others of their group, by identity; under ZeRO."""
+        """Step counts of parameters that have had fewer steps than others of their group, by identity; under ZeRO."""
         return {} if self._unused is None else self._unused.behind
 
     def loaded(self, behind: Mapping[int, int]) -> None:
-        """A checkpoint was loaded, with parameters and :attr:`behind`."""
+        """Update the records after a checkpoint was loaded, with parameters and :attr:`behind`."""
         if self._unused is not None:
             self._unused.resume(behind)
         if self.writes is not None:
             self.writes.settle()
 
     def _settle(self) -> None:
-        """What was written last is the engine's."""
+        """Accept the current values as written by the engine, not by the script."""
         self._groups.settle()
         if self.writes is not None:
             self.writes.settle()
@@ -558,7 +558,7 @@ class Driver:
             zero.__dict__.pop(replaced, None)
 
     def _step_one_of_several(self, optimizer: Optimizer) -> None:
-        """The engine steps all groups; those of other optimizers are left alone and keep their gradients."""
+        """Step one optimizer: groups of the others are not changed and keep their gradients."""
         self.gradients.settle()
         self._norm = None
         self.engine.basic_optimizer.stepping = optimizer
@@ -569,7 +569,7 @@ class Driver:
             self.gradients.forget(self._parameters[id(optimizer)])
 
     def drop(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of one optimizer's parameters.
+        """Drop the gradients of one optimizer's parameters.
 
         Args:
             optimizer: the script's.
@@ -585,7 +585,7 @@ class Driver:
         self._drop_gathered(number)
 
     def _drop_gathered(self, number: int) -> None:
-        """Of one optimizer, what the backwards since the last step have gathered."""
+        """Drop one optimizer's gradients accumulated since the last step."""
         if number not in self._waiting:
             return
         self._waiting.discard(number)

@@ -36,7 +36,7 @@ _NOWHERE = {
 
 
 def without_effect(written: Written) -> list[str]:
-    """A sentence for each key that asks for something and has no effect; DeepSpeed passes over them silently."""
+    """Return a sentence for each key that is set and has no effect; DeepSpeed ignores them silently."""
     found: dict[Keys, str] = {}
     for keys, why in _NOWHERE.items():
         said = written.said(*keys)
@@ -80,7 +80,7 @@ def check(written: Written, device_type: str) -> None:
 
 
 def _asks(value: object) -> bool:
-    """Unlike a switch, a number asks for something whatever it is; a device ``none`` does not."""
+    """Whether a value is set: false switches and the device ``none`` are not, every number is."""
     if isinstance(value, dict):
         return value.get("device", "cpu") not in (None, "none")
     return is_on(value) or (isinstance(value, int | float) and not isinstance(value, bool))

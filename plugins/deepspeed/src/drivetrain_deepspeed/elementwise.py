@@ -1,8 +1,8 @@
-"""Which optimizers may step ZeRO's flat partitions: those that treat each element by itself.
+"""Checks that an optimizer is element-wise, so that it may step ZeRO's flat partitions.
 
-ZeRO lays the parameters of a group one after another and cuts the row anywhere. An optimizer that looks at a
-parameter's shape, at norms or at blocks of it becomes another optimizer there, without an error. DeepSpeed's own list
-has nine classes; others are found out by a trial.
+ZeRO concatenates the parameters of a group and cuts the flat buffer anywhere. An optimizer that uses a parameter's
+shape, norms or blocks would compute other updates there, without an error. DeepSpeed's own list has nine classes;
+others are tested by a trial.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drivetrain_sharding import ELEMENTWISE, check_elementwise
 logger = logging.getLogger(__name__)
 
 _DESCRIBED = frozenset({"lion", *(each.__name__.lower() for each in ELEMENTWISE)}) - {"adagrad"}
-"""What a section may name. Of torch's Adagrad DeepSpeed makes a second one, which no schedule reaches."""
+"""Optimizers that a section may name. DeepSpeed replaces torch's Adagrad by a second one, which no schedule updates."""
 
 
 def check(optimizer: Optimizer, stage: int) -> None:

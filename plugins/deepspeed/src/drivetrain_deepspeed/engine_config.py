@@ -1,7 +1,7 @@
-"""The dictionary that ``deepspeed.initialize`` is given: the section, what the run fills in, and what the core decides.
+"""Builds the dictionary for ``deepspeed.initialize`` from the section, facts about the run and the core's settings.
 
-Pure functions of the section and of facts about the run; no torch, no engine. What the section says and the run says
-otherwise is an error that shows both, at the moment when both are known.
+Pure functions of the section and of facts about the run; no torch, no engine. A value that differs
+between section and run raises an error that shows both, as soon as both are known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivetrain_deepspeed.written import Said, Written
 _MICRO, _TOTAL, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 _ZERO = "zero_optimization"
 _SCALER = {"init_scale": 65536.0, "growth_interval": 2000}
-"""Torch's own numbers: what the script says where it says nothing."""
+"""Torch's defaults, which hold if the script sets nothing."""
 _FURTHER_SCALER = {
     "hysteresis": "hysteresis",
     "min_loss_scale": "min_scale",
@@ -29,7 +29,7 @@ _FURTHER_SCALER = {
 
 
 def implied(section: DeepSpeedConfig, origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """What the section says about keys of the core: ``mixed_precision`` and ``gradient_accumulation_steps``.
+    """Return the core's keys that the section implies: ``mixed_precision`` and ``gradient_accumulation_steps``.
 
     Raises:
         ConfigError: it turns on two precisions.
@@ -54,7 +54,7 @@ class EngineConfig:
         origins: where each key of the section was written.
 
     Raises:
-        UsageError: the section turns off the precision that the run asks for.
+        UsageError: the section turns off the precision of the run.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EngineConfig:
 
     @property
     def clipping(self) -> float:
-        """The norm to which every step clips by the section's word; 0 when it says nothing."""
+        """Norm to which every step clips according to the section; 0 if it sets none."""
         said = self.written.said("gradient_clipping")
         return 0.0 if said is None else float(said.value)
 
@@ -206,10 +206,10 @@ class EngineConfig:
                 "gradient_clipping": 0.0,
             }
         )
-        # DeepSpeed asks for the class, of which it knows nine; `elementwise.check` has looked at what the optimizer
-        # does, and has refused what ZeRO would make another of. The section may say that DeepSpeed must ask too.
+        # DeepSpeed checks the class against a list of nine; `elementwise.check` has tested the optimizer itself, and
+        # refused those that ZeRO would change. The section may turn on DeepSpeed's check too.
         values.setdefault("zero_allow_untested_optimizer", True)
-        # It would forbid the script's own; `effects` says so.
+        # It would forbid the script's own; `effects` warns of it.
         values["zero_force_ds_cpu_optimizer"] = False
         values.setdefault(_ZERO, {}).setdefault("stage", self.stage)
         values.setdefault("steps_per_print", None)
@@ -219,13 +219,13 @@ class EngineConfig:
             values["torch_autocast"] = {
                 "enabled": True,
                 "dtype": self._policy.compute,
-                # None: gradients travel in float32, as the policy says.
+                # None: gradients are reduced in float32, as the precision policy requires.
                 "lower_precision_safe_modules": [],
             }
         return values, open_keys
 
     def _fill(self, values: dict[str, Any], hidden_size: int | None) -> list[str]:
-        """Replace ``"auto"`` by what the run says; keys of the core's are overwritten later."""
+        """Replace ``"auto"`` by values of the run; keys of the core are overwritten later."""
         sizes = _sizes_of(hidden_size)
         open_keys: list[str] = []
         senseless: list[str] = []

@@ -31,7 +31,7 @@ _DEFAULTS = {
 
 
 class Offload(IntEnum):
-    """What waits in host memory."""
+    """Tensors that are offloaded to host memory."""
 
     NOTHING = 0
     OPTIMIZER = 1
@@ -105,14 +105,14 @@ def _refused(request: PlanRequest, values: Mapping[str, Any], stage: int, on_hos
 
 
 class _Layout(ABC):
-    """What the stages have in common.
+    """Base of the layouts of ZeRO stages.
 
     Args:
         request: what is planned.
         section: the configuration.
         stage: of ZeRO.
         accumulation: micro-batches of one optimizer step.
-        offload: what waits in host memory.
+        offload: tensors in host memory.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Layout(ABC):
         self.itemsize = self.trained[0].element_size()
 
     def watched(self) -> list[str]:
-        """Modules whose forwards and backwards count."""
+        """Modules whose forwards and backwards are traced."""
         return []
 
     def around(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -138,7 +138,7 @@ class _Layout(ABC):
         return None
 
     def size(self, key: str) -> int:
-        """A number of elements that the configuration says, or DeepSpeed's own."""
+        """Return a number of elements from the configuration, or DeepSpeed's default."""
         value = look_up(self.values, (_ZERO, key))
         return _DEFAULTS[key] if value in (MISSING, None) else int(value)
 
@@ -201,7 +201,7 @@ class _Layout(ABC):
         return ["seconds of copies and of the step in host memory follow host and host_bandwidth of the machine"]
 
     def remarks(self) -> list[str]:
-        """What the estimate leaves out."""
+        """Costs that the estimate leaves out."""
         return []
 
     @abstractmethod
@@ -250,7 +250,7 @@ class _Stage12(_Layout):
         return self.made(ledger, held, host, part, traffic)
 
     def _offloaded(self, held: dict[str, int], part: int, states: int) -> tuple[dict[str, int], dict[str, int]]:
-        """What stays on the device and what waits in host memory.
+        """Return the bytes by kind on the device, and those in host memory.
 
         The engine's optimizer has a copy of this rank's part, whose gradient is kept, and a buffer from which the part
         is copied back. Each place has room for the largest gradient, in which those of several micro-batches are added
@@ -286,7 +286,7 @@ class _Stage12(_Layout):
         ]
 
     def _keep_whole(self, ledger: Ledger, part: int) -> None:
-        """Stage 1: gradients are whole until the last backward has ended, and are reduced then.
+        """Record full gradients under stage 1, which are reduced after the last backward.
 
         Args:
             ledger: what is held.
@@ -459,7 +459,7 @@ class _Stage3(_Layout):
         model = self.request.model
         most = self.size("stage3_max_live_parameters") * self.itemsize
         gathered: dict[str, int] = {}
-        # A full bucket is laid out anew by ranks, while the next gradient waits; gloo reduces a copy of that.
+        # A full bucket is rearranged by rank, while the next gradient waits; gloo reduces a copy of it.
         copies = 2 if self.request.device_type == "cpu" else 1
         filled = widest = 0
         for event in self.trace.events:
@@ -473,7 +473,7 @@ class _Stage3(_Layout):
                 gathered[event.name] = size
                 ledger.add("gathered", size)
                 if self.offload == Offload.ALL and self.apart and self.ranks > 1:
-                    # This rank's parts come from host memory first.
+                    # This rank's shards are copied from host memory first.
                     ledger.during("gathered", size // self.ranks)
             elif event.kind == "backward_leave" and event.name in gathered:
                 ledger.add("gathered", -gathered.pop(event.name))

@@ -1,7 +1,7 @@
-"""The first steps under ZeRO compare over ranks what they gather and reduce, before DeepSpeed does it.
+"""Compares the collectives of the first ZeRO steps over ranks, before DeepSpeed runs them.
 
 ZeRO reduces gradients in buckets of what each rank has, and stage 3 gathers the parameters of the layers that run.
-Where a layer ran on one rank alone, these have other sizes, and gloo ends the process or waits without end.
+If a layer ran on some ranks only, the sizes differ, and gloo aborts the process or hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drivetrain.api import Topology
 from drivetrain_sharding import SameOrder
 
 _STEPS = 4
-"""Training steps that are compared, about: micro-batches count where they communicate."""
+"""Approximate number of training steps that are compared: micro-batches count if they communicate."""
 
 
 def compare_buckets(module: nn.Module, zero: Any, topology: Topology) -> None:

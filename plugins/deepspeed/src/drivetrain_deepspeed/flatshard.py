@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 class FlatShard(Tensor):
     """The elements ``start`` to ``start + local.numel()`` of a tensor of ``shape``, in row-major order.
 
-    It stands for the whole tensor (its ``shape`` is the whole one) in ``PortableState.tensors``, to be saved and to be
+    It represents the full tensor (its ``shape`` is the full one) in ``PortableState.tensors``, to be saved and to be
     filled; it computes nothing. ``torch.distributed.checkpoint`` takes it as it is. Ranks that hold the same range may
     both offer it; ranges that overlap otherwise are an error of the save.
 
     Args:
         local: 1-d, contiguous, the live memory; may be empty.
         start: index of its first element in the flattened tensor.
-        shape: of the whole tensor.
+        shape: of the full tensor.
     """
 
     local: Tensor
@@ -45,7 +45,7 @@ class FlatShard(Tensor):
         return shard
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Offsets of each box of the whole tensor that this range is made of, with its elements, a view."""
+        """Yield the boxes of the full tensor that make up this range: offsets and a view of the elements."""
         at = 0
         for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + self.local.numel()):
             count = math.prod(sizes)
@@ -72,7 +72,7 @@ class FlatShard(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], start: int, size: Any, stride: Any) -> FlatShard:
         return FlatShard(inner["local"], start, tuple(size))
 
-    # What torch.distributed.checkpoint's planners ask of a tensor that is not laid out in a way they know.
+    # Protocol of torch.distributed.checkpoint's planners for tensors of unknown layouts.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -111,7 +111,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # Whole rows are first to last.
+    first, last = -(-start // row), stop // row  # Complete rows are first to last.
     if first > last:
         # Inside one row.
         for offsets, sizes in _boxes(shape[1:], start - last * row, stop - last * row):

@@ -91,7 +91,7 @@ class WatchedForwards:
             if layer not in self._handles and any(id(each) in self._pieces for each in layer.parameters()):
                 before = layer.register_forward_pre_hook(self._begin)
                 after = layer.register_forward_hook(self._end)
-                # Theirs lets go of the parameters; what stands before it writes to gathered ones too.
+                # DeepSpeed's hook releases the parameters; hooks before it write to gathered ones too.
                 hooks: Any = layer._forward_hooks  # noqa: SLF001
                 earlier = [number for number in hooks if number != after.id]
                 first = next((place for place, number in enumerate(earlier) if number in self._theirs), len(earlier))
@@ -141,8 +141,8 @@ class WatchedForwards:
                 handle.remove()
 
     def _compare_parts(self, parameters: Iterable[Any]) -> None:
-        """Note a parameter that is whole now and has other values than this rank's part of it."""
-        # A layer that the script calls by itself may come before its writes to small parameters are taken in.
+        """Record gathered parameters whose values differ from this rank's partition."""
+        # The script may call a layer directly before its writes to small parameters are taken in.
         if self._written or not self._exact or not self._guard.engine_at_work:
             return
         for each in parameters:

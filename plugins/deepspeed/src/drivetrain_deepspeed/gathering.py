@@ -1,4 +1,4 @@
-"""Whole tensors out of the ranks' ranges, with little memory beside: one parameter, or a few megabytes, at a time."""
+"""Gathers full tensors from the ranks' ranges, one parameter or a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from drivetrain.api import plain_state_dict
 from drivetrain_deepspeed.layout import FlatGroup, Piece, flat_groups, partition_of, partitioned
 
 _ELEMENTS = 1 << 18
-"""How many elements of each rank are gathered at a time."""
+"""Number of elements of each rank that are gathered at a time."""
 
 
 def full_tensors(module: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of each entry of the state dict. Collective over the ranks that share the parameters.
+    """Yield name and full tensor of each state dict entry. Collective over the ranks that share the parameters.
 
     Every rank iterates to the end and holds one gathered tensor at a time.
 
@@ -43,7 +43,7 @@ def _trained(flat: FlatGroup, piece: Piece, *, in_parts: bool) -> Tensor:
     if in_parts:
         return _joined(piece, master[piece.at : piece.at + parameter.partition_numel()])
     if parameter.dtype == master.dtype:
-        same: Tensor = parameter.detach()  # Whole on every rank, and equal to the master values.
+        same: Tensor = parameter.detach()  # Replicated on every rank, and equal to the master values.
         return same
     whole = torch.zeros(parameter.numel(), dtype=master.dtype, device=parameter.device)
     whole[piece.start : piece.start + piece.numel] = master[piece.at : piece.at + piece.numel]

@@ -1,7 +1,7 @@
-"""The gradients of one window where each ZeRO stage keeps them, and the few things that are done to them.
+"""Accesses the gradients of one accumulation window where each ZeRO stage keeps them.
 
 DeepSpeed takes gradients out of ``parameter.grad`` while backward runs (stages 1 to 3), reduces them, and keeps this
-rank's part until its optimizer steps. What stands here reaches that part between the last backward and the step.
+rank's part until its optimizer steps. This module accesses that part between the last backward and the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drivetrain.api import gradients, multiply_gradients, total_norm
 
 
 class Gradients(ABC):
-    """What the backwards since the last step have gathered on this rank.
+    """Gradients accumulated on this rank since the last step.
 
     Attributes:
         factor: what the gathered gradients are still to be multiplied by; applied by the step where that is free.
@@ -38,7 +38,7 @@ class Gradients(ABC):
         """This rank's reduced gradients, live, without :attr:`factor`.
 
         Args:
-            wanted: identities of the parameters asked for; ``None`` for all, which may be few large buffers.
+            wanted: identities of the requested parameters; ``None`` for all, which may be few large buffers.
         """
 
     def norm(self, wanted: frozenset[int] | None, norm_type: float) -> Tensor:
@@ -48,11 +48,11 @@ class Gradients(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget what is gathered."""
+        """Drop the accumulated gradients."""
 
     @abstractmethod
     def end_window(self) -> None:
-        """The engine has stepped, and has dropped what it knows of."""
+        """Reset the records after a step of the engine, which has dropped its gradients."""
 
     @abstractmethod
     def multiply(self, factor: float | Tensor) -> None:
@@ -60,14 +60,14 @@ class Gradients(ABC):
 
     @abstractmethod
     def keep(self) -> Any:
-        """What a step of the engine takes away, for :meth:`give_back`."""
+        """Return copies of the gradients that a step of the engine drops, for :meth:`give_back`."""
 
     @abstractmethod
     def give_back(self, kept: Any) -> None:
-        """Put it where it was: another optimizer will step with it."""
+        """Restore gradients that another optimizer will step with."""
 
     def forget(self, wanted: frozenset[int]) -> None:
-        """Set the reduced gradients of these parameters to zero, while those of others wait for their step."""
+        """Set the reduced gradients of these parameters to zero, and keep those of others for their step."""
         for piece in self.pieces(wanted):
             piece.zero_()
 
@@ -97,7 +97,7 @@ class WholeGradients(Gradients):
         return gradients(each for each in self._all if wanted is None or id(each) in wanted)
 
     def drop(self) -> None:
-        """They are the script's to drop, by ``optimizer.zero_grad``."""
+        """Do nothing: the script drops them by ``optimizer.zero_grad``."""
 
     def end_window(self) -> None:
         """Nothing is kept elsewhere."""
@@ -106,7 +106,7 @@ class WholeGradients(Gradients):
         multiply_gradients(self.pieces(), factor)
 
     def keep(self) -> None:
-        """A step takes nothing away."""
+        """Do nothing: a step drops no gradients."""
 
     def give_back(self, kept: None) -> None:
-        """Nothing was taken away."""
+        """Do nothing: a step drops no gradients."""

@@ -88,11 +88,11 @@ def _scaled(optimizer: Optimizer, stage: int) -> UsageError:
 
 
 class _Held(list[Any]):
-    """What a group holds under ZeRO: a list that a script may neither edit nor read.
+    """Parameters of a group under ZeRO: a list that a script may neither edit nor read.
 
     Args:
         values: this rank's flat partition, or nothing.
-        optimizer: whose group it is; its own methods may read it.
+        optimizer: the optimizer of the group; its own methods may read it.
         guard: says whether the engine is at work.
         stage: of ZeRO.
     """
@@ -102,7 +102,7 @@ class _Held(list[Any]):
         self._optimizer, self._guard, self._stage = optimizer, guard, stage
 
     def check(self, *, edits: bool) -> None:
-        """Raise where it is not the engine, torch or the optimizer that asks."""
+        """Raise unless the engine, torch or the optimizer accesses it."""
         if not self._guard.engine_at_work and not self._may(frame := sys._getframe(2)):  # noqa: SLF001
             if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
                 raise _scaled(self._optimizer, self._stage)
@@ -164,7 +164,7 @@ _BY_STAGE = (
 
 
 class _States(defaultdict[Any, Any]):
-    """State by flat partition, of which a script asks for no parameter's.
+    """State by flat partition; raises if the script looks up a parameter.
 
     Args:
         values: what the optimizer has until now.
@@ -191,7 +191,7 @@ class _States(defaultdict[Any, Any]):
         self._kind, self._guard, self._stage, self._alone = kind, guard, stage, alone
 
     def check(self, key: Any) -> None:
-        """Raise where this is a parameter of the script's, and it is not the engine that asks."""
+        """Raise if the key is a parameter of the script, unless the engine looks it up."""
         its = self._parameters.get(id(key))
         if its is None or its() is not key or self._guard.engine_at_work:
             return
@@ -228,7 +228,7 @@ for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__", "get"
 def refuse_states(
     optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[nn.Parameter]], guard: Guard, stage: int
 ) -> None:
-    """Refuse what a script asks the state of its optimizers for, by parameter.
+    """Make look-ups by parameter in the optimizers' state raise.
 
     Args:
         optimizers: the script's, and what DeepSpeed steps. Those that share a mapping of states share the new one.

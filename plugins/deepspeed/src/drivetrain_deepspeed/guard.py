@@ -1,4 +1,4 @@
-"""Raises where a script asks a parameter for gradients or elements that ZeRO keeps elsewhere.
+"""Raises if a script reads gradients or elements of a parameter that ZeRO keeps elsewhere.
 
 Under stages 1 to 3 DeepSpeed takes gradients out of ``parameter.grad`` while backward runs, and under stage 3 a
 parameter is an empty tensor outside of its layer's forward. torch's functions take both for what they look like: no
@@ -33,7 +33,7 @@ _ABOUT = frozenset(
         *("is_contiguous", "is_pinned", "is_shared"),
     }
 )
-"""What is known of a parameter whose elements are on other ranks."""
+"""Attributes that are valid for a partitioned parameter."""
 
 _WHOLE: Mapping[str, Callable[..., Any]] = {
     "shape": lambda p: torch.Size(p.ds_shape),
@@ -45,7 +45,7 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
     "ndimension": lambda p: len(p.ds_shape),
     "__len__": lambda p: p.ds_shape[0],
 }
-"""What of it is that of the whole."""
+"""Attributes that are computed for the full parameter."""
 
 
 class GuardedParameter(nn.Parameter):
@@ -121,7 +121,7 @@ class Guard:
         self._module = module
         self._pieces = partitioned(module)
         self._touched = False
-        """The script has had to do with parameters that are whole under stage 3, and may have written to them."""
+        """The script has accessed gathered parameters under stage 3, and may have written to them."""
         self._lent: dict[int, tuple[Any, int]] = {}
         """Stage 3: parameters that a layer which the script calls by itself was given, with torch's count of writes."""
         self._theirs: list[tuple[Any, Callable[..., Any]]] = []
@@ -177,10 +177,10 @@ class Guard:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Stage 3: of what is whole now, as small parameters are between uses, this rank keeps its part.
+        """Under stage 3, copy gathered parameters, as small ones are between uses, to this rank's partitions.
 
-        DeepSpeed lets go of whole parameters where a forward takes another way than the one before, and then gathers
-        their parts again: what a script has written to them would be lost.
+        DeepSpeed releases gathered parameters if a forward runs other layers than the one before, and then gathers
+        their partitions again: writes of the script would be lost.
         """
         self._touched = False
         parts, values = [], []
@@ -203,7 +203,7 @@ class Guard:
         return all_gather
 
     def check(self, parameter: Any, name: str) -> None:
-        """Raise where an operation wants the elements of a parameter that is in parts."""
+        """Raise if an operation reads the elements of a partitioned parameter."""
         if name in _ABOUT or name in _WHOLE or name == "grad":
             return
         self._touched = self._stage == 3
@@ -240,7 +240,7 @@ class Guard:
         wrote, number = func.__name__ == "__set__", id(args[0])
         writes = wrote and args[1] is not None
         if self.pending():
-            # The core's zero_grad of the whole model drops it all.
+            # The core's zero_grad of the model drops all of them.
             refused = writes or not _zeroes(self._module)
         elif number in self.stepped and not writes:
             caller = _caller_in_module()
@@ -285,7 +285,7 @@ def _name(func: Any) -> str:
 
 
 def _asked_by_engine() -> bool:
-    """Whether the first caller outside of torch is DeepSpeed, as when a layer that is called alone gathers, or us."""
+    """Whether the first caller outside of torch is DeepSpeed (a layer called directly gathers) or this plugin."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
@@ -296,7 +296,7 @@ def _asked_by_engine() -> bool:
 
 
 def _caller_in_module() -> str:
-    """Name of the method of ``nn.Module`` that asks for a gradient; else nothing."""
+    """Return the name of the calling method of ``nn.Module``, or an empty string."""
     frame = sys._getframe(3)  # noqa: SLF001
     return frame.f_code.co_name if frame.f_globals.get("__name__") == nn.Module.__module__ else ""
 

@@ -29,7 +29,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class JsonFile:
-    """What a file says and where.
+    """Content of a file, with line numbers.
 
     Args:
         path: as the user wrote it.
@@ -53,7 +53,7 @@ def read_json(path: str) -> JsonFile:
     """Read a file.
 
     Raises:
-        ValueError: there is no such file, or it is not JSON; says file and line.
+        ValueError: there is no such file, or it is not JSON; names file and line.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")

@@ -1,9 +1,9 @@
-"""Where each parameter's elements lie on this rank: DeepSpeed's flat buffers in the words of parameters.
+"""Maps parameters to their ranges in DeepSpeed's flat buffers on this rank.
 
 ZeRO-1 and 2 lay the parameters of a group one after another and give each rank an equal part of that row; the
 parameters themselves stay whole on every rank. ZeRO-3 cuts each parameter's row of elements into equal parts and lays
 a rank's parts one after another. Either way a rank owns one range of each parameter, and master values, moments and
-gradients of it stand at one place of a flat buffer. Nothing here is collective or changes anything.
+gradients of it are at one offset of a flat buffer. Nothing here is collective or changes anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from drivetrain_deepspeed.flatshard import FlatShard
 
 
 def num_elements(parameter: Any) -> int:
-    """Of the whole parameter; under ZeRO-3 it is empty between uses."""
+    """Number of elements of the full parameter; under ZeRO-3 it is empty between uses."""
     found: int = parameter.ds_numel if is_zero_param(parameter) else parameter.numel()
     return found
 
@@ -84,7 +84,7 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def partitioned(module: nn.Module) -> list[Piece]:
-    """What ZeRO-3 holds of every parameter in the compute dtype, frozen ones included; empty for other stages.
+    """Return ZeRO-3's partitions of all parameters in the compute dtype, frozen ones included; empty for other stages.
 
     ``at`` is 0: the flat buffer is the parameter's own ``ds_tensor``.
     """

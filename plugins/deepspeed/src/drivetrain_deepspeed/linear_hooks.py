@@ -1,8 +1,8 @@
-"""Whether a script's hooks on parameters may run before gradients are reduced.
+"""Checks that a script's hooks on parameters are linear, so that they may run before gradients are reduced.
 
 DeepSpeed reduces in buckets after autograd, so that a hook of ``register_hook`` is given the gradient of this rank's
-samples. Of a linear hook the mean over ranks is the hook of the mean; of any other it is not, and a hook that returns
-nothing looks at one rank's numbers.
+samples. For a linear hook the mean over ranks is the hook of the mean; for any other it is not, and a hook that returns
+nothing reads one rank's numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LinearHooks:
 
     @torch.no_grad()
     def check(self, parameter: Any, gradient: Tensor) -> None:
-        """Try the hooks of a parameter to which its gradient has come. Not collective.
+        """Check the hooks of a parameter when its gradient is computed. Not collective.
 
         Raises:
             UnsupportedError: one is not linear, or returns nothing.

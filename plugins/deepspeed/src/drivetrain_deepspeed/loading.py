@@ -1,4 +1,4 @@
-"""Layers whose parameters are in parts: gathered while ``load_state_dict`` fills them, and asked what they return."""
+"""Gathers partitioned layers while ``load_state_dict`` fills them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gathering(layer: nn.Module, theirs: Callable[..., None]) -> Callable[..., N
         parts = [each for each in layer._parameters.values() if hasattr(each, "ds_id")]  # noqa: SLF001
         with zero.GatheredParameters(parts, modifier_rank=0):
             theirs(state, prefix, metadata, *rest)
-        # Small parameters stay whole between uses.
+        # Small parameters stay gathered between uses.
         small: list[Any] = [each for each in parts if each.ds_persist]  # type: ignore[union-attr]
         if small:
             small[0].all_gather(param_list=small)

@@ -1,4 +1,4 @@
-"""What DeepSpeed says, on the way of everybody's log records instead of straight to stdout."""
+"""Routes DeepSpeed's messages to ``logging`` instead of stdout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ _THEIRS = "DeepSpeed"
 _OURS = "drivetrain_deepspeed.engine"
 
 _NO_NEWS = (
-    # `elementwise.check` has found that ZeRO may cut this optimizer's parameters, or has refused it; of a stranger's
-    # optimizer it says so itself.
+    # `elementwise.check` has accepted or refused this optimizer, with a message of its own for third-party ones.
     "You are using ZeRO with an untested optimizer",
     # A schedule's own first reading of its learning rate.
     "Attempting to get learning rate from scheduler before it has started",
@@ -61,7 +60,7 @@ class Tamed:
         self._filter = warnings.filters[0]
 
     def release(self) -> None:
-        """As it was before. May be called twice."""
+        """Restore the logger. May be called twice."""
         theirs = logging.getLogger(_THEIRS)
         handlers, level, propagate = self._before
         theirs.handlers, theirs.propagate = handlers, propagate

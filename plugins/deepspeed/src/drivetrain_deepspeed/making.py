@@ -1,4 +1,4 @@
-"""Making the engine of one model: its optimizer, its dictionary, and what is noted before DeepSpeed takes over."""
+"""Creates the engine of one model: optimizer, configuration, and records taken before DeepSpeed changes the model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MadeEngine:
-    """What a trainable works with.
+    """Objects of one engine that a trainable uses.
 
     Args:
         driver: of the engine; ``None`` where the model is not trained.
         state: for checkpoints.
-        optimizers: what really steps, in the order of the script's.
+        optimizers: those that step, in the order of the script's.
         guard: of the module's parameters; ``None`` where no engine was made.
     """
 
@@ -70,7 +70,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     _refuse_shared_parameters(optimizers, module)
     config = _dictionary(backend, module, described)
     recorded = [RecordedGroups.of(optimizer) for optimizer in optimizers]
-    # DeepSpeed makes a new one of an Adagrad, of one group and with no word to the script's and its schedule.
+    # DeepSpeed silently replaces an Adagrad by a new one of one group, unknown to the script and its schedule.
     adagrads = [each for each in optimizers if isinstance(each, torch.optim.Adagrad)] if backend.config.stage else []
     for adagrad in adagrads:
         adagrad.state.clear()
@@ -155,7 +155,7 @@ def _fill_adagrad(adagrad: torch.optim.Adagrad, zero: Any) -> None:
 
 
 def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int) -> list[Any]:
-    """What a script may call on the optimizer that it made, and that would not train its model. Returns handles."""
+    """Make calls of the script's own optimizer that would not train its model raise. Returns hook handles."""
     hooks: list[Any] = []
 
     def no_group(_: Any) -> None:
@@ -207,9 +207,9 @@ def _initialize(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, A
 
 
 def _cut_by_a_float(backend: DeepSpeedBackend, model: nn.Module, config: dict[str, Any]) -> None:
-    """Share out the parameters under stage 3, where DeepSpeed would ask a whole number for the dtype of training.
+    """Partition the parameters under stage 3 of a model whose first parameter is an integer.
 
-    It asks the first parameter, and where the processor or accelerator computes in float16 it insists on a float.
+    DeepSpeed takes the dtype of training from the first parameter, and requires a float if the device supports float16.
     """
     dtypes = [parameter.dtype for parameter in model.parameters()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -223,7 +223,7 @@ def _config_error() -> type[Exception]:
 
 
 def reason(error: Exception) -> str:
-    """What DeepSpeed says, on one line; of pydantic each key with what is wrong."""
+    """Return DeepSpeed's error on one line; of pydantic errors each key with its problem."""
     if isinstance(error, ValidationError):
         found = error.errors(include_url=False)
         return "; ".join(f"{error.title}.{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)

@@ -1,7 +1,7 @@
-"""The optimizer's state, told apart by parameter: what the script's optimizer would hold if it had the parameters.
+"""Splits the optimizer's state by parameter, as if the script's optimizer held the parameters.
 
-The inner optimizer has one parameter a group, the flat buffer, and state of the buffer's shape: moments, which are cut
-like the buffer, and numbers that count for all of it, such as Adam's step.
+The inner optimizer has one parameter per group, the flat buffer, and state of the buffer's shape: moments, which are
+split like the buffer, and numbers that hold for all of it, such as Adam's step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTERS = frozenset({"step"})
 
 @final
 class OptimizerView:
-    """What ``drivetrain.api.portable`` asks of an optimizer, over a ZeRO optimizer's flat buffers.
+    """Optimizer interface for ``drivetrain.api.portable``, over a ZeRO optimizer's flat buffers.
 
     Args:
         parameters: of each group as the script made it, frozen ones included.
@@ -50,13 +50,13 @@ class OptimizerView:
             for piece in flat.pieces if flat.state else ():
                 own = behind.get(id(piece.parameter))
                 if own == 0:
-                    continue  # The script's optimizer would have no state of it yet.
+                    continue  # The script's optimizer would have no state for it yet.
                 self.state[piece.parameter] = {
                     slot: _part(flat, piece, slot, _own(slot, value, own)) for slot, value in flat.state.items()
                 }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """The inner optimizer hears of its new state when the buffers have it: :meth:`Moments.take_over`."""
+        """Do nothing: :meth:`Moments.take_over` sets the inner optimizer's state, after the buffers are filled."""
 
     def take_over(self) -> None:
         """Give hyper-parameters that were loaded to the live groups."""
@@ -175,7 +175,7 @@ def _slots(saved: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
 
 
 def _is_elementwise(flat: FlatGroup, slot: str, found: Sequence[tuple[Piece, TensorSpec]]) -> bool:
-    """Whether a slot has an entry for each element of its parameter; a 0-d parameter alone does not tell."""
+    """Whether a slot has an entry for each element of its parameter; if all are 0-d, the live state decides."""
     if any(spec.shape for _, spec in found):
         return True
     if any(piece.shape for piece, _ in found):
@@ -206,9 +206,9 @@ def _common(numbers: Mapping[str, Mapping[str, Any]], optimizer: Optimizer) -> d
 
 
 def _settle(optimizer: Optimizer, flats: Sequence[FlatGroup]) -> None:
-    """What ``load_state_dict`` ends with: an optimizer's own hook for state of an older shape (Adam's step a number).
+    """Run the last part of ``load_state_dict``: the optimizer's hook for older state formats (Adam's step a number).
 
-    ZeRO-3 empties the parameter groups between steps; the hook looks there.
+    ZeRO-3 empties the parameter groups between steps, which the hook reads.
     """
     held = [group["params"] for group in optimizer.param_groups]
     try:

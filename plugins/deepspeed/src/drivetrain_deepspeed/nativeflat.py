@@ -1,4 +1,4 @@
-"""The flat buffers of DeepSpeed's files, as they are laid out for any stage and world size, filled tensor by tensor."""
+"""Builds the flat buffers of DeepSpeed's files for any stage and world size, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 2
 
 
 class Rooms:
-    """Tensors whose memory is a file, so that the system may write it out.
+    """Tensors in memory-mapped files, so that the system may write them out.
 
     Args:
         folder: made here, and removed by :meth:`close`.
@@ -46,7 +46,7 @@ class Rooms:
         return room.view(source.shape)
 
     def clear(self) -> None:
-        """Give the disk space back; nobody holds the tensors any more."""
+        """Free the disk space; the tensors must not be used any more."""
         for path in self._folder.iterdir():
             path.unlink()
 

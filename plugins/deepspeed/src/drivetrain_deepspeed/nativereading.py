@@ -1,7 +1,7 @@
-"""Read what ``engine.save_checkpoint`` wrote, all ranks' files together: ZeRO 0 to 3, any world size.
+"""Reads checkpoints of ``engine.save_checkpoint``, all ranks' files together: ZeRO 0 to 3, any world size.
 
-Shapes and order of the flat buffers are in the files themselves. Tensors stay mapped; a parameter is put together when
-it is asked for.
+Shapes and order of the flat buffers are in the files themselves. Tensors stay mapped; a parameter is assembled when it
+is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_shards(folder: Path) -> ForeignCheckpoint:
         return _stage0(states)
     _check_complete(optims, int(states["dp_world_size"]), folder)
     shards = [load(path)["optimizer_state_dict"] for path in optims]
-    stage = int(shards[0].get("zero_stage", 1))  # Stage 1 in bfloat16 with float32 accumulation does not say.
+    stage = int(shards[0].get("zero_stage", 1))  # Stage 1 in bfloat16 with float32 accumulation does not record it.
     found = ForeignCheckpoint(f"a checkpoint of DeepSpeed, ZeRO-{stage} on {len(shards)} process(es)")
     flats = _stage3(shards) if stage == 3 else _stage12(shards, states)
     masters: dict[str, Source] = {}

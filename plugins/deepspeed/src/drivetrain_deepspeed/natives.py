@@ -1,4 +1,4 @@
-"""What the files of DeepSpeed's checkpoints have in common: names, classes that stand in for DeepSpeed's, the rest."""
+"""Common parts of DeepSpeed's checkpoint files: names, replacements of DeepSpeed's classes, other states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN_KEYS = frozenset({
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
 })  # fmt: skip
-"""What ``save_checkpoint`` puts into the model's states itself; the rest is the script's ``client_state``."""
+"""Keys that ``save_checkpoint`` itself writes to the model's states; the rest is the script's ``client_state``."""
 
 
 class Record:
@@ -37,7 +37,7 @@ STAND_INS = {
     "deepspeed.utils.tensor_fragment.fragment_address": Record,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
 }
-"""Nothing of DeepSpeed is imported, let alone executed, when a checkpoint is read."""
+"""Replacements of pickled classes, so that reading a checkpoint imports and executes nothing of DeepSpeed."""
 
 
 def load(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Write a checkpoint of ours as what ``engine.save_checkpoint`` would have left: ZeRO 0 to 3, for any world size.
+"""Writes a checkpoint in the format of ``engine.save_checkpoint``: ZeRO 0 to 3, for any world size.
 
 DeepSpeed must be installed, since its files hold objects of its classes. The layout is that of DeepSpeed's defaults
 (``round_robin_gradients`` and ``parameter_alignment`` off). Buffers of the ranks are files while they are filled, so
@@ -26,7 +26,7 @@ OPTIONS = {
     "sub_group_size": "zero_optimization.sub_group_size of that engine, for stage 3; default 1e9",
 }
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "fused": None}
-"""Keys of torch's parameter groups that say how a step is computed; ours do not travel."""
+"""Keys of torch's parameter groups that select an implementation; they are not saved."""
 
 
 def write_shards(saved: SavedModel, target: Path, options: Mapping[str, str]) -> list[str]:
@@ -142,7 +142,7 @@ def _shard(
 def _write_partitioned(
     saved: SavedModel, folder: Path, common: dict[str, Any], rooms: Rooms, frozen: Sequence[str], world_size: int
 ) -> None:
-    """ZeRO-3's model states: parameters are empty there, frozen ones are in fragments, buffers are whole."""
+    """Add ZeRO-3's model states: parameters are empty, frozen ones are in fragments, buffers are full."""
     trained = {name for group in saved.optimizers[0] for name in group["params"]}
     parameters = trained.union(frozen)
     module: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _common(
     world_size: int,
     theirs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the model's states say beside the tensors."""
+    """Return the entries of the model's states besides tensors."""
     trained = {name for group in saved.optimizers[0] for name in group["params"]}
     shapes = [OrderedDict((name, torch.Size(shape)) for name, shape in flat.shapes.items()) for flat in flats]
     still = OrderedDict((name, torch.Size(saved.tensors[f"model.{name}"].shape)) for name in frozen)

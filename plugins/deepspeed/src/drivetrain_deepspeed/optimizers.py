@@ -1,4 +1,4 @@
-"""The optimizer that a DeepSpeed file names, beside the one that the script prepares."""
+"""Resolves the optimizer of a DeepSpeed file against the one that the script prepares."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from drivetrain_deepspeed.config import show
 from drivetrain_deepspeed.written import Written
 
 _IMPLEMENTATION = frozenset({"torch_adam", "adam_w_mode", "fused", "foreach"})
-"""Parameters that say how, not what; the script's optimizer has its own."""
+"""Parameters that select an implementation; the script's optimizer has its own."""
 
 _ALWAYS = {"bias_correction": True}
-"""What torch's optimizers do without a parameter for it."""
+"""Behaviour of torch's optimizers that has no parameter."""
 
 _OWN = frozenset({"fusedadam", "deepspeedcpuadam"})
 
 
 @dataclass(frozen=True)
 class ScriptOptimizer:
-    """What the script prepares.
+    """The optimizer that the script prepares.
 
     Args:
         kind: its class's name.
@@ -39,7 +39,7 @@ class ScriptOptimizer:
     groups: Sequence[Mapping[str, Any]] = ()
 
     def values(self, key: str) -> list[Any]:
-        """What it has for one hyper-parameter: its default, and those of its groups before any schedule."""
+        """Return its values of one hyper-parameter: the default, and those of its groups before any schedule."""
         if key in _ALWAYS and key not in self.defaults:
             return [_ALWAYS[key]]
         found = [self.defaults[key]] if key in self.defaults else []
@@ -47,7 +47,7 @@ class ScriptOptimizer:
 
 
 def describe(optimizer: Any) -> ScriptOptimizer:
-    """What a torch optimizer or a ``DummyOptim`` is."""
+    """Describe a torch optimizer or a ``DummyOptim``."""
     groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     placeholder = isinstance(optimizer, DummyOptim)
@@ -124,7 +124,7 @@ def _is_kind(kind: str, params: Mapping[str, Any], script: ScriptOptimizer) -> b
         return mine == theirs
     if mine in _OWN:
         return True
-    # DeepSpeed's Adam decouples weight decay, as AdamW does, unless it is told not to.
+    # DeepSpeed's Adam decouples weight decay by default, as AdamW does.
     decoupled = theirs == "adamw" or bool(params.get("adam_w_mode", True))
     without_decay = not any(script.values("weight_decay"))
     return mine == ("adamw" if decoupled else "adam") or (mine in ("adam", "adamw") and without_decay)

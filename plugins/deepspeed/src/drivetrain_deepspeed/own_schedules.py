@@ -1,4 +1,4 @@
-"""The file's schedule for a script that prepares no scheduler: it moves by itself, once per applied update."""
+"""Steps the file's schedule for a script that prepares no scheduler, once per applied update."""
 
 from __future__ import annotations
 

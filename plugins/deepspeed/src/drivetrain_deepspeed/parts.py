@@ -1,4 +1,4 @@
-"""Gradients of ZeRO stage 3: of each parameter this rank keeps a part, all in one buffer."""
+"""Gradients of ZeRO stage 3: this rank's shards of all parameters, in one buffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PartitionedGradients(Gradients):
     def __init__(self, optimizer: Any, device: str) -> None:
         self._zero, self._device = optimizer, device
         self._written: set[int] = set()
-        """Parameters whose part of the buffer may hold something."""
+        """Parameters whose range of the buffer may be non-zero."""
         self._known: set[int] = set()
         """Parameters that ever had a gradient."""
         self._first = True
@@ -34,7 +34,7 @@ class PartitionedGradients(Gradients):
     def before_backward(self) -> None:
         zero = self._zero
         if zero._epilogue_ran_this_backward:  # noqa: SLF001
-            # No forward came after the last backward: without this the next would overwrite what it left.
+            # No forward ran after the last backward: without this the next backward would overwrite its gradients.
             zero.clear_backward_seen_flag()
         if self._closed and zero.offload_optimizer:
             # The script may have clipped these, or an optimizer has stepped with its own while others wait.
@@ -51,7 +51,7 @@ class PartitionedGradients(Gradients):
     def after_backward(self, closing: bool) -> None:
         used: set[int] = self._zero._offload_boundary_param_ids  # noqa: SLF001
         if self._first:
-            # DeepSpeed overwrites the parts that this backward used and leaves what an earlier window put in others.
+            # DeepSpeed overwrites the ranges that this backward used and keeps an earlier window's in others.
             for number in self._written - used:
                 self._part(number).zero_()
             self._written, self._first = set(used), False
@@ -96,7 +96,7 @@ class PartitionedGradients(Gradients):
             self._zero.norm_for_param_grads = kept
         else:
             self._zero.averaged_gradients = kept
-        # A step begins a window for DeepSpeed, whose next backward would copy over what waits instead of adding to it.
+        # DeepSpeed begins a window after a step: its next backward would overwrite pending gradients instead of adding.
         self._zero.micro_step_id = 1
 
     def _part(self, number: int) -> Tensor:

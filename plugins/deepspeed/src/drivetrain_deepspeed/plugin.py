@@ -1,4 +1,4 @@
-"""What the backend ``deepspeed`` is, as data. Imports neither torch nor DeepSpeed."""
+"""Registers the backend ``deepspeed``. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 

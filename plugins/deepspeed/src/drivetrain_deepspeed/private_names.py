@@ -30,7 +30,7 @@ _ZERO = (
     *("clear_backward_seen_flag", "custom_loss_scaler", "external_loss_scale", "get_param_id", "ipg_buckets"),
     *("micro_step_id", "optimizer", "overflow", "torch_autocast_gradscaler", "zero_grad"),
 )
-"""Of the optimizers of all stages from 1 on."""
+"""Attributes of the optimizers of stages 1 to 3."""
 
 _ZERO_1_AND_2 = (
     *("_hp_optimizer_states_linked", "_link_all_hp_params", "all_grad_tensors", "bit16_groups", "cpu_offload"),
@@ -64,10 +64,10 @@ _PARAMETER_3 = (
     *("all_gather", "ds_active_sub_modules", "ds_id", "ds_numel", "ds_persist", "ds_process_group", "ds_shape"),
     *("ds_status", "ds_tensor", "partition", "partition_numel"),
 )
-"""Of a parameter that stage 3 keeps in parts."""
+"""Attributes of a parameter that stage 3 partitions."""
 
 _PARAMETER = ("_dp_group",)
-"""Of a trained parameter under stages 1 and 2."""
+"""Attributes of a trained parameter under stages 1 and 2."""
 
 _PACKAGE: Mapping[str, tuple[str, ...]] = {
     "deepspeed.comm.comm": ("cdb",),
@@ -77,9 +77,9 @@ _PACKAGE: Mapping[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
     "deepspeed.utils.groups": ("_release_process_group_references",),
 }
-"""Of modules."""
+"""Names in modules."""
 _INIT = ("_convert_to_deepspeed_param", "_post_init_method", "_zero_init_param", "get_partition_dp_group")
-"""Of ``zero.Init``, the class."""
+"""Attributes of the class ``zero.Init``."""
 
 
 def check_package(package: Any) -> None:

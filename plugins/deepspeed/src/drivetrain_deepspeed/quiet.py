@@ -1,4 +1,4 @@
-"""DeepSpeed's globals, kept in hand: importing it, the environment it reads, and what it would leave behind."""
+"""Controls DeepSpeed's global state: its import, the environment that it reads, and its side effects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def surroundings(process: ProcessInfo) -> Iterator[None]:
-    """What DeepSpeed finds while it makes an engine or parts of a model; taken away again.
+    """Set up global state while DeepSpeed creates an engine or partitions a model, and restore it.
 
     * ``LOCAL_RANK``, which it reads from the environment.
     * No shared-memory collectives: they are compiled when first used (half a minute, and an error without a compiler),
@@ -62,8 +62,8 @@ def surroundings(process: ProcessInfo) -> Iterator[None]:
     * Barriers name the device of this rank, of which torch would warn otherwise; see :func:`_on_own_device`.
     * Values are not sent from rank 0 again, which ``prepare`` has done, and 0-d parameters can be sent.
     * ``torch.nn.functional.linear`` is as before afterwards; see :func:`linear_of_stage_3`.
-    * So is the note that autocast is on, which later engines would believe.
-    * Deprecations are its authors' to hear of: the first engine imports modules that warn of some.
+    * So is the flag that autocast is on, which later engines would read.
+    * Deprecation warnings are suppressed: the first engine imports modules that emit some.
     """
     with environment({"LOCAL_RANK": str(process.local_rank)}), _attributes(_replacements()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -147,7 +147,7 @@ class _Linear:
 def linear_of_stage_3() -> Iterator[None]:
     """A linear layer that keeps no gathered weight for its backward, as DeepSpeed puts in place for good.
 
-    Here it is in place while a model of stage 3 runs forward and backward, and for nobody else.
+    Here it is in place only while a model of stage 3 runs forward and backward.
     """
     if not _Linear.inside:
         _Linear.plain = functional.linear
@@ -162,7 +162,7 @@ def linear_of_stage_3() -> Iterator[None]:
 
 
 class _Held:
-    """How many backends of this process are at work."""
+    """Number of active backends in this process."""
 
     holders = 0
     logs: Tamed | None = None
@@ -189,14 +189,14 @@ def let_go() -> None:
 
 
 def forget_modules() -> None:
-    """Drop what DeepSpeed's stage 3 keeps of modules beyond its engines, which find it anew. Not collective.
+    """Clear the caches of modules that DeepSpeed's stage 3 keeps beyond its engines. Not collective.
 
     A cache of a method holds every module that was run, with its engine, its optimizer and their weights.
     """
     importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
     coordinator = importlib.import_module(private_names.COORDINATOR).PartitionedParameterCoordinator
     method = getattr(coordinator, private_names.RELEASES)
-    # Around the cache stands a wrapper for profiling.
+    # The cache is wrapped for profiling.
     cached = inspect.getclosurevars(method).nonlocals.get("func", method)
     if hasattr(cached, "cache_clear"):
         cached.cache_clear()

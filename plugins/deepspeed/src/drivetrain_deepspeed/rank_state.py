@@ -17,11 +17,11 @@ from drivetrain.api import Topology, UnsupportedError
 from drivetrain_deepspeed.layout import flat_groups
 
 PART = "drivetrain_part"
-"""Key of a state dict that says whose part it is."""
+"""Key of a state dict that identifies the rank of a partition."""
 
 
 def serve(optimizers: Sequence[Optimizer], zero: Any, topology: Topology) -> None:
-    """Let these optimizers, in the order of the engine's parameter groups, say and load their state."""
+    """Replace ``state_dict`` and ``load_state_dict`` of these optimizers, in the order of the engine's groups."""
     first = 0
     for optimizer in optimizers:
         _Served(optimizer, range(first, first := first + len(optimizer.param_groups)), zero, topology)
@@ -32,7 +32,7 @@ class _Served:
     """One optimizer whose two methods are replaced.
 
     Args:
-        optimizer: what steps.
+        optimizer: the one that steps.
         groups: places of its parameter groups among those of the engine.
         zero: ``engine.optimizer`` of stages 1 to 3; ``None`` without ZeRO.
         topology: the job.
@@ -46,12 +46,12 @@ class _Served:
         optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of the flat buffers of this rank where there are any."""
+        """Return torch's state dict; under ZeRO that of this rank's flat buffers."""
         with self._alone():
             return self._say() if self._part is None else {**self._say(), PART: dict(self._part)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Not collective.
+        """Load such a state dict. Not collective.
 
         Raises:
             UnsupportedError: it is not what this rank's :meth:`state_dict` returned.
@@ -68,7 +68,7 @@ class _Served:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """In here the optimizer holds its flat buffers or parameters and their state, and nothing else."""
+        """Restrict the optimizer to its own flat buffers or parameters and their state."""
         optimizer, live, every = self._optimizer, self._optimizer.param_groups, self._optimizer.state
         flats = [flat for flat in flat_groups(self._zero) if flat.group in self._groups]
         if any(flat.optimizer is not self._zero.optimizer for flat in flats):

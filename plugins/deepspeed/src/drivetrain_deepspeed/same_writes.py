@@ -1,8 +1,8 @@
-"""Checks whether every rank writes the same to its copy of the parameters.
+"""Checks that every rank writes the same to its copy of the parameters.
 
-A forward or a script that writes what it computes from its own samples makes copies differ. Stages 1 to 3 hide that
-with each step, which gives every rank each part as its owner has it: the parameters are the same again, and those of no
-process that saw the whole batch. Stage 3 has copies of the small ones that it keeps whole between uses; the others are
+A forward or a script that writes values computed from its own samples makes replicas differ. Stages 1 to 3 hide that
+with each step, in which every rank gets each shard from its owner: the parameters are equal again, but differ from
+those of one process with the full batch. Under stage 3 small parameters are replicated between uses; the others are
 written in ``deepspeed.zero.GatheredParameters``, which takes one rank's values.
 
 Bits are compared where all ranks compute on the same kind of device: what they write alike, and stage 0's steps, which
@@ -26,9 +26,9 @@ from drivetrain.api import Topology, UsageError, collectives
 _VERSION = attrgetter("_version")
 
 ROUNDING = 1e-3
-"""Of a parameter's norm, between unlike devices: other kernels and orders of summation stay below it for thousands of
-steps, of which each adds a last digit of float32, 6e-8 of a value. A write of another value is above it, unless it is
-small; on devices that are alike it is found whatever its size."""
+"""Tolerance relative to a parameter's norm, between unlike devices: other kernels and orders of summation stay below it
+for thousands of steps, of which each adds a last digit of float32, 6e-8 of a value. A write of another value is above
+it, unless it is small; on devices of one kind it is found whatever its size."""
 
 
 @final
@@ -52,14 +52,14 @@ class SameWrites:
         self._trained = [each for each in self._all if each.requires_grad]
         self._steps = 0
         self._written: Tensor | None = None
-        """Of each trained parameter norm and sum after each write, all steps with a write together."""
+        """Norm and sum of each trained parameter after each write, over all steps with a write."""
         self._alike: bool | None = None
-        """All ranks compute on devices of one kind; asked in the first comparison."""
+        """All ranks compute on devices of one kind; set in the first comparison."""
         self._writes = self._count()
 
     @torch.no_grad()
     def check(self) -> None:
-        """To be called before each step. Collective over the data-parallel ranks in steps 0, 1, 2, 4, 8, ...
+        """Compare the writes, before each step. Collective over the data-parallel ranks in steps 0, 1, 2, 4, 8, ...
 
         Raises:
             UsageError: parameters are not, or were not, the same on all ranks.
@@ -121,7 +121,7 @@ class SameWrites:
 
 
 def device_kind(device: str) -> str:
-    """What decides which kernels run here, and how they add up. Not collective."""
+    """Return a key of the device's kernels and their order of summation. Not collective."""
     kind = torch.device(device)
     if kind.type == "cpu":
         its = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
@@ -131,10 +131,10 @@ def device_kind(device: str) -> str:
 
 
 def _values(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor two numbers that differ where its values do, in float64."""
+    """Return two float64 checksums of each tensor."""
     numbers = []
     for each in tensors:
         value = each.detach()
-        value = value if value.is_floating_point() else value.double()  # a norm of whole numbers is no operation
+        value = value if value.is_floating_point() else value.double()  # torch has no norm of integers
         numbers += [torch.linalg.vector_norm(value, dtype=torch.float64), value.sum(dtype=torch.float64)]
     return torch.stack(numbers).view(-1, 2) if numbers else torch.zeros(0, 2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule that a DeepSpeed file names: its parameters, and the scheduler itself."""
+"""Builds the learning-rate schedule of a DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def plan(
     Args:
         written: the section.
         rates: learning rate of each parameter group.
-        total_num_steps: optimizer updates in the run, if the script says.
+        total_num_steps: optimizer updates in the run, if the script sets it.
         warmup_num_steps: the same of the warm-up.
         further: what else the script gives for parameters left open.
 
     Raises:
-        UsageError: ``"auto"`` that nothing fills in, or a number that the script says otherwise.
+        UsageError: ``"auto"`` without a value, or a number that contradicts the script.
     """
     if not names_one(written):
         return None

@@ -1,4 +1,4 @@
-"""Several of the script's optimizers as the one that DeepSpeed takes for a model."""
+"""Combines several of the script's optimizers into the one that DeepSpeed accepts for a model."""
 
 from __future__ import annotations
 

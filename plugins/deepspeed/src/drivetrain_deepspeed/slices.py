@@ -1,4 +1,4 @@
-"""Gradients of ZeRO stages 1 and 2: the parameters of a group in a row, of which each rank keeps an equal slice."""
+"""Gradients of ZeRO stages 1 and 2: each rank keeps an equal slice of a group's flat buffer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SlicedGradients(Gradients):
     def __init__(self, optimizer: Any) -> None:
         self._zero = optimizer
         self._places = {id(piece.parameter): piece for group in flat_groups(optimizer) for piece in group.pieces}
-        """Of each parameter's part in the buffer of its group."""
+        """Place of each parameter's shard in the buffer of its group."""
         self._aside: list[list[Tensor]] | None = None
         """Reduced gradients of earlier backwards: DeepSpeed would put those of the next in their place."""
         self._written: set[int] = set()
-        """Offloaded: parameters whose place in the buffer may hold something."""
+        """Offloaded: parameters whose range of the buffer may be non-zero."""
         self._closed = False
         """A backward has closed the window."""
         if optimizer.overlap_comm and not optimizer.partition_gradients:
@@ -42,7 +42,7 @@ class SlicedGradients(Gradients):
             for number in zero.accumulated_grads_in_cpu.keys() - zero._offload_accumulated_param_ids:  # noqa: SLF001
                 zero.accumulated_grads_in_cpu[number].zero_()
         if zero._epilogue_ran_this_backward:  # noqa: SLF001
-            # No forward came after the last backward.
+            # No forward ran after the last backward.
             zero.clear_backward_seen_flag()
         if not self._closed:
             return
@@ -77,7 +77,7 @@ class SlicedGradients(Gradients):
                 continue
             pieces = self._zero.averaged_gradients.get(index) or ()
             real = [piece for piece in pieces if not getattr(piece, "_zero_padding", False)]
-            # A rank that no parameter has come to holds one piece, of zeros.
+            # A rank without parameters holds one piece, of zeros.
             found += [piece for piece, parameter in zip(real, mine, strict=False) if id(parameter) in wanted]
         return found
 
@@ -125,7 +125,7 @@ class SlicedGradients(Gradients):
         self._theirs(pipeline_parallel)
 
     def _groups(self) -> list[list[Tensor]]:
-        """For each parameter group this rank's pieces in order."""
+        """Return this rank's pieces of each parameter group, in order."""
         found = []
         for index in range(len(self._zero.bit16_groups)):
             flat = self._flat(index)
@@ -174,7 +174,7 @@ class SlicedGradients(Gradients):
                     touched.add(number)
                 elif number in self._written:
                     self._cut(flat, parameter).zero_()
-        # What was put aside comes back on top of this.
+        # The gradients kept aside are added to this later.
         self._written = touched if self._aside is None else touched | self._written
 
 

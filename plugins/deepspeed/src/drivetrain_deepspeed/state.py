@@ -1,4 +1,4 @@
-"""How a DeepSpeed engine's state maps to the portable checkpoint: ranges of each parameter, no gathering."""
+"""Maps a DeepSpeed engine's state to the portable checkpoint: ranges of each parameter, no gathering."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineState:
         self._module, self._optimizer, self._recorded = module, optimizer, recorded
         self._moments: Moments | None = None
         self.behind: dict[int, int] = {}
-        """Number of steps of the parameters that have had fewer than others of their group, by identity."""
+        """Step counts of parameters that have had fewer steps than others of their group, by identity."""
         _check_known(optimizer)
 
     def dissolve(self) -> None:
@@ -137,7 +137,7 @@ class EngineState:
             yield each, [flat for flat in flats if flat.group in mine]
 
     def portable_state(self) -> PortableState:
-        """Ranges of the live master values and moments; what every rank holds whole as it is. Not collective.
+        """Return ranges of the live master values and moments, and replicated tensors. Not collective.
 
         Raises:
             CheckpointError: the optimizer keeps state that cannot be separated by parameter.
@@ -177,7 +177,7 @@ class EngineState:
         _spread(self._optimizer)
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """Ranges of the live master values; what every rank holds whole as it is. Not collective."""
+        """Return ranges of the live master values, and replicated tensors. Not collective."""
         return portable.live_tensors(self._module) | self._cut(flat_groups(self._optimizer))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -185,7 +185,7 @@ class EngineState:
         yield from full_tensors(self._module, self._optimizer)
 
     def _optimizers(self, flats: Sequence[FlatGroup]) -> list[Any]:
-        """What stands for the script's optimizers: they, or views of the flat buffers as they would see them."""
+        """Return the script's optimizers, or views of the flat buffers with their interface."""
         if not flats:
             return [each.optimizer for each in self._recorded]
         return [OptimizerView(each.parameters, each.groups, mine, self.behind) for each, mine in self._flats_of(flats)]

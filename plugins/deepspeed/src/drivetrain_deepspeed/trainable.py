@@ -1,4 +1,4 @@
-"""One model under DeepSpeed: what the core asks, handed to the engine's driver."""
+"""A model under DeepSpeed: forwards the core's calls to the driver of its engine."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class DeepSpeedTrainable(Trainable):
         self._guard: Guard | None = None
         self._known: frozenset[int] = frozenset()
         self._replaced: WeakSet[Optimizer] = WeakSet()
-        """Optimizers of the script whose parameters later ones hold."""
+        """Optimizers of the script that later ones have replaced."""
         self._refusing: list[Any] = []
         """Hooks that refuse gradients of a model without an optimizer."""
         self._before: Driver | None = None
-        """Of the engine that another is about to take over from."""
+        """Driver of the engine that is about to be replaced."""
         self._carried: list[Carried] = []
         """State of the optimizers that go on in that one."""
         self._step_hooks: set[int] = set()
@@ -133,7 +133,7 @@ class DeepSpeedTrainable(Trainable):
         return [one for one in found if not str(getattr(one.hook, "__module__", "")).startswith("deepspeed.")]
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
-        """An optimizer that the engine does not know of is about to step some of its parameters."""
+        """Handle a step of an unprepared optimizer that holds some of the engine's parameters."""
         why = ""
         if self._driver is None:
             why = "DeepSpeed reduces no gradients of a model that was prepared without an optimizer"
@@ -175,7 +175,7 @@ class DeepSpeedTrainable(Trainable):
             raise UnsupportedError(f"{name} cannot be pickled: DeepSpeed keeps process groups in it", cure=cure)
 
     def before_state_dict(self, *, replicated: bool) -> None:
-        # Below stage 3 every rank has all parameters; in it, those that DeepSpeed keeps whole and gathered ones.
+        # Below stage 3 every rank has all parameters; in stage 3, unpartitioned and gathered ones.
         super().before_state_dict(replicated=not any(map(in_parts, self.module.parameters())))
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
@@ -329,7 +329,7 @@ class DeepSpeedTrainable(Trainable):
         )
 
     def _take_in(self) -> None:
-        """Bring what the script has written to where the engine finds it."""
+        """Copy the script's writes to parameters into the engine's copies."""
         if self._driver is not None and self._driver.writes is not None:
             self._driver.writes.take_in()
 

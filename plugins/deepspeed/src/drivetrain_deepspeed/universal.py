@@ -1,4 +1,4 @@
-"""Read a universal checkpoint: what DeepSpeed's ``ds_to_universal`` makes, one folder a parameter."""
+"""Reads universal checkpoints: the output of DeepSpeed's ``ds_to_universal``, one folder per parameter."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Parameters that a window did not use stay as they are, as in one process, where they have no gradient.
+"""Skips the update of parameters without gradient in a window, as optimizers do in one process.
 
 ZeRO steps a flat partition as a whole: what was not used has a gradient of zero there, by which momentum and weight
 decay would move it. Their ranges are put back after each step; a group of which nothing was used is passed over.
 
-Which parameters a window used is asked on this rank alone. DeepSpeed reduces gradients in buckets of what each rank
-has, so that it trains only where all ranks use the same.
+The used parameters are determined on this rank only. DeepSpeed reduces gradients in buckets of what each rank has, so
+that it trains only if all ranks use the same.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed.layout import FlatGroup, flat_groups
 
 _WITHOUT_COUNT = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)
-"""Of torch: their updates do not depend on the number of steps, although some keep it."""
+"""Optimizers of torch whose updates do not depend on the number of steps, although some count it."""
 
 
 @final
 class Unused:
-    """What the steps of one engine must leave alone.
+    """Parameters that the steps of one engine must not update.
 
     Args:
         zero: ``engine.optimizer`` of stages 1 to 3.
@@ -36,17 +36,17 @@ class Unused:
         self._zero, self._named = zero, named
         self._now: frozenset[int] = frozenset()
         self.behind: dict[int, int] = {}
-        """Parameters that an earlier step of their optimizer left alone: how many of its steps each has had."""
+        """Step counts of parameters that an earlier step of their optimizer skipped."""
         flats = flat_groups(zero)
         self._trained = frozenset(id(piece.parameter) for flat in flats for piece in flat.pieces)
         self._members = [frozenset(id(piece.parameter) for piece in flat.pieces) for flat in flats]
         self._groups = {number: index for index, members in enumerate(self._members) for number in members}
         self._idle: frozenset[int] = frozenset()
-        """Flat groups that the step under way passes over."""
+        """Flat groups that the current step skips."""
         self._back: frozenset[int] = frozenset()
-        """Of those, the ones that the step under way updates."""
+        """Parameters of :attr:`behind` that the current step updates."""
         self._counts_now: dict[int, int] = {}
-        """Steps that parameters have had which the step under way is the first to leave alone."""
+        """Step counts of parameters that the current step is the first to skip."""
         theirs: Callable[[int], None] = zero._optimizer_step  # noqa: SLF001
 
         def step(index: int) -> None:
@@ -83,7 +83,7 @@ class Unused:
         self._now = mine - used if not mine <= used else frozenset()
         self._back = back
         if self._now:
-            # Torch's own count steps nowhere but in the state of each parameter; others may count in their groups.
+            # Torch's own optimizers count steps only in the state of each parameter; others may count in their groups.
             if type(optimizer).__module__.startswith("torch.optim."):
                 self._idle = frozenset(index for index, each in enumerate(self._members) if each <= self._now)
             counts = [_count(flat) for flat in flat_groups(self._zero)]
@@ -91,7 +91,7 @@ class Unused:
             self._counts_now = {number: counts[self._groups[number]] for number in left}
 
     def end(self, *, applied: bool) -> None:
-        """That step is over."""
+        """End the step and update the counts."""
         if applied:
             for number in self._back:
                 self.behind[number] += 1
@@ -101,7 +101,7 @@ class Unused:
         self._counts_now = {}
 
     def resume(self, behind: Mapping[int, int]) -> None:
-        """A checkpoint was loaded, in which these parameters had fewer steps than others of their group."""
+        """Restore the step counts of a checkpoint."""
         self.behind = dict(behind)
 
     def _counts(self, optimizer: Optimizer) -> bool:

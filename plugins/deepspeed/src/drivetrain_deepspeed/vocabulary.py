@@ -1,6 +1,6 @@
-"""Which keys DeepSpeed's dictionary has, and which of them cannot be honoured here. No torch, no engine.
+"""Lists the keys of DeepSpeed's dictionary, and those that are not supported. No torch, no engine.
 
-DeepSpeed passes over a top-level key that it does not know; here a near miss is a mistake.
+DeepSpeed ignores unknown top-level keys; here a near miss is an error.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ZERO = frozenset(
         *("mics_hierarchical_params_gather", "zeropp_loco_param"),
     )
 )
-"""Keys of ``zero_optimization``. DeepSpeed refuses others itself, without a line and without a guess."""
+"""Keys of ``zero_optimization``. DeepSpeed refuses others itself, without a line number or a suggestion."""
 
 COMMENTS = ("_", "$", "//")
-"""How keys begin that people write for themselves."""
+"""Prefixes of keys that are comments."""
 
 _NOT_HERE = {
     "autotuning": "it starts the script many times with other settings; run it with DeepSpeed's own launcher",
@@ -92,7 +92,7 @@ _NOT_HERE = {
     "sparse_gradients": "DeepSpeed has removed it; nn.Embedding(..., sparse=True) needs no key",
     "zero_use_cpu_adam": "write offload_optimizer: cpu",
 }
-"""Keys that ask, when they are on, for what does not exist here, and what to write instead."""
+"""Unsupported keys if they are on, and what to write instead."""
 
 _NOT_IN_ZERO = {
     "mics_shard_size": "DeepSpeed builds such a model by a context of its own; remove it",
@@ -130,7 +130,7 @@ _PRECISION = {
 
 
 def mistakes(values: Mapping[str, Any], where: Callable[[Keys], str]) -> list[str]:
-    """What is wrong with a dictionary by itself, a sentence each.
+    """Return the mistakes of a dictionary, one sentence each.
 
     Args:
         values: DeepSpeed's dictionary.
@@ -179,7 +179,7 @@ def _slips(values: Mapping[str, Any], above: Keys, known: frozenset[str], where:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a value asks for something: ``false``, ``{}`` and ``{"enabled": false, ...}`` do not."""
+    """Whether a value turns something on: ``false``, ``{}`` and ``{"enabled": false, ...}`` do not."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", any(is_on(each) for each in value.values())))
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""What a script writes to parameters after ``prepare``, brought to where DeepSpeed's optimizer finds it.
+"""Copies a script's writes to parameters after ``prepare`` into DeepSpeed's master values.
 
-DeepSpeed updates master values of its own and gives them to the parameters at each step, so that a write to a parameter
-would last until then. Where masters have the parameters' dtype and device, they are made the same memory: a write is in
-both. Where they cannot be (offloaded, or parameters of low precision), what differs before a step is what was written.
+DeepSpeed updates its own master values and copies them to the parameters at each step, so that a write to a parameter
+would last until then. If masters have the parameters' dtype and device, they share memory, so that a write changes
+both. If not (offloaded, or parameters of low precision), values that differ before a step were written.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Writes:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Bring what was written since the last step to the masters. Not collective.
+        """Copy writes since the last step to the master values. Not collective.
 
         Raises:
             UnsupportedError: a parameter was given another shape, dtype or device.
@@ -117,14 +117,14 @@ class Writes:
                 master.copy_(torch.where(ours == master.to(ours.dtype), master, ours.to(master.dtype)))
 
     def settle(self) -> None:
-        """Parameters and masters agree: a step or a load has just given the ones to the others."""
+        """Record that parameters and masters agree, after a step or a load."""
         self._prints = [_fingerprint(part) if part.device != master.device else None for part, master in self._pairs]
 
     def _take_in_replaced(self) -> None:
         """``parameter.data = values``: DeepSpeed's flat buffer must have them."""
         replaced = []
         for parameter, view, (address, stride) in zip(self._trained, self._views, self._places_in_memory, strict=True):
-            # Another stride of the same memory comes from `p.t_()`, which changes no value there.
+            # Other strides of the same memory result from `p.t_()`, which changes no value.
             if parameter.data_ptr() != address or parameter.stride() != stride:
                 self._check_kind(parameter, view)
                 # A copy: two parameters may have been given each other's memory.
@@ -147,7 +147,7 @@ class Writes:
 
 
 def _parts(zero: Any, stage: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each group this rank's part of the parameters and its master values, laid out alike."""
+    """Yield for each group this rank's part of the parameters, and its master values in the same layout."""
     if stage == 3:
         yield from zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
         return

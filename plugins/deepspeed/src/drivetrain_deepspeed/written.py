@@ -1,4 +1,4 @@
-"""The section as one DeepSpeed dictionary, each value with the place where it was written. No torch, no engine."""
+"""Merges the section into one DeepSpeed dictionary, with the origin of each value. No torch, no engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Said:
 
 @final
 class Written:
-    """What file, inline dictionary and typed keys say together. They agree, which the section has checked.
+    """Merged values of file, inline dictionary and typed keys. The section has checked that they agree.
 
     Args:
         section: the validated section.
@@ -70,7 +70,7 @@ class Written:
         return Said(self._typed.get(keys, ".".join(keys)), value, self.where(keys))
 
     def where(self, keys: Keys) -> str:
-        """In words, where the value at a place was written."""
+        """Describe where a value was written."""
         if keys in self._typed:
             return self._origin(self._typed[keys])
         if look_up(self._inline, keys) is not MISSING:
@@ -83,7 +83,7 @@ class Written:
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage; DeepSpeed's own default of 0 where a dictionary says nothing."""
+        """ZeRO's stage; DeepSpeed's own default of 0 if a dictionary does not set it."""
         said = self.said("zero_optimization", "stage")
         return 0 if said is None else int(said.value)
 

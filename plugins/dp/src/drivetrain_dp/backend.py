@@ -85,11 +85,11 @@ class DPBackend(DistributedBackend):
             )
 
     def join(self, trainables: Sequence[Trainable]) -> AbstractContextManager[Any]:
-        """Nothing to do with one process."""
+        """Do nothing: there is one process."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing to release."""
+        """Do nothing: no resources are held."""
 
 
 def _device_ids(asked: list[int] | None, device: str) -> list[int]:

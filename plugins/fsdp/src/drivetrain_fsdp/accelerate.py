@@ -13,7 +13,7 @@ _HYBRID = (
     "write mesh: {{dp_replicate: <machines>, dp_shard: <ranks of one machine>}} and fsdp: {{reshard_after_forward: {}}}"
 )
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""In the order of their numbers, which old files hold, from 1."""
+"""Strategies in the order of their numbers in old files, from 1."""
 
 
 def _word(value: Any) -> str:
@@ -82,14 +82,14 @@ RULES: Mapping[str, Rule] = {
         why="a model built under accelerator.init_empty_weights() is filled shard by shard, one built whole is cut"
     ),
 }
-"""By key of ``fsdp_config``."""
+"""Conversion rules by key of ``fsdp_config``."""
 
 
 _A_FUNCTION = "name a function that gives the units in the configuration: fsdp: {wrap: 'package.module:function'}"
 
 
 def _policy_of(value: Any) -> Mapping[str, Any]:
-    """Wrapping policies of torch, whose arguments say which modules are units."""
+    """Convert a wrapping policy of torch, whose arguments select the units."""
     keywords = value.keywords if isinstance(value, functools.partial) else {}
     if "transformer_layer_cls" in keywords:
         names = sorted(each.__name__ for each in keywords["transformer_layer_cls"])
@@ -122,7 +122,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
     "state_dict_config": RULES["fsdp_state_dict_type"],
     "optim_state_dict_config": RULES["fsdp_state_dict_type"],
 }
-"""By argument of the class."""
+"""Conversion rules by argument of the class."""
 
 
 def FullyShardedDataParallelPlugin(**given: Any) -> FSDPConfig:  # noqa: N802 (the name that scripts import)

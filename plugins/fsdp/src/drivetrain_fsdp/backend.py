@@ -91,7 +91,7 @@ class FSDPTrainable(TorchTrainable):
         sharded.undo.append(AssignmentRefusal(self.module, "fsdp shards").remove)
         self._former, self._whole, self._hooks = former, whole, hooks
         self._groups_known: dict[int, int] = {}
-        """By optimizer, the number of its parameter groups that a trial has seen."""
+        """Number of parameter groups covered by a trial, by optimizer."""
         self.keeps_whole = bool(whole.parameters)
         """Some trained parameters could not be cut."""
         uncut = set(whole.parameters)
@@ -107,7 +107,7 @@ class FSDPTrainable(TorchTrainable):
         """A backward that this backend runs is under way."""
         self._output_type: type = type(None)
         self._reached_through: set[type] = set()
-        """Types of outputs whose tensors led a backward to this model."""
+        """Types of outputs through whose tensors a backward has reached this model."""
         self._ran = False
         """A forward with gradients since the last backward of any model: that backward reaches this model."""
         self._unreduced = False
@@ -155,7 +155,7 @@ class FSDPTrainable(TorchTrainable):
             self._whole.before_backward()
 
     def after_backward(self) -> None:
-        """Finish that backward. Collective where gradients are synchronised and some parameters are whole."""
+        """Finish the backward. Collective if gradients are synchronised and some parameters are replicated."""
         if self._ran:
             self._ran, self._unreduced = False, not self._syncs
             if self._syncs and self._output_type not in self._reached_through:
@@ -195,7 +195,7 @@ class FSDPTrainable(TorchTrainable):
             torch.autograd.Variable._execution_engine.queue_callback(self._hooks.after_backward)  # noqa: SLF001
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether parameters that are whole got gradients in a backward that this backend did not run."""
+        """Whether replicated parameters got gradients in a backward that this backend did not run."""
         return self.keeps_whole and self._whole.unreduced()
 
     def check_hook(self) -> None:
@@ -316,7 +316,7 @@ class FSDPTrainable(TorchTrainable):
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
-        """Refuse parameters that come after ``fully_shard``: nothing would gather them, or reduce their gradients."""
+        """Refuse parameters registered after ``fully_shard``: they would be neither gathered nor reduced."""
         new = [value] if isinstance(value, nn.Parameter) else []
         if isinstance(value, nn.Module):
             new = [one for one in value.parameters() if not self.holds(one)]
@@ -347,10 +347,10 @@ class FSDPTrainable(TorchTrainable):
         )
 
     def before_state_dict(self, *, replicated: bool) -> None:
-        """Allow it: tensors of the state dict stand for whole ones, and refuse to be written as parts.
+        """Allow it: tensors of the state dict represent full ones, and raise if written as shards.
 
         Raises:
-            UsageError: ``save_pretrained`` asks. It compares addresses of tensors before it writes them, with
+            UsageError: ``save_pretrained`` calls it. It compares addresses of tensors before it writes them, with
                 collectives that the other ranks do not join.
         """
         asks: FrameType | None = sys._getframe(1)  # noqa: SLF001
@@ -374,7 +374,7 @@ class FSDPTrainable(TorchTrainable):
         self._buffers.agree()
 
     def reshard(self) -> None:
-        """Reshard parameters that a forward left whole."""
+        """Reshard parameters that a forward left gathered."""
         hidden.reshard(self._may_stay_whole)
 
 
@@ -413,7 +413,7 @@ class FSDPBackend(DistributedBackend):
         self.shards = sizes["dp_shard"] > 1
         """Parameters are cut."""
         self.owners: dict[int, OwnerSteps] = {}
-        """By optimizer, those that step whole parameters."""
+        """Owner steps of matrix-wise optimizers, by optimizer."""
         return self.topology
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -498,7 +498,7 @@ class FSDPBackend(DistributedBackend):
             trainable.after_backward()
 
     def check_held(self, parameters: Sequence[Tensor]) -> None:
-        """Raise :class:`UsageError` for tensors that never get a gradient: whole parameters of one forward."""
+        """Raise :class:`UsageError` for tensors that never get a gradient: gathered parameters of one forward."""
         for parameter in parameters:
             if not any(trainable.holds(parameter) for trainable in self.trainables):
                 raise UsageError(

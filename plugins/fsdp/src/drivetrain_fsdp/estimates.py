@@ -1,4 +1,4 @@
-"""What a rank holds and sends under ``fsdp``, for a planner: the order of torch's gathers and reductions, replayed."""
+"""Estimates memory and communication of a rank under ``fsdp``, for a planner, by replaying torch's collectives."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class _Layout:
 
     @property
     def title(self) -> str:
-        """What is chosen, in a few words."""
+        """Title of the layout."""
         replicated = "" if self._replicas == 1 else f", {self._replicas} replicas of {self._ranks} shards"
         recompute = ", recompute" if self._section.activation_checkpointing else ""
         return f"fsdp{replicated}{recompute}{', offload' if self._section.cpu_offload else ''}"
@@ -234,7 +234,7 @@ class _Layout:
 
     @property
     def request(self) -> PlanRequest:
-        """What is planned."""
+        """The request that is planned."""
         return self._request
 
     @property
@@ -244,7 +244,7 @@ class _Layout:
 
     @property
     def without_sync(self) -> bool:
-        """Whether micro-batches before the last keep whole gradients."""
+        """Whether micro-batches before the last keep unsharded gradients."""
         return self._section.accumulate_without_sync
 
     @property
@@ -257,11 +257,11 @@ class _Layout:
         return self._units.get(name)
 
     def owner(self, parameter: str) -> str | None:
-        """The unit that a parameter is in; ``None`` for one that stays whole."""
+        """Return the unit of a parameter; ``None`` for a replicated one."""
         return self._unit_of.get(parameter)
 
     def freed_after_forward(self, name: str) -> bool:
-        """Whether a unit's whole parameters are freed after its forward."""
+        """Whether a unit's gathered parameters are freed after its forward."""
         after = self._section.reshard_after_forward
         return name != ROOT if after is None else bool(after)
 
@@ -278,7 +278,7 @@ class _Replay:
         self._forwards: list[str] = []
         """Units in the order in which their forwards ended, for the prefetch of backward."""
         self._whole: dict[str, int] = {}
-        """Whole gradients by unit."""
+        """Unsharded gradients by unit."""
         self._kept: int = 0
         """Bytes of the last reduction's input, which lives until the next one."""
         self._reduced: set[str] = set()

@@ -58,7 +58,7 @@ def compare_first_steps(module: nn.Module, modules: Iterable[FSDPModule], topolo
 
 
 _STEPS = 4
-"""Training steps whose collectives are compared, about; where units stay whole or are used several times, it varies."""
+"""Approximate number of training steps whose collectives are compared; varies if units stay gathered or are reused."""
 
 
 def _unshard(group: Any, plain: Callable[..., Any], order: SameOrder, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _has_gradient(one: Any) -> bool:
 
 
 def gathered(group: Any) -> Iterator[tuple[str, Tensor]]:
-    """The whole parameters of a unit that a forward has used, with their names. Not collective."""
+    """Yield the gathered parameters of a unit that a forward has used, with their names. Not collective."""
     for one in group.fsdp_params:
         whole = getattr(one, "_unsharded_param", None)
         if whole is not None:
@@ -156,7 +156,7 @@ def _pre_backward(plain: Callable[..., None], reached: Callable[[], None], *args
 
 
 def is_own(modules: Iterable[FSDPModule], parent: nn.Module, name: str, value: Any) -> bool:
-    """Whether this parameter is FSDP's own: a shard, or the whole parameter of one forward."""
+    """Whether this parameter is FSDP's own: a shard, or the gathered parameter of one forward."""
     for group in groups(modules):
         for one in group.fsdp_params:
             info = one._module_info  # noqa: SLF001

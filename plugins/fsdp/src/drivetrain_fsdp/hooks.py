@@ -1,4 +1,4 @@
-"""Calls gradient hooks of sharded parameters with the whole gradient of one backward, as on one process.
+"""Calls gradient hooks of sharded parameters with the full gradient of one backward, as on one process.
 
 ``fully_shard`` calls no ``register_hook`` and calls ``register_post_accumulate_grad_hook`` whenever it has reduced a
 part of a backward. Here both are called once after each backward of which the parameter is part.
@@ -119,11 +119,11 @@ class GradientHooks:
 
 
 def _may() -> None:
-    """Nothing is sharded yet."""
+    """Do nothing: no parameters are sharded yet."""
 
 
 def refuse_hooks(parameter: Tensor) -> None:
-    """Make hooks raise on a parameter that is whole for one forward: they would see this rank's gradient only."""
+    """Make hooks raise on a parameter that is gathered for one forward: they would get this rank's gradient only."""
     for method in ("register_hook", "register_post_accumulate_grad_hook"):
         setattr(parameter, method, _refuse)
 
@@ -156,7 +156,7 @@ def _whole(grad: Tensor) -> Tensor:
 
 
 def _replace(grad: Tensor, whole: Tensor) -> None:
-    """Write this rank's shard of a whole gradient to the gradient."""
+    """Write this rank's shard of a full gradient to the gradient."""
     whole = _whole(whole)
     local = _local(grad)
     local.copy_(whole[box_of(grad)] if whole.dim() else whole)

@@ -26,11 +26,11 @@ _PARAMETER = (
 )
 _MODULE_INFO = ("module", "param_name", "shared_modules", "shared_param_names")
 _GATHERED = ("_unsharded_param",)
-"""Of a parameter that was gathered."""
+"""Attributes of a parameter that was gathered."""
 
 _UNIT = ("_get_fsdp_state",)
 _STATE = ("_fsdp_param_groups", "_fsdp_param_group")
-"""Of a unit's state, the one or, up to torch 2.12, the other."""
+"""Attributes of a unit's state: the first, or up to torch 2.12 the second."""
 
 
 def groups_of(module: Any) -> list[Any]:
@@ -66,7 +66,7 @@ def check(modules: Iterable[Any]) -> None:
 
 
 def check_gathered(one: object) -> None:
-    """Raise where a parameter that was gathered for the first time has no whole one. Not collective.
+    """Raise if a parameter has no gathered one after its first gather. Not collective.
 
     Raises:
         BackendBlockedError: it does.

@@ -32,7 +32,7 @@ from drivetrain_fsdp.units import choose_units, owners
 logger = logging.getLogger(__name__)
 
 _KEEPS_STATISTICS = (nn.modules.batchnorm._NormBase,)  # noqa: SLF001 (the common base of batch and instance norms)
-"""Kernels that want their parameters in the dtype of their running statistics, float32."""
+"""Layers whose kernels require parameters in the dtype of their running statistics, float32."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """On the CPU their kernels take no float32 input beside low-precision parameters."""
@@ -43,10 +43,10 @@ FLOATS_ALONE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 @dataclass
 class Plan:
-    """How a module will be sharded; created before anything is changed.
+    """Plan of a module's sharding; created before anything is changed.
 
     Args:
-        units: modules that are gathered by themselves, children before parents, without the root.
+        units: modules that are gathered separately, children before parents, without the root.
         blocks: those of them that the configuration chose; checkpointed, compiled, prefetched.
         whole: parameters that cannot be sharded.
     """
@@ -74,10 +74,10 @@ class Sharded:
 
 
 def plan(module: nn.Module, config: FSDPConfig, policy: PrecisionPolicy) -> Plan:
-    """Choose units and the parameters that stay whole. The policy's dtypes are already applied.
+    """Choose units and replicated parameters. The policy's dtypes are already applied.
 
     The trained parameters of a unit must have one dtype: a leaf module of another one becomes a unit of its own, and a
-    parameter that stands beside such of another dtype in one module stays whole.
+    parameter beside others of another dtype in one module is replicated.
     """
     blocks = choose_units(module, config)
     whole = [each for each in module.parameters() if not (each.dim() and each.numel() and _is_cut(each))]
@@ -263,7 +263,7 @@ def _cast_norm_inputs(module: nn.Module) -> list[Callable[[], None]]:
 
 
 def _prefetch(blocks: Sequence[FSDPModule], root: FSDPModule, config: FSDPConfig) -> None:
-    """Gather ahead in the order in which blocks stand in the model."""
+    """Prefetch blocks in their order in the model."""
     ahead, back = config.forward_prefetch, config.backward_prefetch or 0
     if ahead and blocks:
         root.set_modules_to_forward_prefetch(list(blocks[:ahead]))

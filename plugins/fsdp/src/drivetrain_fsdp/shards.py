@@ -15,11 +15,11 @@ from drivetrain_sharding import temporary
 
 Box = tuple[slice, ...]
 Reader = Callable[[Box], Tensor]
-"""Gives the part of one tensor that lies in a box, in memory of its own or not."""
+"""Function that returns the part of a tensor in a box, as a copy or a view."""
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The box of this rank's shard of a DTensor; the whole for a plain tensor."""
+    """Return the box of this rank's shard of a DTensor; of all elements for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     if not tensor.to_local().numel():
@@ -40,12 +40,12 @@ def part_like(like: Tensor, read: Reader, *, dtype: torch.dtype, device: torch.d
 
 
 def reader_of(full: Tensor) -> Reader:
-    """Reads from a tensor that is whole here."""
+    """Return a reader of a full tensor on this rank."""
     return lambda box: full[box] if box else full
 
 
 def from_rank_zero(full: Tensor | None, like: Tensor, topology: Topology) -> Reader:
-    """Broadcast rank 0's whole tensor. Collective over all ranks.
+    """Broadcast rank 0's full tensor. Collective over all ranks.
 
     Args:
         full: the tensor, on rank 0; ignored elsewhere.
@@ -81,6 +81,6 @@ def replace_buffer(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def local_device(tensor: Any) -> torch.device:
-    """Where this rank's part lies."""
+    """Return the device of this rank's shard."""
     device: torch.device = tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
     return device

@@ -1,4 +1,4 @@
-"""``ShardedTensor``: a DTensor whose reads give the whole tensor and whose writes reach every shard.
+"""``ShardedTensor``: a DTensor whose reads return the full tensor and whose writes reach every shard.
 
 ``fully_shard`` makes parameters and gradients DTensors, on which some operations are silently wrong: ``.item()`` of a
 sum gives this rank's part, ``p.data[0].zero_()`` writes to a copy, ``p.data = x`` changes nothing, random numbers are
@@ -114,7 +114,7 @@ class ShardedTensor(DTensor):
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole as a plain tensor, as torch's own. Collective over all ranks."""
+        """Gather the full tensor, as torch's own method does. Collective over all ranks."""
         if self.dtype in _NOT_SENT:
             sent: Any = super().to(torch.int32)
             whole: Tensor = sent.full_tensor(grad_placements=grad_placements)
@@ -132,15 +132,15 @@ class ShardedTensor(DTensor):
         _refuse_writing(self, "torch.save, pickle or an object collective")
 
     def storage(self) -> NoReturn:
-        """Refused: a DTensor has no memory of its own. safetensors asks for it, by ``save_pretrained`` of a model."""
+        """Raise: a DTensor has no memory of its own. safetensors calls this in ``save_pretrained``."""
         _refuse_writing(self, "safetensors, or another function that asks for a tensor's storage(),")
 
     def tolist(self) -> Any:
-        """The whole as Python numbers. Collective over all ranks."""
+        """Return the full tensor as Python numbers. Collective over all ranks."""
         return _whole(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole as an array, which cannot be written to: the tensor would not see it. Collective over all ranks."""
+        """Return the full tensor as an array, read-only since writes would be lost. Collective over all ranks."""
         if self.requires_grad and not force:
             raise UsageError("numpy() of a parameter, which requires a gradient", cure="Write p.detach().numpy().")
         array = _whole(self).clone().numpy(force=force)
@@ -148,7 +148,7 @@ class ShardedTensor(DTensor):
         return array
 
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        """Refused: ``from_dlpack`` would read memory of no tensor, or of a copy whose writes are lost."""
+        """Raise: ``from_dlpack`` would read memory of no tensor, or of a copy whose writes are lost."""
         raise UsageError(
             "from_dlpack was given a tensor that is sharded, which has no memory of its own to share",
             cure="Give it p.full_tensor(), of every rank. p.detach().numpy() reads it too.",
@@ -186,7 +186,7 @@ class _Part(ShardedTensor):
         return self.viewed.root if isinstance(self.viewed, _Part) else self.viewed
 
     def in_whole(self, whole: Tensor) -> Tensor:
-        """The same view of the whole tensor."""
+        """Return the same view of the full tensor."""
         return self.as_viewed(self.viewed.in_whole(whole) if isinstance(self.viewed, _Part) else whole)
 
 
@@ -259,7 +259,7 @@ def _all_as_sharded(results: Any, func: Any, args: tuple[Any, ...], kwargs: dict
 def _as_sharded(
     result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None = None
 ) -> Any:
-    """The result of an operation on sharded tensors; a view that became a copy remembers what it is a view of.
+    """Wrap the result of an operation on sharded tensors; a view that became a copy keeps its base.
 
     Args:
         result: one of them.
@@ -328,14 +328,14 @@ def _refuse_other_memory(func: Any, changes: ShardedTensor) -> None:
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    """The whole tensor as a plain one. Collective over all ranks unless every rank has it."""
+    """Gather the full tensor. Collective over all ranks unless every rank has it."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor._local_tensor  # noqa: SLF001
     return tensor.full_tensor().detach()
 
 
 def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:
-    """Change the whole tensor as one process would, and keep this rank's part. Collective over all ranks."""
+    """Change the full tensor as one process would, and keep this rank's shard. Collective over all ranks."""
     if any(isinstance(placement, Partial) for placement in changes.placements):
         raise UsageError(
             f"{func} writes to a number that is not summed over the ranks yet",
@@ -348,7 +348,7 @@ def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chan
 
 
 def _change_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: Exception) -> None:
-    """As :func:`_change_whole` for an operation on a list of tensors, such as ``torch._foreach_copy_``.
+    """Like :func:`_change_whole`, for an operation on a list of tensors, such as ``torch._foreach_copy_``.
 
     Raises:
         Exception: ``problem``, why the operation is not done on parts, where it writes to something else.
@@ -381,7 +381,7 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whol
 
 
 def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operation without a DTensor rule from whole tensors, on every rank. Collective over all ranks."""
+    """Compute an operation without a DTensor rule from full tensors, on every rank. Collective over all ranks."""
     like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
     everywhere = [Replicate()] * like.device_mesh.ndim
@@ -394,7 +394,7 @@ def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random numbers like a sharded tensor: those that rank 0 draws for the whole. Collective over all ranks."""
+    """Draw random numbers like a sharded tensor: rank 0 draws those of the full tensor. Collective over all ranks."""
     like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
     drawn = func(*whole_args, **whole_kwargs)
@@ -420,13 +420,13 @@ def _from_first_rank(whole: Tensor) -> None:
 
 
 def _device(tensor: DTensor) -> torch.device:
-    """Where collectives run: a shard may be offloaded to CPU memory."""
+    """Return the device of collectives: a shard may be offloaded to CPU memory."""
     kind = tensor.device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _write(changes: DTensor, whole: Tensor) -> None:
-    """Write this rank's part of the whole."""
+    """Write this rank's shard of a full tensor."""
     local = changes._local_tensor  # noqa: SLF001
     local.copy_(whole[box_of(changes)] if whole.dim() else whole)
 

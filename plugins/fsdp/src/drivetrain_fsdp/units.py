@@ -135,7 +135,7 @@ def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]
 
 
 def owners(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """For each module, by identity, the innermost unit (or the root) around it."""
+    """Return the innermost unit (or the root) around each module, by identity."""
     chosen = {id(unit) for unit in units}
     found: dict[int, nn.Module] = {}
 

@@ -41,7 +41,7 @@ class WeightFiles:
         return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the full tensor."""
         return tuple(self._file(self._places[name]).get_slice(name).get_shape())
 
     def read(self, name: str, box: Box) -> Tensor:

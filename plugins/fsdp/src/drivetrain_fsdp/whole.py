@@ -15,7 +15,7 @@ from drivetrain.api import Topology, collectives
 
 
 class WholeParameters:
-    """A model's parameters that stay whole.
+    """Replicated parameters of a model.
 
     Args:
         parameters: the trained ones among them.

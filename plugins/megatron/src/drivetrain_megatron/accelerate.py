@@ -1,4 +1,4 @@
-"""What becomes of Accelerate's section ``megatron_lm_config``, and ``MegatronLMPlugin`` with Accelerate's arguments."""
+"""Converts Accelerate's section ``megatron_lm_config``; accepts ``MegatronLMPlugin`` with Accelerate's arguments."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _RULES: Mapping[str, Rule] = {
 }
 
 RULES: Mapping[str, Rule] = {f"megatron_lm_{key}": rule for key, rule in _RULES.items()}
-"""By key of ``megatron_lm_config``."""
+"""Conversion rules by key of ``megatron_lm_config``."""
 
 
 def MegatronLMPlugin(**given: Any) -> MegatronConfig:  # noqa: N802 (the name that scripts import)

@@ -1,4 +1,4 @@
-"""Whether ranks that compute one batch together were given the same batch.
+"""Checks that ranks which compute one batch together have read the same batch.
 
 The ranks of a pipeline, and those of the axis ``tp``, each read the batch for themselves, which costs no message. That
 is right as long as reading it twice gives the same: a dataset that draws augmentations from a generator of its own, or
@@ -25,7 +25,7 @@ _ROUNDING = 1e-3
 
 @torch.no_grad()
 def digest(tensors: Iterable[Any], device: torch.device) -> Tensor:
-    """A number of 62 bits that tells tensors of other contents or shapes apart. Reads each byte once."""
+    """Return a 62-bit hash of the contents and shapes of tensors. Reads each byte once."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for place, tensor in enumerate(tensors):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -108,7 +108,7 @@ class Inputs:
 
     @torch.no_grad()
     def check(self, loss: Tensor) -> None:
-        """A backward begins; the loss tells whether its labels were the same too. Collective over the group.
+        """Compare batches when a backward begins; the loss covers its labels too. Collective over the group.
 
         Raises:
             UsageError: on every rank, when they differ.
@@ -121,7 +121,7 @@ class Inputs:
             told = (told * 31 + one) & _MASK
         self._given.clear()
         value = torch.nan_to_num(loss.detach().double().reshape(-1)[0], posinf=0.0, neginf=0.0).to(self._device)
-        # One rank may overflow alone; then the step is skipped on all.
+        # A single rank may overflow; then the step is skipped on all.
         infinite = (~loss.detach().reshape(-1)[0].isfinite()).double().to(self._device)
         halves = torch.stack([(told & _HALF).double(), (told >> 31).double(), value, infinite])
         both = torch.cat([halves, -halves])

@@ -78,7 +78,7 @@ class MegatronBackend(DistributedBackend):
         self._group = ensure_process_group(settings.process, kind, settings.process_group, alone=True)
         self.topology = replace(self.topology, communication_backend=self._group.communication_backend)
         sizes = mesh.sizes
-        # All axes in every layout: a size of 1 costs nothing, and nobody asks which of them exist.
+        # All axes in every layout: a size of 1 costs nothing, and no code depends on which of them exist.
         self.mesh = init_device_mesh(kind, (sizes["pp"], mesh.dp_size, sizes["tp"]), mesh_dim_names=("pp", "dp", "tp"))
         # Collective over all ranks, which are sure to be here now.
         dp_group = collectives.dp_group(self.topology)
@@ -110,7 +110,7 @@ class MegatronBackend(DistributedBackend):
         settings = self.settings
         _refuse_stages(original_module(model))
         if self._pipeline is not None or self._parallel_state is not None:
-            # The whole model may have no room on the device; each rank moves its own stages once they are known.
+            # The full model may not fit on the device; each rank moves its own stages once they are known.
             settings = replace(settings, place_on_device=False)
         home = torch.device(self.topology.device if settings.place_on_device else "cpu")
         filling = Filling(original_module(model), self._recordings)
@@ -203,7 +203,7 @@ class MegatronBackend(DistributedBackend):
         return super().broadcast(full_tensor(settled(tensor)), src)
 
     def barrier(self) -> None:
-        """Wait as every backend does; meanwhile the model is gathered for ranks that ask for it alone."""
+        """Block until all ranks arrive; meanwhile take part in gathering models if other ranks request it."""
         if self._in_parts:
             self._meeting.wait(self._serve)
         super().barrier()
@@ -216,7 +216,7 @@ class MegatronBackend(DistributedBackend):
 
     @property
     def _in_parts(self) -> bool:
-        """A rank alone does not hold whole models."""
+        """Whether a rank holds only a part of each model."""
         sizes = self.topology.mesh.sizes
         return sizes["tp"] > 1 or sizes["pp"] > 1 or sizes["dp_shard"] > 1
 
@@ -250,7 +250,7 @@ def _whole(name: str, whole: Tensor) -> Tensor:  # noqa: ARG001 (as TensorParall
 
 
 def _warn_of_nodes(degree: int, process: ProcessInfo) -> None:
-    """Say that ranks which talk within every layer sit on different machines."""
+    """Warn if ranks that communicate within every layer are on different machines."""
     if process.num_nodes > 1 and process.local_world_size % degree and process.rank == 0:
         logger.warning(
             "tensor_parallel_size %d crosses machines of %d processes: its ranks exchange activations in every layer, "

@@ -32,7 +32,7 @@ COSTS = {
     "kept_for_weights": ("X", "Part of it that is still there between the two parts of a backward; 1."),
     "resident": ("SIZE[,SIZE..]", "Memory of parameters, gradients and optimizer state, likewise."),
 }
-"""Flags that say what things cost; a file given with --costs says all of it instead."""
+"""Flags that set costs; a file given with --costs replaces all of them."""
 
 SEARCH_ONLY = ("memory", "samples", "counts")
 
@@ -149,7 +149,7 @@ def _configured(config_file: str, flags: dict[str, Any]) -> dict[str, Any]:
     section, mesh = _section(config_file)
     ranks = flags["ranks"] or section.pipeline_parallel_size or mesh.get("pp", 1)
     if flags["searching"]:
-        # A search that is told the file's schedule would not look at the others, which is what it is for.
+        # A search restricted to the file's schedule would not compare the others.
         return flags | {"ranks": ranks, "micro_batches": flags["micro_batches"] or section.num_micro_batches}
     schedules = flags["schedules"] or (section.schedule,)
     stages = flags["stages_per_rank"] or find(schedules[0]).stages_per_rank or section.stages_per_rank

@@ -1,6 +1,6 @@
-"""Models that a script compiles, where tensor parallelism cuts their parameters: they run as they are, and say so.
+"""Runs compiled models uncompiled, with a warning, if tensor parallelism shards their parameters.
 
-torch's compiler does not see through tensors that show the shape of the whole and hold a part of it.
+``torch.compile`` cannot trace tensors that report the full shape and hold a shard of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drivetrain.api import UnsupportedError
 logger = logging.getLogger(__name__)
 
 _callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # noqa: SLF001 (torch has no public word for it)
-"""What traces the frames of this thread; ``None`` or ``False`` where nothing does."""
+"""Returns the frame callback of this thread; ``None`` or ``False`` if there is none."""
 
 
 def leave_uncompiled(module: nn.Module) -> None:

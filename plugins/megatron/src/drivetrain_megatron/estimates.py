@@ -1,8 +1,8 @@
-"""What a rank holds and sends under ``megatron``, for a planner: its cuts and stages, run on tensors without values.
+"""Estimates memory and communication of a rank under ``megatron``, for a planner, by traces on fake tensors.
 
-Tensor parallelism is traced as the first rank of a ring that sends nothing. Of a pipeline each stage is traced by
+Tensor parallelism is traced as rank 0 of a simulated group that sends nothing. Each pipeline stage is traced by
 itself, one micro-batch forward and backward, in two parts where the schedule splits it; the schedule's list of actions
-says which of them a rank holds at once.
+says how many of them a rank holds at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from drivetrain_planner import Bench, Estimate, Ledger, PlanRequest, Trace, Trac
 
 _CPU = torch.device("cpu")
 _FLOPS_PER_BYTE = 100
-"""Where kernels are bound by memory instead of arithmetic, for the ratio of the stages' times alone."""
+"""Arithmetic intensity below which kernels are memory-bound; used only for the ratio of the stages' times."""
 
 
 def estimates(request: PlanRequest) -> list[Estimate]:
@@ -72,12 +72,12 @@ class Degrees:
 
     @property
     def family(self) -> str:
-        """Which axes there are."""
+        """Names of the axes of this layout."""
         return " x ".join(name for name, size in (("tp", self.tensor), ("pp", self.pipeline)) if size > 1)
 
 
 def _degrees(request: PlanRequest, section: MegatronConfig) -> Iterator[Degrees]:
-    """Every product that makes the world; ``tp`` stays inside of a machine, unless the configuration says otherwise."""
+    """Yield all factorizations of the world size; ``tp`` stays within a machine unless the configuration sets it."""
     asked_tensor, asked_pipeline = section.tensor_parallel_size, section.pipeline_parallel_size
     if request.mesh is not None:
         asked_tensor = asked_tensor or request.mesh.get("tp", 1)
@@ -135,7 +135,7 @@ class _Model:
         self._plans: dict[int, Plan] = {}
 
     def plan(self, degree: int) -> Plan | None:
-        """What is cut over so many ranks. Raises :class:`UsageError` as training would, or where nothing can be cut."""
+        """Tensor-parallel plan for a degree, ``None`` for 1. Raises :class:`UsageError` as :func:`make_plan` does."""
         if degree == 1:
             return None
         if degree not in self._plans:
@@ -175,7 +175,7 @@ class _Model:
 
 
 class _Layout(ABC):
-    """What the layouts have in common.
+    """Base of the layouts.
 
     Args:
         made: the model.
@@ -188,7 +188,7 @@ class _Layout(ABC):
 
     @property
     def title(self) -> str:
-        """What is chosen, in a few words."""
+        """Title of the layout."""
         degrees = self.degrees
         axes = (("tp", degrees.tensor), ("pp", degrees.pipeline))
         told = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
@@ -311,7 +311,7 @@ class _Stages:
     """A model cut into stages for a pipeline.
 
     Args:
-        cut: who holds what.
+        cut: the stages of the model.
         way: of a micro-batch through the stages.
         rows: how the batch is cut into micro-batches.
         dims: along which dims.
@@ -595,7 +595,7 @@ class _Pipeline(_Layout):
         sizes: Mapping[str, int],
         owners: Mapping[str, set[int]],
     ) -> tuple[Ledger, dict[str, int], list[int]]:
-        """What one rank holds: a ledger after a step, what is held all the time, and bytes of what it trains."""
+        """Memory of one rank: a ledger after a step, permanent bytes by kind, and bytes of each trained parameter."""
         trained = [name for name in sizes if name in self.made.trained]
         # The copy of the model without parameters, by which shapes are known, has buffers of its own.
         held = self.held(list(sizes.values()), [sizes[name] for name in trained], 2 * self.made.buffers)
@@ -607,7 +607,7 @@ class _Pipeline(_Layout):
             # Of what several stages hold, each batch's gradient is added up over them before it is added here.
             complete = {name for name in known if len(owners[name]) == 1}
         messages = _Messages(self._schedule, lists.owner, cut.way.crossings)
-        # Of a stage and a micro-batch, bytes that wait for what is to come of its backward.
+        # Bytes kept by stage and micro-batch until its backward continues.
         waiting: dict[tuple[int, int], int] = {}
         schedule = (self._schedule, self.degrees.pipeline, self._stages_per_rank, self._parts)
         asked = messages_asked_for(*schedule)[rank]
@@ -616,7 +616,7 @@ class _Pipeline(_Layout):
             ledger.phase = "forward" if action.kind == "F" else "backward"
             waiting.pop(key, None)
             others = self.made.batch + sum(waiting.values()) + messages.held(action, early)
-            # What comes from a stage of this rank is counted there.
+            # Activations from a stage of this rank are counted there.
             others -= messages.local(action.stage)
             events = stage.parts[action.kind]
             for event in events:
@@ -773,7 +773,7 @@ def _above(event: TraceEvent, base: int, kind: Any) -> TraceEvent:
 
 
 def _with_buffers(model: nn.Module) -> nn.Module:
-    """A copy that shares the parameters, and whose buffers have values: what depends on them crosses no cut."""
+    """Copy a model with shared parameters and buffers that have values: no stage sends what depends on buffers only."""
     copied = copy.deepcopy(model, {id(one): one for one in model.parameters()})
     for part in copied.modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
@@ -806,7 +806,7 @@ def _costs(stages: Sequence[_Traced]) -> Costs:
 
 
 def _of_rank(lists: ActionLists, stages: Sequence[_Traced], rank: int) -> Trace:
-    """What a rank computes in a step, as one trace; its events are those of its first stage."""
+    """Return the computation of a rank in a step as one trace; its events are those of its first stage."""
     runs = Counter(action.stage for action in lists.ranks[rank] if action.kind == "F")
 
     def work(of: Callable[[Trace], Sequence[Work]]) -> list[Work]:

@@ -1,4 +1,4 @@
-"""Give values to parameters and buffers that were constructed without memory, one at a time."""
+"""Materializes parameters and buffers that are on the meta device, one at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Empty:
 
 @final
 class Filling:
-    """What is to be filled of one module. To be made before anything changes the module.
+    """Tensors of one module that need values. Construct it before the module is changed.
 
     Args:
         module: as it was constructed.
@@ -92,7 +92,7 @@ def _empty(named: Iterable[tuple[str, Tensor]], recordings: Sequence[Recording])
 
 
 def _from_rank_zero(empty: _Empty, topology: Topology) -> Tensor:
-    """Rank 0's whole tensor on every rank for a moment. Collective over all ranks."""
+    """Broadcast the full tensor from rank 0. Collective over all ranks."""
     full = empty.recording.value(empty.made) if topology.rank == 0 else None
     if topology.world_size == 1 and full is not None:
         return full

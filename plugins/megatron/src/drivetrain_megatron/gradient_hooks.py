@@ -1,4 +1,4 @@
-"""Gradient hooks that a script sets on parameters, where parameters are parts and batches come in micro-batches.
+"""Runs gradient hooks of sharded parameters on the full gradient, once per batch instead of once per micro-batch.
 
 ``parameter.register_hook(hook)`` is called with the gradient of the whole parameter by the whole batch, whether it was
 set before ``prepare`` or after: a mask or a normalisation then does what it does in one process.
@@ -40,7 +40,7 @@ def _refused(name: str) -> UnsupportedError:
 
 
 def carry(former: Mapping[str, Tensor], module: nn.Module, whole: Whole, part: Part) -> None:
-    """Give parameters that replaced others the hooks of those, and let hooks set later see whole gradients too.
+    """Move hooks to the parameters that replace theirs; hooks registered later see full gradients too.
 
     Args:
         former: by first name, what the script set hooks on.
@@ -93,7 +93,7 @@ def _registering(name: str, module: nn.Module, whole: Whole, part: Part) -> Call
 
 
 def refuse(former: Mapping[str, Tensor], module: nn.Module, why: str) -> None:
-    """Refuse hooks that nothing would call, those that are set and those to come.
+    """Raise for hooks that would never be called, registered before or later.
 
     Args:
         former: by first name, what the script set hooks on.

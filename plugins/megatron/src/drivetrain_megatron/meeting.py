@@ -1,8 +1,9 @@
-"""Ranks that ask for a whole model: all of them at once, or one alone while the others wait at a barrier.
+"""Rendezvous of ranks for gathering a sharded state dict.
 
-A model that lies on several ranks can only be told by all of them. Scripts ask for it everywhere, as they should, or
-under ``if accelerator.is_main_process:`` before everybody meets again. Who comes is found out through the process
-group's store before anything collective is begun, so that a rank alone gets an error and no hang.
+Gathering needs every rank. Either all ranks call it, or the main process calls it under
+``if accelerator.is_main_process:`` while the others wait at a barrier, in which they take part in the gathering. Ranks
+register in the process group's store before the first collective starts, so that a call on some ranks raises instead of
+hanging.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.distributed.constants import default_pg_timeout
 from drivetrain.api import DrivetrainError, Topology, UsageError
 
 PATIENCE_SECONDS = 20.0
-"""How long the main process waits for the others. They computed a batch with it a moment ago."""
+"""Timeout for the other ranks. They have just computed a batch together with the caller."""
 
 _NOT_ALONE = "*"
-"""Before what is asked of ranks that must call it themselves."""
+"""Prefix of requests that ranks waiting at a barrier do not serve."""
 
 _POLL_SECONDS = 0.0002, 0.01
 """Shortest and longest pause between two looks at the store."""
@@ -29,11 +30,11 @@ _POLL_SECONDS = 0.0002, 0.01
 
 @final
 class Meeting:
-    """Made in the same order on every rank of a job.
+    """A rendezvous; ranks must construct them in the same order.
 
     Args:
         topology: the job.
-        timeout_seconds: how long a rank waits for the main process, which may be busy with what it does alone.
+        timeout_seconds: timeout of barriers; the main process may run code of its own before them.
     """
 
     def __init__(self, topology: Topology, timeout_seconds: float | None = None) -> None:
@@ -43,16 +44,16 @@ class Meeting:
         self._prefixed: Any = None
 
     def come(self, call: str, asked: str, cure: str, *, alone: bool = True) -> None:
-        """Wait until every rank is here. Collective over all ranks.
+        """Wait until every rank takes part. Collective over all ranks.
 
         Args:
             call: what the script calls, for the error.
-            asked: the same on every rank: what :meth:`wait` hands to the ranks that wait at a barrier.
+            asked: the request, the same on every rank; :meth:`wait` passes it to the ranks that wait at a barrier.
             cure: what to write instead.
-            alone: ranks that wait at a barrier count as here, and do what is asked.
+            alone: ranks that wait at a barrier take part and serve the request.
 
         Raises:
-            UsageError: the others do not come; nothing has been changed or sent.
+            UsageError: other ranks do not take part; nothing has been changed or sent.
         """
         if self._size == 1:
             return
@@ -63,7 +64,7 @@ class Meeting:
             if here < 0:
                 return
         else:
-            # Others ask for something else.
+            # Other ranks have made another request.
             self._store.compare_set(f"{number}/decision", "", "late")
             here = 1
         raise UsageError(
@@ -73,13 +74,13 @@ class Meeting:
         )
 
     def wait(self, serve: Callable[[str], None]) -> None:
-        """Wait until every rank is at this barrier; meanwhile do what ranks that are not here ask. Collective.
+        """Wait until every rank reaches this barrier; meanwhile serve requests of ranks that have not. Collective.
 
         Args:
-            serve: given what was asked, joins in.
+            serve: takes part in a request.
 
         Raises:
-            DrivetrainError: somebody does not come.
+            DrivetrainError: a rank does not reach the barrier in time.
         """
         self._barriers += 1
         here = f"barrier/{self._barriers}"
@@ -99,18 +100,18 @@ class Meeting:
                 pause = min(2 * pause, _POLL_SECONDS[1])
             count = self._store.add(here, 0)
         if self._rank == 0 and self._barriers > 2:
-            # Everybody is past the one before the last.
+            # Every rank has left the barrier before the last.
             self._store.delete_key(f"barrier/{self._barriers - 2}")
 
     def _following(self) -> int:
-        """The number of the next occasion; those at which others gave up are past."""
+        """Return the number of the next request that is not decided yet."""
         self._number += 1
         while self._store.check([f"{self._number}/decision"]):
             self._number += 1
         return self._number
 
     def _asked(self) -> str | None:
-        """What ranks that are not at the barrier ask of those that are."""
+        """Return the request of ranks that have not reached the barrier, if there is one."""
         number = self._number + 1
         while self._store.check([f"{number}/decision"]):
             number += 1
@@ -120,7 +121,7 @@ class Meeting:
         return None if asked.startswith(_NOT_ALONE) else asked
 
     def _arrive(self, number: int) -> int:
-        """Come to an occasion. Whether all have come (-1), else how many have."""
+        """Register for a request. Returns -1 if all ranks take part, else their number."""
         here, decision = f"{number}/here", f"{number}/decision"
         deadline = time.monotonic() + (PATIENCE_SECONDS if self._rank == 0 else self._timeout)
         pause = _POLL_SECONDS[0]
@@ -130,7 +131,7 @@ class Meeting:
             pause = min(2 * pause, _POLL_SECONDS[1])
             count = self._store.add(here, 0)
         word = "all" if count >= self._size else "late"
-        # The first word counts: who comes after it reads what was decided.
+        # The first decision counts: later ranks read it.
         return -1 if self._store.compare_set(decision, "", word) == b"all" else int(count)
 
     @property

@@ -1,4 +1,4 @@
-"""For scripts that construct a ``GPTModel`` of Megatron-Core and also run under other backends. Light."""
+"""Supports scripts that construct Megatron-Core's ``GPTModel`` and also run under other backends. Light."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ __all__ = ["whole_models"]
 
 
 def whole_models(device: torch.device | str) -> None:
-    """Let Megatron-Core construct and run whole models in this process. To be called after ``Accelerator()``.
+    """Let Megatron-Core construct and run unsharded models in this process. Call it after ``Accelerator()``.
 
-    Megatron-Core asks for groups of ranks wherever a model is constructed. Under ``megatron.engine: megatron_core`` it
-    finds some once there is an ``Accelerator``, and nothing happens here. Under any other backend it gets groups in
-    which this process is alone; without CUDA it is given answers for ``torch.cuda``, and where torch has no process
-    group yet it gets one of this process. Groups that the script formed itself stay. May be called twice; not
-    collective.
+    Megatron-Core needs process groups to construct a model. Under ``megatron.engine: megatron_core`` they exist once
+    there is an ``Accelerator``, and this function does nothing. Under any other backend it forms groups of size 1;
+    without CUDA it replaces ``torch.cuda``, and if torch has no default process group it creates one of size 1. Groups
+    that the script formed itself stay. May be called twice; not collective.
 
     Args:
         device: where models will run, ``accelerator.device``.
 
     Raises:
-        BackendBlockedError: Megatron-Core is not installed, or in a release that was never tried.
+        BackendBlockedError: Megatron-Core is not installed, or in an untested release.
     """
     from drivetrain_megatron.core_engine import parallel_state
 

@@ -1,8 +1,8 @@
-"""What a module keeps besides its parameters, so that a forward that is only a trial leaves no trace.
+"""Saves and restores a module's state besides its parameters around trial forwards.
 
 A forward may count its calls in a Python attribute, move running statistics, fill a cache or draw random numbers.
-Pipelines and tensor-parallel plans try forwards that the script never asked for, and run one that it asked for in
-parts; :class:`ModuleState` puts back what they changed, and tells what that was.
+Pipelines and tensor-parallel plans run trial forwards, and split the script's forwards into micro-batches;
+:class:`ModuleState` restores what they changed, and reports it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numpy = np.random
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
-    """For forwards that the script never asked for."""
+    """Run trial forwards without gradients."""
     with torch.no_grad(), warnings.catch_warnings():
         # Checkpoints warn of it; in training they have inputs that do.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
@@ -50,7 +50,7 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """Where a module keeps something.
+    """An attribute or buffer of a module.
 
     Args:
         path: name of the module.
@@ -68,10 +68,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What a forward left in one place.
+    """A change that a forward made to an attribute or buffer.
 
     Args:
-        value: a copy of a buffer; of an attribute, what it says of itself.
+        value: a copy of a buffer; the ``repr`` of an attribute.
         tensors: an attribute with tensors in it, such as the last activation.
     """
 
@@ -115,7 +115,7 @@ class ModuleState:
         ]
 
     def changes(self) -> dict[Place, Change]:
-        """What is otherwise now. Buffers that were registered since then are caches, and are not told."""
+        """Return what has changed. Buffers registered since then are caches, and are left out."""
         found: dict[Place, Change] = {}
         for (path, part), attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
             for name, (one, before) in buffers.items():
@@ -156,7 +156,9 @@ def unchanged(module: nn.Module, device: torch.device | None = None) -> Iterator
 
 @final
 class Once:
-    """What a forward changes alike on any part of a batch, and shall change once: its parts all begin with the same.
+    """State that the forward of each micro-batch changes alike, and that must change once per batch.
+
+    All micro-batches start from the same values.
 
     Args:
         module: of which.
@@ -237,7 +239,7 @@ def once(module: nn.Module, places: Collection[Place], *, keep: bool = False) ->
 
 @contextmanager
 def same_randomness(device: torch.device | None = None) -> Iterator[None]:
-    """Drawing random numbers in here leaves no trace: Python's, numpy's, torch's, and those of a device."""
+    """Restore the random states of Python, numpy, torch and a device on exit."""
     python, numpys = random.getstate(), _numpy.get_state()
     devices = [] if device is None or device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
@@ -351,7 +353,7 @@ def _has_tensors(value: Any, depth: int = 4) -> bool:
 
 
 def _told(value: Any, depth: int = 4) -> str:
-    """What an attribute says of itself, addresses left out."""
+    """Return the ``repr`` of an attribute without addresses."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Tensor) or depth == 0:

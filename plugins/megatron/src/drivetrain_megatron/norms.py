@@ -1,4 +1,4 @@
-"""The norm over every axis: what this stage holds, with the other stages of the pipeline."""
+"""Computes the gradient norm over all axes of the mesh, pipeline stages included."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GlobalNorm:
         self._elsewhere += [weakref.ref(one) for one in parameters]
 
     def add_shards(self, shards: Iterable[tuple[Tensor, bool]]) -> None:
-        """Plain tensors of which every rank of the job has others, or none; the flag: this rank counts them."""
+        """Add plain tensors that differ between ranks; a flag tells whether this rank counts them."""
         self._shards = (self._shards or []) + [(weakref.ref(one), counts) for one, counts in shards]
 
     def __call__(self, grads: list[Tensor], norm_type: float = 2.0) -> Tensor:

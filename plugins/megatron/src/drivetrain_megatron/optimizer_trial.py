@@ -1,8 +1,8 @@
-"""Whether an optimizer that sees parts of the parameters updates them as one that sees all of them.
+"""Checks whether an optimizer updates shards of parameters as it updates the full parameters.
 
 Most optimizers treat each element by itself. Those that do not (a norm over a layer or over all parameters, factored
-second moments, orthogonalised updates) are right only where every rank holds what they look at. That is tried: a
-copy of the optimizer steps a few small parameters, laid out as the model's will be, and whole ones beside them.
+second moments, orthogonalised updates) are right only if every rank holds all the elements that they read. The check
+is a trial: a copy of the optimizer steps a few small parameters, sharded as the model's will be, and full ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OptimizerTrial:
 
 
 def _shapes(optimizer: Optimizer, size: int, *, uneven: bool) -> list[list[tuple[int, ...]]]:
-    """For each group the shapes to try: of as many dims as its parameters have; `uneven` ranks have parts unlike."""
+    """Return the shapes to try for each group, with as many dims as its parameters; `uneven`: shards differ in size."""
     found = []
     for group in optimizer.param_groups:
         dims = sorted({min(one.dim(), _MOST_DIMS) for one in group["params"] if one.dim()})
@@ -79,14 +79,14 @@ def _shapes(optimizer: Optimizer, size: int, *, uneven: bool) -> list[list[tuple
 
 
 def _differs(optimizer: Optimizer, mesh: DeviceMesh) -> str:
-    """Why parts are updated otherwise than the whole; nothing when they are not. Collective over the mesh."""
+    """How updates of shards differ from those of full parameters; empty if they agree. Collective over the mesh."""
     shapes = _shapes(optimizer, mesh.size(), uneven=mesh.mesh_dim_names == ("dp",))
     try:
         for dim in (0, 1):
             several = [[shape for shape in group if len(shape) > dim] for group in shapes]
             if not any(several):
                 continue
-            # What is not cut along the mesh stands beside what is.
+            # Parameters that are not sharded along the mesh are stepped beside those that are.
             both = [[*group, *group] for group in several]
             parts = _stepped(optimizer, both, mesh, dim)
             whole = _stepped(optimizer, both, None, dim, device=mesh.device_type)
@@ -115,7 +115,7 @@ def _stepped(
     *,
     device: str = "cpu",
 ) -> list[list[Tensor]]:
-    """By how much a copy of the optimizer moves small parameters, this rank's parts.
+    """Return the updates that a copy of the optimizer makes to small parameters, this rank's shards.
 
     Args:
         optimizer: what is copied, with its options.

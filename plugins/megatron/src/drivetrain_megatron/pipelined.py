@@ -1,4 +1,4 @@
-"""One model cut along its depth: its training output is deferred, and backward runs the schedule."""
+"""A pipelined model: training outputs are deferred, and backward runs the schedule."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PipelinedTrainable(DeferredTrainable):
         self._device, self._norm, self._mesh, self._how = device, norm, mesh, section.data_parallel
         self._share: Share | None = None
         self.whole: WholeState | None = None
-        """Tells the state of the whole model."""
+        """Gathers the full state dict."""
         self._linear = gradient_hooks.LinearHooks(module)
         self._assignment = AssignmentRefusal(module, "a pipeline has on several stages")
         self._syncs, self._dividing = True, False
@@ -116,7 +116,7 @@ class PipelinedTrainable(DeferredTrainable):
         self._dividing = False
 
     def plain_calls(self) -> AbstractContextManager[None]:
-        """In here the module and its parts are called as they are without a pipeline."""
+        """Call the module and its submodules as without a pipeline."""
         return self.pipeline.planner.interception.plain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,10 +195,10 @@ class PipelinedTrainable(DeferredTrainable):
         return self.whole.tensors()
 
     def before_state_dict(self, *, replicated: bool) -> None:
-        """Allow it: what comes back is the whole state, see :mod:`drivetrain_megatron.whole`, or that raises."""
+        """Allow it: :mod:`drivetrain_megatron.whole` returns the full state dict, or raises."""
 
     def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Make tensors whole, given by first name. Collective over all ranks."""
+        """Gather tensors, given by first name. Collective over all ranks."""
         if self._share is None:
             yield from state.full_tensors(self.module, entries)
         else:

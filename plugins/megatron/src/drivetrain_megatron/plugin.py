@@ -1,4 +1,4 @@
-"""What the backend ``megatron`` is, as data. Imports neither torch nor the backend."""
+"""Registers the backend ``megatron``. Imports neither torch nor the backend."""
 
 from __future__ import annotations
 

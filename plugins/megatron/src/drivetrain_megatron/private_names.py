@@ -31,7 +31,7 @@ _ONE_FLAG = {
 
 
 def flags(schedule: Any) -> tuple[str, ...]:
-    """Names of the flags by which a schedule knows that its stages are set up."""
+    """Names of the flags that mark a schedule's stages as initialized."""
     names = tuple(name for name in _names(schedule) if name.endswith("_initialized"))
     older = tuple(dict.fromkeys(_ONE_FLAG[name] for name in names))
     return older if all(hasattr(schedule, name) for name in older) else names

@@ -1,4 +1,4 @@
-"""Optimizers that were made for the whole parameters: they get what stands under the same names now."""
+"""Replaces parameters in existing optimizers by their shards."""
 
 from __future__ import annotations
 

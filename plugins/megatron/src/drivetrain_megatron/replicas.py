@@ -1,4 +1,4 @@
-"""Gradients of replicas: averaged over the data-parallel ranks in buckets, once a window."""
+"""Averages gradients over the data-parallel ranks in buckets, once per accumulation window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_megatron import agreement
 from drivetrain_sharding import laid_out_as
 
 _BUCKET_BYTES = 25 << 20
-"""As large as torch's DDP makes them: large enough that latency does not count, small enough to copy twice."""
+"""Bucket size, that of torch's DDP: large enough to hide latency, small enough to copy twice."""
 
 
 @final
@@ -114,7 +114,7 @@ class Replicas:
                     "distributed_type: ddp.",
                 )
         lacking = [one for one in bucket if one.grad is None]
-        # One number a parameter goes along, to tell "no gradient anywhere" from zero.
+        # One flag per parameter is reduced too, to distinguish "no gradient on any rank" from zero.
         present = torch.tensor([one.grad is not None for one in bucket], dtype=local_part(bucket[0]).dtype)
         parts = [
             torch.zeros_like(local_part(one)).flatten() if one.grad is None else local_part(one.grad).flatten()

@@ -1,4 +1,4 @@
-"""FSDP2 along the data-parallel axis: blocks, and layers outside of them, in shards that are gathered for their turn.
+"""Applies FSDP2 along the data-parallel axis, to blocks and to layers outside of them.
 
 Every unit is a root of its own for torch, since the modules above it may be left in the middle of their forward, where
 a pipeline stage ends. Gradients are reduced at each micro-batch.

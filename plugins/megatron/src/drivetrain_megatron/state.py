@@ -1,4 +1,4 @@
-"""How a model on a mesh maps to the portable checkpoint: each rank gives what it holds, under the original names."""
+"""Maps a model on a mesh to the portable checkpoint: each rank saves its shards under the original names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain_sharding import joined_extra
 
 
 def portable_state(module: nn.Module, optimizers: Sequence[Optimizer], engine: TorchEngine) -> PortableState:
-    """What this rank holds, no copy."""
+    """Return the state of this rank, no copy."""
     state = packing_of(module).unpack(portable.portable_state(module, optimizers))
     state.extra |= engine.state()
     return state
@@ -55,7 +55,7 @@ def held(state: PortableState, share: Share | None) -> PortableState:
 
 
 def of_stage(state: PortableState, share: Share | None, group: dist.ProcessGroup) -> PortableState:
-    """What this rank gives to a checkpoint; the extra state of all stages. Collective over the pipeline."""
+    """Return the state that this rank saves, with the extra state of all stages. Collective over the pipeline."""
     if share is None:
         return state
     state.tensors = {key: value for key, value in state.tensors.items() if share.mine(_name(key))}

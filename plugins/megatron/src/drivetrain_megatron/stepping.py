@@ -1,4 +1,4 @@
-"""Clipping and stepping, the same for models with and without a pipeline, with and without ZeRO-1."""
+"""Clips gradients and steps optimizers, with and without a pipeline, with and without ZeRO-1."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Stepping:
         self.optimizers: list[Optimizer] = []
         self._step_hooks: set[int] = set()
         self._seen_state: dict[int, int] = {}
-        """By optimizer, of how many parameters it had state when that was last looked at."""
+        """Number of parameters with state at the last check, by optimizer."""
 
     def add(self, optimizer: Optimizer) -> None:
-        """Take one whose parameters are the module's. Collective over the axes along which these are cut.
+        """Add an optimizer of the module's parameters. Collective over the axes along which these are sharded.
 
         Raises:
-            UnsupportedError: it looks at more than one rank has.
+            UnsupportedError: it reads more elements than one rank has.
         """
         if self._trial is not None:
             self._trial.check(optimizer)
@@ -67,7 +67,7 @@ class Stepping:
             self._parts.divide([optimizer])
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Forget one that a later one replaces."""
+        """Remove an optimizer that a later one replaces."""
         self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
         self._seen_state.pop(id(optimizer), None)
 
@@ -93,7 +93,7 @@ class Stepping:
         return self._parts is not None
 
     def held(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What optimizers hold of these parameters."""
+        """Return the tensors that optimizers hold for these parameters."""
         return parameters if self._parts is None else self._parts.of(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -148,7 +148,7 @@ class Stepping:
         return result
 
     def _show_whole_state(self, optimizer: Optimizer) -> None:
-        """Let state that is new read as the whole to the script, as the parameters do."""
+        """Make new optimizer state read as full tensors in the script, as the parameters do."""
         if self._seen_state.get(id(optimizer)) == len(optimizer.state):
             return
         self._seen_state[id(optimizer)] = len(optimizer.state)
@@ -167,12 +167,12 @@ class Stepping:
             optimizer.zero_grad(set_to_none)
 
     def portable_state(self) -> PortableState:
-        """What this rank holds."""
+        """Return this rank's part of a checkpoint."""
         with self._names():
             return state.portable_state(self._module, self.optimizers, self._engine)
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        """What this rank wants."""
+        """Return the tensors that this rank loads from a checkpoint."""
         with self._names():
             return state.portable_template(self._module, self.optimizers, saved)
 

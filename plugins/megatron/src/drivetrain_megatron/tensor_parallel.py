@@ -1,4 +1,4 @@
-"""Put a tensor-parallel plan onto a model: parameters become parts, and modules see them as what they are parts of."""
+"""Applies a tensor-parallel plan to a model: shards its parameters, which modules see in their full shape."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TensorParallel:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank holds of a parameter: a DTensor of its part, or all of one that is not cut. Not collective.
+        """Return this rank's shard of a parameter as a DTensor, or all of one that is not sharded. Not collective.
 
         Args:
             name: the parameter's first name.
@@ -83,12 +83,12 @@ def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: Megatron
 
 
 def simulate_tensor_parallel(module: nn.Module, plan: Plan, ring: Ring) -> TensorParallel:
-    """As :func:`apply_tensor_parallel`, for the first rank of a simulated ring and without values. Not collective.
+    """Like :func:`apply_tensor_parallel`, for rank 0 of a simulated group and without values. Not collective.
 
     Args:
         module: its parameters are fake tensors.
         plan: of the model.
-        ring: without a process group.
+        ring: the simulated group.
     """
     done = TensorParallel(plan, ring, None)
     _cut(module, done)
@@ -96,7 +96,7 @@ def simulate_tensor_parallel(module: nn.Module, plan: Plan, ring: Ring) -> Tenso
 
 
 def _cut(module: nn.Module, done: TensorParallel) -> None:
-    """Put parts in the place of the parameters that the plan names, and let modules see them as the whole."""
+    """Replace the parameters of the plan by their shards, which modules see in their full shape."""
     ring, homes = done.ring, _homes(module)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     uses: dict[nn.Module, list[_Use]] = {}
@@ -120,7 +120,7 @@ def _cut(module: nn.Module, done: TensorParallel) -> None:
 
 
 def _homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """For each parameter, by identity, the modules that hold it and under which attribute."""
+    """Return the modules and attributes that hold each parameter, by identity."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
@@ -137,7 +137,7 @@ def as_dtensor(own: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
 
 @dataclass(frozen=True)
 class _Use:
-    """A cut parameter that a module's forward reads: who holds it, under which attribute, and how it is cut."""
+    """A sharded parameter that a module's forward reads: its module, attribute and cut."""
 
     holder: nn.Module
     attribute: str
@@ -146,11 +146,11 @@ class _Use:
 
 
 _ENTERED: list[Callable[[], None]] = []
-"""What puts the parameters back of each module whose forward is running, outermost first."""
+"""Callbacks that restore the parameters of each module whose forward is running, outermost first."""
 
 
 def is_running() -> bool:
-    """Whether a forward runs in which parameters stand for what they are parts of."""
+    """Whether a forward is running in which parameters appear in their full shape."""
     return bool(_ENTERED)
 
 
@@ -166,7 +166,7 @@ def parameters_come_back() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Nothing was put aside."""
+    """Do nothing: no parameters were replaced."""
 
 
 def _refuse_missing(homes: list[dict[str, Any]], uses: list[_Use]) -> None:

@@ -1,4 +1,4 @@
-"""One model that every rank of a pipeline coordinate runs whole: tensor and data parallelism, forward at once."""
+"""A model without pipeline: tensor and data parallelism, forward at once."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class MegatronTrainable(Trainable):
         replicas.add(module)
         self._syncs = True
         self.whole: WholeState | None = None
-        """Tells the state of the whole model, where this rank holds parts of it."""
+        """Gathers the full state dict, if this rank holds a part of it."""
 
     def plain_calls(self) -> AbstractContextManager[None]:
-        """In here the module and its parts are called as they are, which is always so."""
+        """Do nothing: the module and its submodules are always called as they are."""
         return nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class MegatronTrainable(Trainable):
             self.whole.check_given()
         self._inputs.given((args, kwargs))
         output = self._engine.forward(self._model, args, kwargs)
-        # In training, logits stay shared over tp up to the loss; what is only looked at is whole.
+        # In training, logits stay sharded over tp up to the loss; without gradients they are gathered.
         return output if torch.is_grad_enabled() else whole_tensors(output)
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
@@ -146,14 +146,14 @@ class MegatronTrainable(Trainable):
         return iter(plain_state_dict(self.module).items()) if self.whole is None else self.whole.tensors()
 
     def before_state_dict(self, *, replicated: bool) -> None:
-        """Allow it: what comes back is the whole state, see :mod:`drivetrain_megatron.whole`, or that raises."""
+        """Allow it: :mod:`drivetrain_megatron.whole` returns the full state dict, or raises."""
 
     def gather(self, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Make tensors whole, given by first name. Collective over all ranks."""
+        """Gather tensors, given by first name. Collective over all ranks."""
         yield from state.full_tensors(self.module, entries)
 
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
-        # What is new is computed whole on every rank of tp; a part of something is what it was cut to be.
+        # New parameters are replicated over tp; shards stay shards.
         if isinstance(value, nn.Parameter) and isinstance(parent._parameters.get(name), DTensor):  # noqa: SLF001
             if isinstance(value, DTensor) or tensor_parallel.is_running():
                 return
@@ -188,7 +188,7 @@ class MegatronTrainable(Trainable):
         """The script has loaded values by itself; nothing here depends on them."""
 
     def release(self) -> None:
-        """Nothing holds the process group but the mesh, which is the backend's."""
+        """Do nothing: only the backend's mesh holds the process group."""
         warn_anew()
         self._replicas.forget(self.module)
         if self.whole is not None:

@@ -1,6 +1,6 @@
-"""A script's own ``state_dict()`` and ``load_state_dict()`` of a module that lies on several ranks: of the whole model.
+"""Makes ``state_dict()`` and ``load_state_dict()`` of a sharded module return and accept the full state dict.
 
-``accelerator.get_state_dict`` and ``save_model`` gather tensor by tensor; scripts also ask the module itself:
+``accelerator.get_state_dict`` and ``save_model`` gather tensor by tensor; scripts also call the module itself:
 ``unwrapped.save_pretrained(folder)``, ``accelerator.save(unwrapped.state_dict(), file)``, the best weights so far.
 """
 
@@ -20,7 +20,7 @@ from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.pipeline.skeleton import is_absent
 
 Gather = Callable[[Mapping[str, Tensor]], Iterable[tuple[str, Tensor]]]
-"""Given tensors by their first names, yields each of them whole. Collective over all ranks."""
+"""Function that gathers tensors, given by first name, one at a time. Collective over all ranks."""
 
 
 def refuse_pickling(module: nn.Module) -> None:
@@ -42,7 +42,7 @@ class WholeState:
 
     Args:
         module: the user's module.
-        gather: makes tensors whole.
+        gather: gathers tensors.
         part: ``part(name, whole, parameter)``: what this rank holds of a whole tensor, laid out as its parameter is.
         meeting: the ranks of the job.
         number: of the model; the same on every rank.
@@ -76,7 +76,7 @@ class WholeState:
     def _install(self, path: str, module: nn.Module) -> None:
         # Functions, since torch puts marks on them that bound methods do not take.
         def give(module: nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
-            # In the state dict of the whole, a module's own hook has nothing to do.
+            # A module's own hook has no effect on the full state dict.
             if not self._raw and not (path and prefix):
                 self._give(module, path, found, prefix)
 
@@ -91,7 +91,7 @@ class WholeState:
         """Each tensor of the state dict in full, one at a time; tied ones are one. Collective over all ranks.
 
         Raises:
-            UsageError: not all ranks are here; at once, not when the first tensor is asked for.
+            UsageError: not all ranks take part; raised at once, not when the first tensor is gathered.
         """
         call = "get_state_dict or save_model"
         self._meeting.come(
@@ -150,14 +150,14 @@ class WholeState:
             self._raw = False
 
     def _wanted(self, module: nn.Module, path: str) -> dict[str, Tensor]:
-        """What to gather for this module's state dict, by first name in the whole model; each tensor once."""
+        """Return the tensors to gather for this module's state dict, by first name in the full model, each once."""
         scope = f"{path}." if path else ""
         named = ((self._first.get(scope + name), one) for name, one in self._entries(module).items())
         return {first: one for first, one in named if first is not None}
 
     @torch.no_grad()
     def _give(self, module: nn.Module, path: str, found: dict[str, Any], prefix: str) -> None:
-        """Put whole tensors in host memory into a state dict. Collective over all ranks."""
+        """Put gathered tensors in host memory into a state dict. Collective over all ranks."""
         call = f"state_dict() of {type(module).__name__}"
         cure = (
             "Call it on all processes, before `if accelerator.is_main_process:`, or write "
@@ -175,7 +175,7 @@ class WholeState:
 
     @torch.no_grad()
     def _take(self, module: nn.Module, path: str, given: dict[str, Any], prefix: str) -> None:
-        """Exchange whole tensors that a script loads for what this rank holds of them. Not collective."""
+        """Replace full tensors that a script loads by this rank's shards. Not collective."""
         scope = f"{path}." if path else ""
         loaded = set(map(id, given.values()))
         self._fresh = [each for each in self._fresh if id(each[1]) not in loaded]

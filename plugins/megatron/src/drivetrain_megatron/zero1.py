@@ -40,7 +40,7 @@ class Parts:
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
 
     def divide(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give these optimizers parts instead of whole parameters, and cut their state alike. Not collective."""
+        """Replace parameters in these optimizers by shards, and shard their state alike. Not collective."""
         for parameter in self._module.parameters():
             dim = self._dim(parameter)
             if dim is not None and id(parameter) not in self._parts:
@@ -88,7 +88,7 @@ class Parts:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
     def _bounds(self, size: int) -> list[int]:
-        """Where parts but the first begin, as DTensor and ``torch.chunk`` cut: the last ones are smaller, or empty."""
+        """Return the starts of all shards but the first, as in ``torch.chunk``: the last ones are smaller or empty."""
         each = -(-size // self._size)
         return [min(each * rank, size) for rank in range(1, self._size)]
 
@@ -134,7 +134,7 @@ class Parts:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the parameters whole from every rank's parts. Collective over the data-parallel ranks."""
+        """All-gather the parameters from every rank's shards. Collective over the data-parallel ranks."""
         wholes: list[Tensor] = [whole for whole, _, _ in self._parts.values()]
         for bucket in buckets(wholes):
             self._gather(bucket)

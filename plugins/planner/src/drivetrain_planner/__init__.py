@@ -1,7 +1,7 @@
 """Memory and time models of Drivetrain's backends, and the choice between their layouts.
 
-The names below are what a backend's answer is made of; an entry point of the group ``drivetrain.estimates`` names the
-function that gives it, :func:`drivetrain_planner.choosing.ask`. None imports torch.
+The names below are the types of a backend's estimates; an entry point of the group ``drivetrain.estimates`` names the
+function that returns them, see :func:`drivetrain_planner.choosing.ask`. None imports torch.
 """
 
 from drivetrain_planner.estimates import (

@@ -1,4 +1,4 @@
-"""What ``distributed_type: auto`` stands for: a choice that is written down, and kept from then on."""
+"""Resolves ``distributed_type: auto``: chooses a layout once, and stores the choice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _choose(resolved: ResolvedConfig) -> Any:
 
 
 def _digest(resolved: ResolvedConfig) -> str:
-    """Of everything that a choice depends on, but for the code of the model."""
+    """Return a digest of everything that a choice depends on, except the code of the model."""
     config = resolved.config
     told = [config.plan.model_dump(mode="json"), config.num_processes, config.mixed_precision, config.use_cpu]
     return hashlib.sha256(json.dumps([told, resolved.sections], sort_keys=True).encode()).hexdigest()[:16]

@@ -16,14 +16,14 @@ GROUP = "drivetrain.estimates"
 """Entry points named after backends: each a function from a :class:`PlanRequest` to a sequence of :class:`Estimate`."""
 
 SHARE = 0.8
-"""Of a device's memory that a plan may use. Of 454 public runs none that was estimated below it ran out of memory
-(Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for what is not counted."""
+"""Fraction of a device's memory that a plan may use. Of 454 public runs none that was estimated below it ran out of
+memory (Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for what is not counted."""
 
 CUTTING = ("pp", "cp", "tp")
 """Mesh axes along which a model or its samples are cut, so that these ranks read the same samples."""
 
 BESIDE = 0.3
-"""Of the shorter of computation and communication that is lost where they run beside each other."""
+"""Fraction of the shorter of computation and communication that overlap does not hide."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found.
+    """Result of the choice.
 
     Args:
         fitting: the fastest first.
@@ -136,7 +136,7 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
 
 
 def ask(request: PlanRequest, backend: str | None = None) -> tuple[list[Estimate], list[str]]:
-    """What the installed backends answer, in the order of their names, and a sentence for each that failed.
+    """Return the estimates of the installed backends, ordered by name, and a sentence for each that failed.
 
     A function is called in one process, with torch imported and no process group. A layout that cannot be is given
     with ``refused``, so that it can be told why.

@@ -18,7 +18,7 @@ from drivetrain_planner.requests import asked_by, machine_of, request
 
 
 def prediction(resolved: ResolvedConfig, plan: LaunchPlan) -> dict[str, Any]:
-    """What a rank of the run will hold at its most and how long a step will take, as JSON knows it.
+    """Return the predicted peak memory of a rank and time of a step, as JSON data.
 
     Args:
         resolved: the configuration that trains.
@@ -119,7 +119,7 @@ def _data_parallel(resolved: ResolvedConfig, plan: LaunchPlan) -> int:
 
 
 def _agrees(settings: Mapping[str, Any], resolved: ResolvedConfig) -> bool:
-    """Whether a layout's settings contradict nothing that the configuration says."""
+    """Whether a layout's settings agree with the configuration."""
     sections = {**resolved.sections, "mesh": resolved.config.mesh.sizes()}
     return all(
         sections.get(name, {}).get(key, value) == value

@@ -1,7 +1,7 @@
-"""What a layout of a model would hold and move: what backends are asked, and what they answer. Imports no torch.
+"""Types of plan requests and of backends' estimates of memory and communication. Imports no torch.
 
-One micro-batch of the model is traced on one process for a :class:`PlanRequest`. A backend answers with an
-:class:`Estimate` for each layout that it offers: it replays the trace (:attr:`Trace.events`) and adds what its engine
+One micro-batch of the model is traced on one process for a :class:`PlanRequest`. A backend returns an
+:class:`Estimate` for each layout that it supports: it replays the trace (:attr:`Trace.events`) and adds what its engine
 holds beside the model's own tensors at each moment, in a :class:`Ledger`.
 """
 
@@ -119,7 +119,7 @@ class Bench(Protocol):
         """Another rank has this tensor: neither it nor what is computed from it is counted."""
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether another rank has this tensor, or it is computed from what another rank has."""
+        """Whether this tensor is on another rank, or computed from one that is."""
 
     def loss(self, output: Any, begin: int = 0, end: int | None = None) -> Tensor:
         """The script's loss, of the samples from ``begin`` to ``end``; of all without ``end``."""
@@ -127,7 +127,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What an optimizer holds and needs for a step.
+    """Memory of an optimizer: its state, and the needs of a step.
 
     Args:
         name: its class.
@@ -184,7 +184,7 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned.
+    """Model, batch and machines of a plan.
 
     Args:
         model: the user's module on the meta device, its parameters in the dtypes that are trained.

@@ -1,4 +1,4 @@
-"""What is planned for, by name: the user's model and batch, or a Transformers configuration."""
+"""Loads the model of a plan by name: the user's model and batch, or a Transformers configuration."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _IN_FLOAT32 = (
     "poisson_nll_loss", "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "renorm", "rsqrt",
     "sinh", "smooth_l1_loss", "soft_margin_loss", "softplus", "tan", "triplet_margin_loss",
 )  # fmt: skip
-"""What autocast computes in float32 on accelerators: https://docs.pytorch.org/docs/stable/amp.html"""
+"""Operators that autocast computes in float32 on accelerators: https://docs.pytorch.org/docs/stable/amp.html"""
 _INTO_FLOAT32 = (
     "cumprod", "cumsum", "linalg_vector_norm", "log_softmax.int", "prod", "prod.dim_int", "softmax.int", "sum",
     "sum.dim_IntList",

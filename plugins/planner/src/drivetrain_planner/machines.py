@@ -1,4 +1,4 @@
-"""Machines as numbers, and how long work and communication take on them."""
+"""Describes machines by numbers, and computes times of work and communication on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain_planner.inputs import size
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks.
+    """Connection between ranks.
 
     Args:
         latency: seconds of a call.
@@ -117,8 +117,8 @@ MACHINES = {
         host_bandwidth=8e9,
     ),
 }
-"""By name: about half of the makers' peaks in arithmetic, and four fifths of their memory bandwidth; float32 of NVIDIA
-devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are.
+"""Machines by name: about half of the makers' peaks in arithmetic, and four fifths of their memory bandwidth; float32
+of NVIDIA devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are.
 
 Links to host memory are four fifths of PCI Express with 16 lanes: 63 GB/s of generation 5 (H100, H200), 31.5 of
 generation 4 (the others). The step in host memory is slower than that memory: of LLaMA-7B on eight A800 beside two Xeon
@@ -132,7 +132,7 @@ HERE = "here"
 
 
 def kept_file() -> Path:
-    """Where what was measured is kept; need not be there."""
+    """Return the path of the measured machine file, which need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drivetrain" / "machine.yaml"
 
 

@@ -1,4 +1,4 @@
-"""What the planner adds to Drivetrain, as data. Imports no torch."""
+"""Registers the planner's commands and hooks. Imports no torch."""
 
 from __future__ import annotations
 

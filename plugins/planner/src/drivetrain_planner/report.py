@@ -1,4 +1,4 @@
-"""A choice as text for people and as data for programs."""
+"""Reports a choice as text and as JSON."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _row(one: Candidate, choice: Choice) -> tuple[str, ...]:
 
 
 def data(choice: Choice) -> dict[str, Any]:
-    """Everything, as JSON knows it."""
+    """Return the choice as JSON data."""
     return {
         "machine": choice.machine.name,
         "world_size": choice.request.world_size,

@@ -1,4 +1,4 @@
-"""From names and numbers to what the backends are asked."""
+"""Builds plan requests from names and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain_planner.tracing import Tracer
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user says.
+    """Settings of the user.
 
     Args:
         model: see :func:`drivetrain_planner.inputs.build`.

@@ -1,4 +1,4 @@
-"""What the process of the backend ``single`` holds."""
+"""Estimates the memory of the backend ``single``."""
 
 from __future__ import annotations
 

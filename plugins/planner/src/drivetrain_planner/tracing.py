@@ -113,7 +113,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._elsewhere[number] = weakref.ref(storage, lambda _: self._elsewhere.pop(number, None))
 
     def is_elsewhere(self, tensor: Any) -> bool:
-        """Whether another rank has this tensor."""
+        """Whether this tensor is on another rank."""
         return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._elsewhere  # noqa: SLF001
 
     def count(self, tensor: Tensor) -> None:
@@ -254,7 +254,7 @@ class Tracer:
         around: Around | None = None,
         /,
     ) -> Trace:
-        """As :class:`drivetrain_planner.estimates.Tracing`."""
+        """See :class:`drivetrain_planner.estimates.Tracing`."""
         key = tuple(watched), tuple(recomputed), dtype, around
         if key not in self._made:
             self._made[key] = self._trace(*key)
@@ -283,7 +283,7 @@ class Tracer:
         return self.run(run, dtype)
 
     def run(self, how: Callable[[Any], None], dtype: str | None = None) -> Trace:
-        """As :attr:`drivetrain_planner.PlanRequest.run`."""
+        """See :attr:`drivetrain_planner.PlanRequest.run`."""
         # Whatever the constructor computed on the CPU is let in, and becomes fake where it meets a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack:
             # What an operator says about fake tensors is in the error; torch logs its whole stack beside it.

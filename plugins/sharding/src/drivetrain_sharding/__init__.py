@@ -1,4 +1,4 @@
-"""Helpers for backends that cut parameters into parts: optimizers, models made without memory, checks over ranks."""
+"""Helpers for backends that shard parameters: optimizers, deferred initialization, checks over ranks."""
 
 from drivetrain_sharding.assignment import AssignmentRefusal, refuse_assignment
 from drivetrain_sharding.deferred_init import Recording, deferred, temporary

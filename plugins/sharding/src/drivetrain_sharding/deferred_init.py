@@ -1,8 +1,8 @@
 """Constructs a model on the meta device and later materializes each parameter with its ordinary initial value.
 
 Inside :func:`deferred` every tensor of some size is made on the meta device, and each operation on it is recorded:
-operation, arguments, and for random operations the state of the generator. :meth:`Recording.value` replays for one
-tensor what is needed for it. Random operations also run once on temporary memory, so that the generator
+operation, arguments, and for random operations the state of the generator. :meth:`Recording.value` replays the
+operations that one tensor depends on. Random operations also run once on temporary memory, so that the generator
 advances as in an ordinary construction: parameters, small tensors and every number drawn afterwards are the same.
 """
 
@@ -218,7 +218,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._note(function, args, kwargs, written, self._run_on_meta(function, args, kwargs))
 
     def _make(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Create a tensor: small ones with memory, large ones on meta, those for another device as asked."""
+        """Create a tensor: small ones with memory, large ones on meta, those for another device there."""
         takes_device = any(argument.name == "device" for argument in function._schema.arguments)  # noqa: SLF001
         if not takes_device or torch.device(kwargs.get("device") or _CPU) not in (_CPU, _META):
             return function(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Checks by a trial whether an optimizer is element-wise or matrix-wise, as engines that shard parameters require.
 
 An optimizer is element-wise when the update of each element of a parameter depends on that element and its own
-gradients only (AdamW, SGD, Lion). Then any part of a parameter can be stepped alone, with the same result. It is
-matrix-wise when it couples the elements of one parameter, but not two parameters (Muon, Adafactor, LAMB). Then whole
-parameters can be stepped alone. Prodigy, or one that normalises all gradients together, is neither.
+gradients only (AdamW, SGD, Lion). Then shards of a parameter can be stepped separately, with the same result. It is
+matrix-wise when it couples the elements of one parameter, but not two parameters (Muon, Adafactor, LAMB). Then full
+parameters can be stepped separately. Prodigy, or one that normalises all gradients together, is neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCKWISE = 4096
 """Optimizers that quantise their states, in blocks of up to 256 elements, do so for parameters from here on."""
 
 _LARGEST_DIM = 160
-"""Of parameters with fewer elements than that; more costs time."""
+"""Largest dim of parameters with fewer elements; larger ones cost time."""
 
 _SMALL_DIM = 12
 """Tried first, in shapes that the parameters have themselves, or nearly: some optimizers factor small dims only, and
@@ -49,14 +49,14 @@ _FACTORED = 128
 """Adafactor of several libraries factors dims from here on only."""
 
 _FLAT_SHAPES = ((), (6144,), (96, 64), (48, 64, 2))
-"""By number of dims. As many elements as block-wise optimizers take for worth their blocks, in halves of fewer: a flat
+"""Shapes by number of dims. As many elements as block-wise optimizers need to use blocks, in halves of fewer: a flat
 row of many parameters has them although none of the parameters does."""
 
 _RATE = 0.1
-"""In the place of a learning rate of 0, as schedules with a warm-up begin: nothing would move."""
+"""Replaces a learning rate of 0, with which warm-up schedules begin: no parameter would change."""
 
 _RELATIVE = 1e-5
-"""Of the largest update. The same arithmetic on the same numbers differs by nothing, or by the rounding of float32."""
+"""Tolerance relative to the largest update. Equal arithmetic differs at most by the rounding of float32."""
 
 _PER_RUN = frozenset({"state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
 """Attributes that the copy for the trial gets anew. A scheduler or a compiler puts a ``step`` on the instance."""
@@ -218,7 +218,7 @@ def _depends(optimizer: Optimizer, dtype: torch.dtype) -> str | None:
 
 
 def _differs(optimizer: Optimizer, dtype: torch.dtype, *, flat: bool, small: bool) -> str | None:
-    """Step copies of the optimizer on whole small parameters and on their halves, and compare."""
+    """Step copies of the optimizer on small full parameters and on their halves, and compare."""
     parts: Sequence[Callable[[Tensor], Tensor]] = _FLAT_PARTS if flat else _PARTS
     whole, *runs = [_Run(optimizer, dtype, part, flat=flat, small=small) for part in (_whole, *parts)]
     _step_all(optimizer, (whole, *runs))
@@ -319,7 +319,7 @@ class _Run:
         type(self._copy).step(self._copy, *closure)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What the copy keeps for a parameter; the numbers that quantised tensors stand for."""
+        """Return the copy's state of a parameter; quantised tensors are dequantised."""
         state = self._copy.state.get(parameter, {})
         return {name: value.dequantize() if _is_quantised(value) else value for name, value in state.items()}
 

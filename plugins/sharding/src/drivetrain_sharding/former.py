@@ -1,4 +1,4 @@
-"""Parameters that an engine has replaced: which they were, and an error where a script still uses them."""
+"""Makes parameters raise that an engine has replaced, if a script still uses them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _ABOUT = frozenset(
         *("is_cuda", "is_cpu", "is_xpu", "is_hpu", "is_npu", "is_mps", "is_mtia", "is_xla", "is_meta", "is_mkldnn"),
     }
 )
-"""What may be asked of a parameter that was replaced: its successor's answer is the same."""
+"""Attributes that may be read from a replaced parameter: its successor has the same."""
 
 
 class _Replaced(nn.Parameter):

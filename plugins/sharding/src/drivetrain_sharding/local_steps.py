@@ -1,7 +1,7 @@
 """Steps element-wise optimizers on the local shards of DTensors as plain tensors, which is faster.
 
 Every operation on a ``DTensor`` costs some tens of microseconds of Python, and an Adam step has a dozen of them for
-each parameter. Where no element's update depends on another's, the parts can be stepped alone, with the same result.
+each parameter. If no element's update depends on another's, shards can be stepped separately, with the same result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Steps matrix-wise optimizers over sharded parameters: each parameter is stepped, whole, by the rank that owns it.
+"""Steps matrix-wise optimizers over sharded parameters: each full parameter is stepped by the rank that owns it.
 
-An optimizer is matrix-wise when it needs whole parameters and treats each by itself (Muon, Adafactor, Shampoo). Under
-shards every parameter gets an owner among the ranks that share it out. A step gathers values and gradients to the
+An optimizer is matrix-wise when it needs full parameters and updates each separately (Muon, Adafactor, Shampoo). Every
+sharded parameter gets an owner among the ranks that hold its shards. A step gathers values and gradients to the
 owners, runs the optimizer once on what this rank owns, and scatters the new values back. State exists on the owner
 only, so memory for it stays near 1/N. The arithmetic is that of one process, to the bit.
 """
@@ -57,7 +57,7 @@ class OwnerSteps:
         return self._group
 
     def owned(self) -> dict[int, bool]:
-        """By ``id`` of each parameter that is cut, whether this rank owns it. Not collective."""
+        """Return whether this rank owns each sharded parameter, by ``id``. Not collective."""
         self._assign()
         return {number: cut.here for number, cut in self._cut.items()}
 
@@ -73,7 +73,7 @@ class OwnerSteps:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context for one step of the optimizer, which has whole parameters inside, those that this rank owns.
+        """Context for one step of the optimizer, in which it holds the full parameters that this rank owns.
 
         Collective over :attr:`group`. Inside, only the optimizer's own step may run, once.
         """
@@ -148,7 +148,7 @@ class OwnerSteps:
             self._take_state(cut)
 
     def _take_state(self, cut: _Cut) -> None:
-        """Give the owner the state of earlier steps, whole. Collective where there is any, the same on every rank."""
+        """Gather the state of earlier steps on the owner. Collective if there is any, which all ranks agree on."""
         state = self._optimizer.state.pop(cut.parameter, None)
         if state is None:
             return
@@ -209,14 +209,14 @@ class OwnerSteps:
         return found
 
     def _parts(self, bucket: Sequence[_Piece]) -> list[list[Tensor]]:
-        """Views of what this rank owns, by the rank whose shard it is."""
+        """Return views of the parameters that this rank owns, by the rank of each shard."""
         mine = [piece for piece in bucket if piece.whole is not None]
         return [[piece.part(rank, self._size) for piece in mine] for rank in range(self._size)]
 
 
 @dataclass(eq=False)
 class _Cut:
-    """How one parameter is shared out.
+    """Sharding and owner of one parameter.
 
     Args:
         parameter: a DTensor.
@@ -276,7 +276,7 @@ class _Piece:
     whole: Tensor | None = None
 
     def part(self, rank: int, size: int) -> Tensor:
-        """View of one rank's shard in what is whole here. Ranks have chunks of equal size, the last ones less."""
+        """Return the view of one rank's shard in the full parameter. Chunks have equal size, the last ones less."""
         assert self.whole is not None
         length = self.whole.shape[self.cut.dim]
         chunk = -(-length // size)

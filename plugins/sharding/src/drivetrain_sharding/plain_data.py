@@ -12,7 +12,7 @@ from drivetrain.api import UnsupportedError, UsageError
 _IN_PARTS: list[type] = []
 
 _MEMORY = "_drivetrain_memory"
-"""Attribute of a parameter whose memory an engine owns: what it is, as part of a sentence."""
+"""Attribute of a parameter whose memory an engine owns: its description for an error."""
 
 
 def refuse_as_data(kind: type) -> None:

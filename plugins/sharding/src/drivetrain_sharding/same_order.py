@@ -30,12 +30,12 @@ _LOOK_SECONDS = 0.5
 """Between two looks whether the ranks that are waited for wait in another engine."""
 
 _LOOKS = 4
-"""After so many looks a rank does not wait any longer for others to say where they are."""
+"""Number of polls after which a rank stops waiting for the positions of others."""
 
 _LIBRARIES = ("torch.", "deepspeed.", "drivetrain.", "drivetrain_")
 
 _completed: dict[str, int] = {}
-"""By engine, how many operations all ranks have come to."""
+"""Number of operations that all ranks have reached, by engine."""
 
 
 @final
@@ -93,14 +93,14 @@ class SameOrder:
         )
 
     def _wait(self, store: Any, keys: Sequence[str], action: str) -> None:
-        """Wait until every rank has come here, and raise where one waits for this rank in another engine.
+        """Wait until every rank has reached this operation, and raise if one waits for this rank in another engine.
 
-        A rank that looks has said before where it waits, and waits for all. Where it waits in an operation to which
-        this rank has not come, neither will ever go on.
+        A rank publishes its position before it polls the others. If it waits in an operation that this rank has not
+        reached, both would wait for ever.
 
         Raises:
             UnsupportedError: a rank waits for this one elsewhere.
-            DistStoreError: ranks have not come within the store's time-out.
+            DistStoreError: ranks have not arrived within the store's time-out.
         """
         begun = time.monotonic()
         pause, look, looks = _PAUSE_SECONDS[0], begun + _LOOK_SECONDS, 0

@@ -1,4 +1,4 @@
-"""Joins what ranks that hold different parameters add to the portable state."""
+"""Joins the ``extra`` state of ranks that hold different parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def joined_extra(extra: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the ranks of a group have in ``extra`` of their state, each for its own parameters. Collective over it.
+    """Join the ``extra`` state of the ranks of a group, each for its own parameters. Collective over the group.
 
     Mappings are joined, level by level; of other values the last rank's is taken.
     """

@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run logged.
+    """Logged values of one run.
 
     Attributes:
         name: as the picture calls it.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLES = ("-", "--", ":", "-.")
-"""Of the lines of runs, where there are more than colours."""
+"""Line styles of runs, if there are more runs than colours."""
 
 DECADES = 2
 """A panel whose values span this many powers of ten, none of them negative, is drawn on a logarithmic scale."""

@@ -17,7 +17,7 @@ TRACKERS = {
     "trackio": "drivetrain_trackers.runs:TrackioTracker",
     "wandb": "drivetrain_trackers.runs:WandBTracker",
 }
-"""By the name of their library, which is also that of the extra that brings it."""
+"""Trackers by the name of their library, which is also the extra that installs it."""
 
 
 @hookimpl

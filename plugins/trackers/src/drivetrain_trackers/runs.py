@@ -47,7 +47,7 @@ class WandBTracker(_RunTracker):
         self.run.config.update(values, allow_val_change=True)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """As ``wandb.Run.log``, which takes ``kwargs``."""
+        """Call ``wandb.Run.log`` with ``kwargs``."""
         self.run.log(values, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -68,5 +68,5 @@ class TrackioTracker(_RunTracker):
         self.run.config.update(without_tensors(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """As ``trackio.Run.log``, which takes ``kwargs``; its images and tables go through as they are."""
+        """Call ``trackio.Run.log`` with ``kwargs``; its images and tables are passed unchanged."""
         self.run.log(without_tensors(values), step=step, **kwargs)

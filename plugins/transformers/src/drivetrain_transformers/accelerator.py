@@ -1,4 +1,4 @@
-"""The accelerator that a Trainer drives: Drivetrain's, with what Trainer asks of Accelerate's beyond it."""
+"""The accelerator of a Trainer: Drivetrain's, with the further attributes of Accelerate's that Trainer uses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TrainerAccelerator(Accelerator):
         self.factor: Any = None
         """Called at each backward: what the loss is multiplied by after Trainer's own factors; ``None`` for nothing."""
         self.applied: Any = None
-        """What the last loss was multiplied by."""
+        """Factor of the last loss."""
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class TrainerAccelerator(Accelerator):
         return any(model is each for each in self._models)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As its base. Models in shards generate for as long as any rank does, as each word takes collectives."""
+        """See the base class. Sharded models generate as long as any rank does, since each token takes collectives."""
         prepared = super().prepare(*args, device_placement=device_placement)
         self._generate_together()
         return prepared
@@ -114,7 +114,7 @@ class TrainerAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As its base, and as :meth:`prepare`."""
+        """See the base class, and :meth:`prepare`."""
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._generate_together()
         return prepared
@@ -128,7 +128,7 @@ class TrainerAccelerator(Accelerator):
                     private_names.generate_together(part)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """As its base, but keeps the Trainer's own model and optimizer if they are prepared together.
+        """Like the base class, but keeps the Trainer's own model and optimizer if they are prepared together.
 
         Trainer calls it at the beginning of ``train()``, and prepares again what an evaluation has prepared before; an
         engine cannot shard a model twice.
@@ -243,7 +243,7 @@ def _remove(folder: Path) -> None:
 
 
 def _translated(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
-    """What Trainer passes to Accelerate's accelerator, in Drivetrain's words."""
+    """Translate Trainer's arguments of Accelerate's accelerator to Drivetrain's."""
     args = trainer.args
     given.pop("fsdp_plugin"), given.pop("deepspeed_plugin")  # refused with the arguments already
     result: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Training arguments whose process facts are those of the Drivetrain run, and settings that belong into its file."""
+"""Training arguments with ranks and devices of the Drivetrain run, and checks of settings that belong in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the labels of batches, and finds out whether a model normalises its loss by the number that it is given."""
+"""Counts the labels of batches, and detects whether a model normalises its loss by a given number."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def seems_to_use_number(model: nn.Module) -> bool:
 
 
 def num_labels(inputs: Any, names: list[str], *, shifted: bool, rows: int) -> Tensor | int:
-    """How many labels a mean loss over this batch is a mean over.
+    """Return the number of labels in the mean loss over this batch.
 
     Args:
         inputs: the batch.

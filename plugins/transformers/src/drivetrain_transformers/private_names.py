@@ -1,6 +1,6 @@
 """Names of Transformers' Trainer and of Accelerate that this package overrides, replaces or sets.
 
-A method that Trainer has renamed would no longer be overridden: stock arithmetic, without a word. An attribute that is
+A method that Trainer has renamed would silently no longer be overridden. An attribute that is
 set and that no code reads any more has no effect either. So all are looked up before a Trainer is made, and what is set
 is read back in the way that Transformers reads it.
 """

@@ -222,7 +222,7 @@ class Trainer(StockTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As Transformers' own."""
+        """Compute the loss, as Transformers' own method does."""
         self._own_loss = False
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

@@ -21,7 +21,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether the model is one of PEFT's, which is saved as its adapter alone."""
+    """Whether the model is one of PEFT's, of which only the adapter is saved."""
     if not is_peft_available():
         return False
     from peft import PeftMixedModel, PeftModel

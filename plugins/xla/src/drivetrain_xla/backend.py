@@ -1,4 +1,4 @@
-"""``xla``: lazy tensors of torch_xla, run once an optimizer step; alone, over processes, or over a mesh of devices."""
+"""``xla``: lazy tensors of torch_xla, run once per optimizer step, on one device, on several processes or on a mesh."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class XLATrainable(TorchTrainable):
             self._over_processes.before_backward()
 
     def after_backward(self) -> None:
-        """That backward is over. Collective over the processes where gradients are synchronised."""
+        """End the backward. Collective over the processes where gradients are synchronised."""
         if self._over_processes is not None:
             self._over_processes.after_backward()
 
@@ -163,7 +163,7 @@ class XLABackend(DistributedBackend):
         group = settings.process_group
         if process.launcher == starting.LAUNCHER:
             group = replace(group, init_method=group.init_method or starting.meet())
-        # Objects, and what is gathered to be looked at, travel between hosts; gradients as `reduction` says.
+        # Objects and gathered metrics are sent between hosts; gradients as in `reduction`.
         self._group = ensure_process_group(process, "cpu", group)
         mesh = Mesh({"dp_replicate": process.world_size})
         self.topology = Topology(process, mesh, started.device, self._group.communication_backend)
@@ -179,7 +179,7 @@ class XLABackend(DistributedBackend):
         self._engine = TorchEngine(settings.precision, started.device)
         self._trainables: list[XLATrainable] = []
         self.finite: dict[int, tuple[Tensor, Tensor]] = {}
-        """Norm before clipping, and whether it is finite, for each optimizer whose step that decides."""
+        """Norm before clipping, and whether it is finite, by optimizer; a non-finite norm skips the step."""
         return self.topology
 
     def _new_watch(self) -> CompileWatch:
@@ -207,7 +207,7 @@ class XLABackend(DistributedBackend):
     def synchronise_batch_norm(self, model: nn.Module) -> None:
         """Refused over several processes: what a forward exchanges would end the graph at each layer.
 
-        In one process a mesh of devices computes with whole batches, so that statistics are whole already.
+        In one process a mesh of devices computes with global batches, so that statistics are global already.
         """
         if self.reduction is not None:
             raise UnsupportedError(
@@ -218,16 +218,16 @@ class XLABackend(DistributedBackend):
     def place_batch(
         self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
     ) -> tuple[Callable[[], Any], int]:
-        """In a thread ahead of the script, cut over the mesh, filled up to one shape: as the section says."""
+        """Copy a batch to the device ahead of the script, sharded over the mesh and padded, as configured."""
         return self._placement.place(batch, rows, full_rows, move)
 
     def _send(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor of a batch to the device, in the placement's thread."""
+        """Copy a tensor of a batch to the device, in the placement's thread."""
         sharding = None if self.mesh is None else self.mesh.batch_sharding(tensor)
         return moving.send(tensor, self.topology.device, sharding)
 
     def place_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Bring state that optimizers already have to its parameter's device and place on the mesh.
+        """Move existing optimizer state to the device and sharding of its parameter.
 
         torch has no fused kernels for this device, whose compiler fuses an update anyhow: `fused` is switched off.
         """
@@ -239,7 +239,7 @@ class XLABackend(DistributedBackend):
             self.mesh.place_state(optimizers)
 
     def place_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Annotate what was loaded: new values come without a place on the mesh."""
+        """Annotate loaded tensors: new values have no sharding."""
         if self.mesh is not None:
             self.mesh.place(module)
         self.place_state(optimizers)
@@ -254,30 +254,30 @@ class XLABackend(DistributedBackend):
             trainable.after_backward()
 
     def forget(self, trainable: XLATrainable) -> None:
-        """A trainable is over."""
+        """Remove a trainable."""
         if trainable in self._trainables:
             self._trainables.remove(trainable)
 
     def sync(self) -> None:
-        """Hand what was recorded to the device; it works on it while the host goes on."""
+        """Submit the recorded graph to the device, which runs it asynchronously."""
         torch_xla.sync()
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """By way of the host: what is gathered is looked at there, and a graph for each of its shapes costs more."""
+        """Gather over the host: results are read there, and compiling a graph for each shape costs more."""
         return collectives.all_gather(tensor, self._host)
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """In the graph where XLA's collectives reach the other processes, else by way of the host."""
+        """Reduce in the graph if XLA's collectives span the processes, else over the host."""
         if self.reduction is None:
             return collectives.all_reduce(tensor, op, self._host)
         return self.reduction.reduce(tensor, op)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """By way of the host."""
+        """Broadcast over the host."""
         return collectives.broadcast(tensor, src, self._host)
 
     def barrier(self) -> None:
-        """Of the hosts."""
+        """Wait on the hosts; the devices may lag behind."""
         collectives.barrier(self._host)
 
     def stop(self) -> None:

@@ -35,7 +35,7 @@ def present(bus: Path = PCI) -> list[str]:
 
 
 def usable(environ: Mapping[str, str], bus: Path = PCI) -> int:
-    """How many of them this process may use."""
+    """Return the number of chips that this process may use."""
     chips = len(present(bus))
     listed = environ.get(VISIBILITY)
     return chips if listed is None else min(chips, len([number for number in listed.split(",") if number.strip()]))

@@ -10,7 +10,7 @@ Cut = Literal["colwise", "rowwise", "replicate"]
 
 
 class XLAConfig(BaseModel):
-    """When graphs are compiled, how devices work together, and what is done to batches."""
+    """Settings of graph compilation, SPMD and batch placement."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

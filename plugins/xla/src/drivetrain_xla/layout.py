@@ -1,4 +1,4 @@
-"""Which dim of a parameter is cut along which mesh axis: names and sizes in, names out. No torch."""
+"""Assigns dims of parameters to mesh axes: names and sizes in, names out. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from drivetrain.api import UsageError
 
 Spec = tuple[str | None, ...]
-"""For each dim of a tensor the mesh axis that it is cut along, ``None`` for none."""
+"""Mesh axis along which each dim of a tensor is sharded, ``None`` for none."""
 
 
 def parameter_spec(
     shape: Sequence[int], sizes: Mapping[str, int], cut: str | None = None, *, min_elements: int = 1
 ) -> Spec:
-    """How one parameter lies on the mesh.
+    """Return the sharding of one parameter.
 
-    Along ``tp`` a weight ``(out, in)`` is cut as asked; along ``dp_shard`` the longest remaining dim is cut that the
-    axis divides. What the axes do not divide stays whole: XLA would fill it up, on every device.
+    Along ``tp`` a weight ``(out, in)`` is sharded as configured; along ``dp_shard`` the longest remaining dim that the
+    axis divides. Dims that the axes do not divide are replicated: XLA would pad them, on every device.
 
     Args:
         shape: the parameter's.

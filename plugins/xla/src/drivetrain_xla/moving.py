@@ -1,7 +1,7 @@
-"""Moving a model to an XLA device so that its parameters stay the objects that optimizers and tied modules hold.
+"""Moves a model to an XLA device so that its parameters stay the objects that optimizers and tied modules hold.
 
-``module.to("xla")`` makes new parameters, since a CPU tensor cannot become an XLA tensor in place: ties come apart, and
-an optimizer made before keeps the old ones. Here the tensor behind each object is exchanged instead, once for each.
+``module.to("xla")`` makes new parameters, since a CPU tensor cannot become an XLA tensor in place: ties are lost, and
+an optimizer created before keeps the old ones. Here the tensor behind each object is exchanged instead, once for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 
 def move(module: nn.Module, device: str) -> None:
-    """Bring parameters and buffers to the device. Local.
+    """Move parameters and buffers to the device. Local.
 
     Objects keep their identity, and with it ties, hooks and optimizers.
     """
@@ -26,10 +26,10 @@ def move(module: nn.Module, device: str) -> None:
 
 
 def send(tensor: Tensor, device: str, sharding: Any = None) -> Tensor:
-    """Copy a tensor of the host to the device, cut as a ``ShardingSpec`` says. Local.
+    """Copy a host tensor to the device, sharded by a ``ShardingSpec``. Local.
 
-    In a thread beside the script this is the only way: ``tensor.to(device)`` leaves the copy to whoever needs it first,
-    and a graph that the script starts in between may read it half made.
+    Threads must use this function: ``tensor.to(device)`` defers the copy to its first use, and a graph that the script
+    starts in between may read a partial copy.
     """
     if tensor.device.type != "cpu":
         return tensor
@@ -43,7 +43,7 @@ def each_tensor(module: nn.Module) -> list[Tensor]:
 
 
 def move_state(optimizers: Sequence[Optimizer]) -> None:
-    """Bring state that optimizers already have beside its parameter; numbers that the host counts stay there."""
+    """Move existing optimizer state to the device of its parameter; counters on the host stay there."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():

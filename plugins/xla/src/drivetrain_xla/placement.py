@@ -1,4 +1,4 @@
-"""Batch placement: copies batches to the device ahead of the script, and fills a short last one up to one shape."""
+"""Copies batches to the device ahead of the script, and pads a short last batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from drivetrain.api.engines import trees
 logger = logging.getLogger(__name__)
 
 LABELS = ("labels", "label")
-"""Where a batch with names keeps its labels, as Transformers has it; in a tuple or list they are the last element."""
+"""Keys of labels in a mapping, as in Transformers; in a tuple or list they are the last element."""
 
 
 @final
 class BatchPlacement:
-    """How batches come to the device. Belongs to the script's thread.
+    """Copies batches to the device. Used by the script's thread only.
 
     Samples are always read by the script's own thread, so that random numbers are drawn in the same order.
 
     Args:
-        send: brings one tensor of a batch to the device. In a thread ``tensor.to(device)`` must not run beside the
+        send: copies one tensor of a batch to the device. In a thread ``tensor.to(device)`` must not run beside the
             script's graphs.
         ahead: send the next batch in a thread while the script works on this one.
         filler: fill the last batch of an epoch up to the size of the others, for a device that compiles anew for each
@@ -41,7 +41,7 @@ class BatchPlacement:
     def place(
         self, batch: Any, rows: int, full_rows: int, move: Callable[[Any], Any] | None
     ) -> tuple[Callable[[], Any], int]:
-        """As :meth:`drivetrain.api.Backend.place_batch`."""
+        """See :meth:`drivetrain.api.Backend.place_batch`."""
         if self._filler is not None and rows < full_rows:
             filled = fill(batch, rows, full_rows, self._filler)
             if filled is not None:
@@ -58,7 +58,7 @@ class BatchPlacement:
         if self._ahead:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="drivetrain-batches")
             send = self._thread.submit(send).result
-        # What is left to move is no tensor but an object with a `to` of its own, which belongs to the script's thread.
+        # Other objects have a `to` of their own, which must run in the script's thread.
         return lambda: move(send()), rows
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class BatchPlacement:
 
 
 def fill(batch: Any, rows: int, full: int, filler: int) -> Any:
-    """A batch of ``full`` rows whose further rows repeat the first ones, with ``filler`` for labels. Local.
+    """Pad a batch to ``full`` rows by repeating the first ones, with ``filler`` for labels. Local.
 
     Args:
         batch: a mapping with ``labels``, or a tuple or list whose last element holds the labels, as integers.

@@ -1,4 +1,4 @@
-"""What the backend ``xla`` is, as data, and the device that TPU stacks bring. Imports neither torch nor an engine."""
+"""Registers the backend ``xla`` and the device of TPU stacks. Imports neither torch nor an engine."""
 
 from __future__ import annotations
 

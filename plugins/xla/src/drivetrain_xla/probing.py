@@ -1,4 +1,4 @@
-"""Can ``torch_xla`` run here? Answered from version numbers and the PCI bus; nothing is imported."""
+"""Detects whether ``torch_xla`` can run here, from version numbers and the PCI bus; imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model's gradients and buffers over several processes: what is averaged, what waits for the window's end."""
+"""Averages one model's gradients over processes at the end of a window, and broadcasts its buffers."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class OverProcesses:
             self._reduction.give(list(self._module.buffers()))
 
     def unreduced(self) -> bool:
-        """Some gradient holds contributions of this process alone. Local."""
+        """Whether a gradient holds contributions of this process only. Local."""
         return self._local.exist()
 
     def forget(self, optimizer: Optimizer) -> None:
-        """The gradients of these parameters are dropped."""
+        """Discard the records of an optimizer's gradients, which were dropped."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._aside.pop(parameter, None)

@@ -1,4 +1,7 @@
-"""The random numbers of an XLA device, which ``torch.manual_seed`` does not reach: one 64-bit number a process."""
+"""Seeds, saves and restores the XLA device's random number generator, which ``torch.manual_seed`` does not seed.
+
+Its state is one 64-bit number per process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _BYTES = 8
 
 
 def generator() -> DeviceGenerator:
-    """How the core seeds, saves and restores it."""
+    """Return the generator's interface for the core."""
     return DeviceGenerator(state=_state, set_state=_set_state, seed=xm.set_rng_state)
 
 

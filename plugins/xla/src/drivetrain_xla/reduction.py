@@ -1,7 +1,7 @@
-"""Sums over processes: by XLA's own collectives, recorded in the graph, or by way of the host where those do not reach.
+"""Reduces over processes: by XLA's collectives in the graph, or over the host if these do not span the processes.
 
-On TPUs the processes' devices are one XLA world, and a sum is one more operation of the graph. On CPUs each process is
-a world of its own for XLA; there the host sums over gloo, which costs a wait for the device in each step.
+On TPUs the processes' devices form one XLA world, and a sum is an operation of the graph. On CPUs each process is an
+XLA world of its own; there the host sums over gloo, which waits for the device in each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reduction(Protocol):
         """Average each parameter's ``.grad`` over the processes; one that has none on any of them keeps none."""
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """As :meth:`drivetrain.api.Backend.reduce`."""
+        """See :meth:`drivetrain.api.Backend.reduce`."""
 
     def give(self, tensors: list[Tensor]) -> None:
         """Fill these tensors with rank 0's values."""
@@ -43,7 +43,7 @@ class HostReduction:
 
     @torch.no_grad()
     def gradients(self, parameters: list[Tensor]) -> None:
-        """All gradients of one dtype travel in one collective, after a flag each that says who has one."""
+        """Average all gradients of one dtype in one collective, after reducing a flag per parameter."""
         have = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         counts = collectives.all_reduce(have, "sum", self._host).tolist()
         present = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
@@ -80,11 +80,11 @@ class DeviceReduction:
 
     @torch.no_grad()
     def gradients(self, parameters: list[Tensor]) -> None:
-        """Those that are there: graphs are the same everywhere, so a parameter is used by all processes or by none."""
+        """Average existing gradients: graphs are the same on all processes, so either all or none have a gradient."""
         xm.all_reduce(xm.REDUCE_SUM, gradients(parameters), scale=1.0 / self._topology.dp_size)
 
     def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        """Floating tensors on the device in the graph, others by way of the host."""
+        """Reduce floating-point tensors on the device in the graph, others over the host."""
         if tensor.device.type != "xla" or not tensor.is_floating_point() or op not in _DEVICE_OPS:
             return collectives.all_reduce(tensor, op, self._topology)
         summed: Tensor = xm.all_reduce(_DEVICE_OPS[op], tensor.detach())
@@ -92,7 +92,7 @@ class DeviceReduction:
 
     @torch.no_grad()
     def give(self, tensors: list[Tensor]) -> None:
-        """A sum to which the others add zeros; a boolean counts as a number on the way."""
+        """Broadcast from rank 0 by a sum to which the other ranks add zeros; booleans are sent as integers."""
         for tensor in tensors:
             sent = tensor.to(torch.int32) if tensor.dtype is torch.bool else tensor
             tensor.copy_(xm.all_reduce(xm.REDUCE_SUM, sent * int(self._topology.rank == 0)))

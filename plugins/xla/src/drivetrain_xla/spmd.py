@@ -1,6 +1,6 @@
-"""One process, many devices: parameters and batches are annotated with where they lie, XLA does the rest (GSPMD).
+"""Annotates shardings of parameters and batches over the devices of one process (GSPMD).
 
-Whatever is annotated, the numbers are those of one device; annotations decide memory and communication.
+Results are those of one device for all annotations, which only change memory and communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drivetrain_xla.config import XLAConfig
 
 @final
 class DeviceMesh:
-    """The devices of this process as a mesh, and what lies where on it.
+    """The devices of this process as a mesh, and shardings over it.
 
     Args:
         sizes: of the axes ``dp_replicate``, ``dp_shard`` and ``tp``; their product is the number of devices.
@@ -46,7 +46,7 @@ class DeviceMesh:
         names: dict[int, str | None] = {}
         for path, part in module.named_modules():
             for parameter in part.parameters(recurse=False):
-                # A tied parameter lies as its first module says.
+                # The first module decides the sharding of a tied parameter.
                 names.setdefault(id(parameter), cuts.get(path))
         for parameter in module.parameters():
             self._mark(parameter, names[id(parameter)])
@@ -69,9 +69,9 @@ class DeviceMesh:
             xs.apply_backward_optimization_barrier(block)
 
     def batch_sharding(self, tensor: Tensor) -> xs.ShardingSpec | None:
-        """How a tensor of a batch lies: cut along its first dim over the data axes; ``None`` = every device has all.
+        """Sharding of a batch tensor: its first dim over the data axes; ``None`` = replicated.
 
-        So has a tensor with fewer dims than the mesh: torch_xla cannot cut it while it is sent.
+        A tensor with fewer dims than the mesh is replicated: torch_xla cannot shard it during the copy.
         """
         if not self._divides(tensor) or tensor.dim() < len(self._batches.mesh_shape):
             return None
@@ -99,7 +99,7 @@ class DeviceMesh:
             self._specs[id(parameter)] = spec
 
     def _cuts(self, module: nn.Module) -> dict[str, str]:
-        """Which module is cut how along ``tp``."""
+        """Return the style of each sharded module along ``tp``."""
         if self.sizes["tp"] == 1:
             return {}
         names = [name for name, _ in module.named_modules()]

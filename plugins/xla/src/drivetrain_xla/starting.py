@@ -1,6 +1,6 @@
-"""Starting torch_xla in this process: which kind of device, one device or a mesh of all, and who else is there.
+"""Initializes torch_xla in this process: device type, SPMD mesh, rank and world size.
 
-Much of it can be said once a process: the device type, the number of devices, whether they are one mesh, the cache.
+Some of it can be set once per process: the device type, the number of devices, SPMD mode, the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CPU_DEVICES = "CPU_NUM_DEVICES"
 LAUNCHED = "PJRT_LOCAL_PROCESS_COUNT"
 """Set in the processes that ``torch_xla.launch`` starts."""
 LAUNCHER = "torch_xla.launch"
-"""Who started processes that no launcher's variables describe."""
+"""Launcher of processes without a launcher's environment variables."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What the runtime of torch_xla turned out to be.
+    """Properties of the initialized torch_xla runtime.
 
     Args:
-        process: this process among the others; where no launcher said so, as torch_xla counts.
+        process: rank and world size of this process; without a launcher, those of torch_xla.
         device: torch's name, ``"xla:0"``.
         hardware: ``"CPU"``, ``"TPU"``, ...
         mesh: sizes of the axes over this process's devices, ``None`` when it drives one.
@@ -46,10 +46,10 @@ class Started:
 
 
 def start(settings: RunSettings, section: XLAConfig) -> Started:
-    """Bring torch_xla up. Not collective on a CPU; on TPUs every process must come.
+    """Initialize torch_xla. Not collective on a CPU; collective over all processes on TPUs.
 
     Raises:
-        BackendBlockedError: no such device, or not as many as asked for.
+        BackendBlockedError: no such device, or fewer than configured.
         UnsupportedError: devices as threads, or a mesh over several processes.
     """
     hardware = _choose(settings.device_type)
@@ -66,7 +66,7 @@ def start(settings: RunSettings, section: XLAConfig) -> Started:
     if process.world_size > 1 and hardware == "TPU":
         from torch_xla._internal import pjrt
 
-        # Which chip is whose; torch_xla.launch would have said so.
+        # Assignment of chips to processes; torch_xla.launch would have set it.
         pjrt.initialize_multiprocess(process.local_rank, process.local_world_size)
     if xr.is_spmd():
         raise UnsupportedError(
@@ -176,7 +176,7 @@ def _keep_graphs(folder: Path, hardware: str) -> None:
 
 
 def meet() -> str:
-    """Where the hosts of processes meet that torch_xla has started: at an address that it finds."""
+    """Return the rendezvous address of processes started by torch_xla."""
     import torch_xla.distributed.xla_backend  # noqa: F401  (registers the address's scheme)
 
     return "xla://"

@@ -1,7 +1,7 @@
-"""How a model on an XLA device maps to the portable checkpoint: whole tensors in host memory, under the original names.
+"""Maps a model on an XLA device to the portable checkpoint: full tensors in host memory, under the original names.
 
-Its tensors cannot be written as they are: they have no address, and to read one is to run what was recorded. So they
-are fetched together, after one synchronisation; on a mesh each arrives whole.
+Its tensors cannot be written directly: they have no address, and reading one runs the recorded graph. So they are
+fetched together, after one synchronisation; sharded ones are gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def portable_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> Portab
 def portable_template(
     module: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, TensorSpec]
 ) -> PortableState:
-    """Whole tensors in host memory."""
+    """Return full tensors in host memory."""
     template = portable.portable_template(module, optimizers, saved)
     template.tensors = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in template.tensors.items()

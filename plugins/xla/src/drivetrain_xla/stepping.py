@@ -1,7 +1,7 @@
-"""The optimizer step of a device that runs behind the host: clipping and skipping without asking it for a number.
+"""Clips and skips optimizer steps on an asynchronous device without reading a value from it.
 
 Whether a norm is finite is known on the device only, long after the host has recorded the step. So the step is recorded
-with both outcomes, and the device takes one: each tensor that the optimizer wrote becomes
+with both outcomes, and the device selects one: each tensor that the optimizer wrote becomes
 ``where(finite, after, before)``, which XLA fuses with the update. What the optimizer counts on the host (its step, its
 groups) is put back when the verdict is read: before the next step, when the device has long known it.
 """
@@ -64,7 +64,7 @@ class GuardedStep:
                 state[parameter] = {name: _kept(value) for name, value in optimizer.state[parameter].items()}
         with torch.enable_grad():
             optimizer.step(closure)
-        # Only what the step itself has changed: a rate set in the meantime is the script's.
+        # Only values that the step itself has changed: a learning rate set in the meantime is the script's.
         self._groups = [
             {name: value for name, value in old.items() if group.get(name) != value}
             for group, old in zip(optimizer.param_groups, self._groups, strict=True)

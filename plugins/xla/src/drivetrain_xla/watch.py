@@ -22,7 +22,7 @@ def compile_count() -> int:
 
 
 def read_count() -> int:
-    """How often this process has read a value from the device, which waits for it."""
+    """Number of times that this process has read a value from the device, which waits for it."""
     found = metrics.metric_data("TransferFromDeviceTime")
     return int(found[0]) if found else 0
 

@@ -1,6 +1,6 @@
-"""Megatron-Core's groups of ranks with nobody in them but this process: models that are constructed then are whole.
+"""Replaces Megatron-Core's process groups by groups of size 1, so that models are built unsharded.
 
-Megatron-Core keeps its groups in names of one module, which are exchanged here; the release is pinned.
+Megatron-Core keeps its groups in variables of one module, which are replaced here; the release is pinned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_begun() -> bool:
 
 
 def snapshot() -> dict[str, Any]:
-    """What Megatron-Core knows of groups. Not collective."""
+    """Return Megatron-Core's variables that hold process groups. Not collective."""
     from megatron.core import parallel_state
 
     return {
@@ -32,14 +32,14 @@ def snapshot() -> dict[str, Any]:
 
 
 def restore(found: Mapping[str, Any]) -> None:
-    """Let Megatron-Core know what it knew when a snapshot was made. Not collective."""
+    """Restore the variables of a snapshot. Not collective."""
     from megatron.core import parallel_state
 
     vars(parallel_state).update(found)
 
 
 def begin() -> None:
-    """Let Megatron-Core find this rank alone. Needs torch's process group; not collective."""
+    """Give Megatron-Core process groups of size 1. Needs torch's process group; not collective."""
     from megatron.core import parallel_state
 
     assert not _begun, "it does already"
@@ -52,7 +52,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Let Megatron-Core forget the group of this rank, if it knows one. Not collective."""
+    """Remove the process groups of size 1, if there are any. Not collective."""
     from megatron.core import parallel_state
 
     if not _begun:
@@ -64,7 +64,7 @@ def end() -> None:
 
 
 def _of_one(name: str, value: Any, group: dist.ProcessGroup, rank: int) -> Any:
-    """What Megatron-Core knows by a name when a rank is alone."""
+    """Return the value of one variable of Megatron-Core in a job of one rank."""
     if name.endswith("_GROUPS"):
         return type(value)() if isinstance(value, dict) else None
     if "RANKS" in name:

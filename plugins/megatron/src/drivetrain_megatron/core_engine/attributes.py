@@ -1,4 +1,4 @@
-"""Attributes that a script writes on a model which Megatron-Core computes: they would be without effect."""
+"""Refuses attributes written after ``prepare`` on a model that Megatron-Core runs, where they would have no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 _HARMLESS = frozenset({"training", "generation_config", "name_or_path", "warnings_issued"})
-"""What no forward reads."""
+"""Attributes that no forward reads."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Construct this rank's part of a ``GPTModel``: its pipeline stage, its share of every layer."""
+"""Builds this rank's part of a ``GPTModel``: its pipeline stage, and its tensor-parallel shard of every layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _mark(norm: nn.Module, config: TransformerConfig) -> None:
 
 
 def _with_norms(spec: Any, norm: type[nn.Module]) -> Any:
-    """A specification in which norms of torch are ones that know of sequence parallelism and of the dtype."""
+    """Replace torch's norms in a specification by ones that support sequence parallelism and the dtype."""
     if spec is WrappedTorchNorm:
         return norm
     if isinstance(spec, type) or not dataclasses.is_dataclass(spec):

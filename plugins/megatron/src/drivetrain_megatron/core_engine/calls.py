@@ -1,4 +1,4 @@
-"""What a script gives to a model and what it gets back, apart from how Megatron-Core computes it.
+"""Interface between a script's calls of a model and Megatron-Core: batches in, outputs out.
 
 Shapes: B rows, S positions, V rows of the vocabulary.
 """
@@ -24,7 +24,7 @@ OTHER_BACKEND = "Write distributed_type: ddp, which runs the model as it is."
 
 
 def refuse(model: nn.Module, why: str, cure: str | None = None) -> UnsupportedError:
-    """The error that says why Megatron-Core cannot train a model.
+    """Return the error for a model that Megatron-Core cannot train.
 
     Args:
         model: of the user.
@@ -32,18 +32,18 @@ def refuse(model: nn.Module, why: str, cure: str | None = None) -> UnsupportedEr
         cure: what to write; ``None``: what trains such a model otherwise.
     """
     if cure is None:
-        # Layers of Megatron-Core ask for its groups of ranks, which the other engine does not have.
+        # Layers of Megatron-Core need its process groups, which the other engine does not form.
         layers_of_core = any(each.__module__.startswith("megatron.") for each in type(model).__mro__)
         cure = OTHER_BACKEND if layers_of_core else OTHER_ENGINE
     return UnsupportedError(f"megatron.engine: megatron_core cannot train {type(model).__name__}: {why}", cure=cure)
 
 
 class Batch(Protocol):
-    """What one call of the model was given, in Megatron-Core's words."""
+    """The arguments of one call of the model, as Megatron-Core names them."""
 
     @property
     def form(self) -> Hashable:
-        """What the output's containers and shapes depend on."""
+        """Key on which the output's containers and shapes depend."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -62,7 +62,7 @@ class Batch(Protocol):
 
 
 class Calls(Protocol):
-    """How scripts speak to one kind of model."""
+    """Converts between the call signature of one kind of model and Megatron-Core's."""
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """Read the arguments of the model's forward.
@@ -76,7 +76,7 @@ class Calls(Protocol):
         """The output's containers, with tensors of which only the shape counts."""
 
     def labels(self, model: nn.Module, batch: Any, absent: Any, wanted: set[int]) -> Tensor | None:
-        """What Megatron-Core's model is given to compute losses by itself, int64 ``[B, S]``; ``None``: nothing.
+        """Return labels for Megatron-Core's own loss, int64 ``[B, S]``; ``None`` if it computes logits.
 
         It does so before it turns logits round to ``[B, S, V]``, which costs two copies of them.
 
@@ -90,7 +90,7 @@ class Calls(Protocol):
     def outputs(
         self, model: nn.Module, computed: Tensor, batch: Any, absent: Any, num_parts: int, wanted: set[int]
     ) -> Any:
-        """What the model returns for one part; what is not wanted stays without a value. Collective over ``tp``.
+        """Return the model's output for one part; unused leaves have no value. Collective over ``tp``.
 
         Args:
             model: Megatron-Core's, of this rank.

@@ -1,4 +1,4 @@
-"""Which dims of which parameters the axis ``tp`` cuts, with the sizes checked. Integers only."""
+"""Computes along which dims parameters are sharded over ``tp``, and checks their sizes. Integers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models Megatron-Core can compute, and in which layouts: for ``prepare`` and ``drivetrain plan show``."""
+"""Describes the models that Megatron-Core supports, for ``prepare`` and ``drivetrain plan show``."""
 
 from __future__ import annotations
 

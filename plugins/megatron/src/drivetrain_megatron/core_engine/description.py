@@ -1,4 +1,4 @@
-"""What Megatron-Core must know of a model to compute it: sizes, layers, and where each parameter lies."""
+"""Description of a model for Megatron-Core: sizes, layers, and the location of each parameter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Description:
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the unsharded model."""
         return len(self.layers)
 
     @property
@@ -84,7 +84,7 @@ class Description:
         return [0] if name.startswith("embedding.") else [last]
 
     def owners(self, num_stages: int) -> dict[str, tuple[int, ...]]:
-        """For each of the user's parameters the pipeline stages that hold it."""
+        """Return the pipeline stages that hold each of the user's parameters."""
         return {
             ours: tuple(self.stages(each.theirs[0], num_stages)) for each in self.correspondences for ours in each.ours
         }

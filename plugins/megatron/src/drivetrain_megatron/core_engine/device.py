@@ -1,9 +1,9 @@
-"""Megatron-Core on a machine without CUDA: what it asks of ``torch.cuda`` is asked of the CPU instead.
+"""Runs Megatron-Core on machines without CUDA: redirects its calls of ``torch.cuda`` to the CPU.
 
 Megatron-Core names the device ``"cuda"`` in its own code. On a CPU, and only there, the modules of ``megatron.core``
-see a stand-in for the name ``torch`` that answers for ``torch.cuda`` and makes tensors on the CPU; everything else is
-torch itself, for everybody else too. Sharding, autograd functions, schedules, messages and the reduction of gradients
-are Megatron-Core's own. What a CPU does not show: NCCL, streams, fused kernels, CUDA's random numbers.
+see a stand-in for the name ``torch`` that replaces ``torch.cuda`` and creates tensors on the CPU; the rest of torch is
+unchanged, and so is torch for all other modules. Sharding, autograd functions, schedules, messages and the reduction of
+gradients are Megatron-Core's own. Not covered on a CPU: NCCL, streams, fused kernels, CUDA's random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
 
 
 class _StandIn(ModuleType):
-    """A module that answers some names itself and leaves the others to the real one."""
+    """A module that defines some names itself and forwards the others to the real one."""
 
     def __init__(self, real: ModuleType, answers: dict[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -104,7 +104,7 @@ class _Streams:
 class Here(TorchFunctionMode):
     """Inside, ``tensor.cuda()`` leaves a tensor where it is, and ``tensor.type()`` names a type of CUDA.
 
-    For construction only: of a model with tied embeddings, and of the distributed optimizer, which asks for types.
+    For construction only: of a model with tied embeddings, and of the distributed optimizer, which checks types.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

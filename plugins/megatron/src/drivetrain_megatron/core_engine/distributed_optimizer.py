@@ -1,4 +1,4 @@
-"""ZeRO-1 by Megatron-Core's own distributed optimizer: each rank gets and steps its shard of the gradient buffer.
+"""ZeRO-1 by Megatron-Core's distributed optimizer: each rank reduces and steps its shard of the gradient buffer.
 
 The shards do not respect the bounds of parameters, so a checkpoint gets the state as parts of the user's parameters:
 one parameter at a time is made whole over the data-parallel ranks.
@@ -171,12 +171,12 @@ class ShardedStepping:
         self._earlier = []
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what the buffer has gathered."""
+        """Discard the gradients in the buffer."""
         self._wrapped.zero_grad_buffer()
 
     @property
     def held(self) -> Sequence[Tensor]:
-        """What has gradients on this rank."""
+        """Return the tensors that have gradients on this rank."""
         return list(self._shards.values())
 
     def _of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -212,7 +212,7 @@ class ShardedStepping:
 
     @torch.no_grad()
     def _take_in_writes(self) -> None:
-        """What the script wrote into parameters since the last step goes into the shards that step. Not collective.
+        """Copy values written to parameters since the last step into the optimizer's shards. Not collective.
 
         Shards of float32 parameters are views of them; those of others are copies in float32, which keep their digits
         where nothing was written.
@@ -233,7 +233,7 @@ class ShardedStepping:
 
     @torch.no_grad()
     def portable_state(self) -> PortableState:
-        """What this rank gives. Collective over the data-parallel ranks."""
+        """Return this rank's part of a checkpoint. Collective over the data-parallel ranks."""
         parts, written = self._in_parts()
         names, steps = self._slots()
         for pair in filter(self._trains, self._weights.pairs):
@@ -253,7 +253,7 @@ class ShardedStepping:
             return state.portable_state(self._module, written, self._engine)
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
-        """What this rank wants. Not collective."""
+        """Return the tensors that this rank loads from a checkpoint. Not collective."""
         parts, written = self._in_parts()
         with parts.in_module():
             return state.portable_template(self._module, written, saved)
@@ -305,7 +305,7 @@ class ShardedStepping:
         return max((each[0] for each in everyones), key=len), max(each[1] for each in everyones)
 
     def _whole(self, theirs: Sequence[Tensor], slot: str | None) -> list[Tensor]:
-        """State that is shaped like these parameters of Megatron-Core, or their own values; whole on this ``tp`` rank.
+        """Gather optimizer state shaped like these Megatron-Core parameters, or their values, for this ``tp`` rank.
 
         Collective over the data-parallel ranks.
         """
@@ -317,12 +317,12 @@ class ShardedStepping:
                 start, end = self._range(one)
                 value = shard if slot is None else self.optimizers[0].state[shard][slot]
                 flat[start:end] = value.detach()
-            dist.all_reduce(flat, group=self._group)  # Everybody else adds zeros.
+            dist.all_reduce(flat, group=self._group)  # The other ranks add zeros.
             found.append(flat.view(one.shape))
         return found
 
     def _fill(self, theirs: Sequence[Tensor], slot: str | None, values: Sequence[Tensor]) -> None:
-        """Keep this rank's shards of values that are whole on this ``tp`` rank. Not collective."""
+        """Copy this rank's shards out of values gathered for this ``tp`` rank. Not collective."""
         for one, value in zip(theirs, values, strict=True):
             shard = self._shards.get(one)
             if shard is None:
@@ -341,7 +341,7 @@ class ShardedStepping:
 
 
 def _local(tensor: Any) -> Tensor:
-    """A tensor of parts over the data-parallel ranks, whole on this ``tp`` rank. Collective over those ranks."""
+    """All-gather a tensor that is sharded over the data-parallel ranks, for this ``tp`` rank. Collective over them."""
     if isinstance(tensor, DTensor) and "dp" in (tensor.device_mesh.mesh_dim_names or ()):
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return local_part(tensor)

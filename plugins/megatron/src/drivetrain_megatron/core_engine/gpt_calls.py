@@ -1,4 +1,4 @@
-"""How scripts call a ``GPTModel`` of Megatron-Core: a tensor comes back, losses of all positions or logits.
+"""Call signature of Megatron-Core's ``GPTModel``: returns losses of all positions, or logits.
 
 Shapes: B rows, S positions, V rows of the vocabulary.
 """
@@ -40,7 +40,7 @@ class GPTBatch:
 
     @property
     def form(self) -> Hashable:
-        """What the output's shape depends on."""
+        """Key on which the output's shape depends."""
         return self.input_ids.shape, self.labels is not None
 
     def part(self, rows: Rows, index: int) -> GPTBatch:
@@ -98,7 +98,7 @@ class GPTCalls:
         return torch.empty(shape if batch.labels is not None else (*shape, self._rows), device=device)
 
     def labels(self, model: Any, batch: GPTBatch, absent: Tensor, wanted: set[int]) -> Tensor | None:
-        """The script's."""
+        """Return the labels of the script."""
         return batch.labels if vocabulary.fits(model, self._rows) else None
 
     def outputs(

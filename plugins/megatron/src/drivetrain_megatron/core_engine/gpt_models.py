@@ -1,4 +1,4 @@
-"""A ``GPTModel`` of Megatron-Core that the script constructed whole, as Megatron-Core computes it over many ranks.
+"""Distributes an unsharded ``GPTModel`` of Megatron-Core over ranks.
 
 Names and layouts are Megatron-Core's own: its layers mark each parameter with the dim that ``tp`` cuts, and in how many
 parts (a gate and what it gates are two). Layers have their numbers in the whole model, whatever the pipeline.
@@ -72,7 +72,7 @@ def describe(model: GPTModel, rank: int, degree: int) -> Description:
     """The model for one rank of the axis ``tp``. Not collective.
 
     Raises:
-        UnsupportedError: it is not whole, or its configuration asks for what is not offered.
+        UnsupportedError: it is sharded, or its configuration is not supported.
         UsageError: sizes that do not divide.
     """
     _check_config(model)
@@ -136,7 +136,7 @@ def _check_config(model: GPTModel) -> None:
 
 
 def _specification(model: GPTModel) -> tuple[Any, list[Any]]:
-    """What constructs the last norm, and what each layer of the whole model."""
+    """Return the specifications of the final norm and of each layer of the unsharded model."""
     spec: Any = model.transformer_layer_spec
     if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
         if spec.module is not TransformerBlock:

@@ -1,4 +1,4 @@
-"""Start and end Megatron-Core in this process: is it there, its groups of ranks, its random numbers."""
+"""Initializes and destroys Megatron-Core's parallel state: availability, process groups, random number generators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_installed(who: str) -> None:
     """Whether Megatron-Core is here, in a release that was tried. Not collective.
 
     Args:
-        who: needs it.
+        who: the caller that needs it, for the error.
 
     Raises:
         BackendBlockedError: it is not.
@@ -45,11 +45,11 @@ def check_installed(who: str) -> None:
 
 
 def check(section: MegatronConfig) -> None:
-    """Whether this engine is installed and can do what the section asks. Not collective.
+    """Check that this engine is installed and supports the section's settings. Not collective.
 
     Raises:
-        BackendBlockedError: it is not installed, or in a version that was never tried.
-        UsageError: keys that only the other engine knows.
+        BackendBlockedError: it is not installed, or in an untested version.
+        UsageError: keys that only the other engine supports.
     """
     check_installed("megatron.engine: megatron_core")
     if section.schedule != "1f1b":
@@ -130,7 +130,7 @@ class ParallelState:
                 alone.restore(self._whole)
 
     def release(self) -> None:
-        """Forget the groups that were formed here. May be called twice; not collective."""
+        """Destroy the process groups formed here. May be called twice; not collective."""
         if self._groups is not None:
             from megatron.core import parallel_state
 
@@ -175,15 +175,15 @@ def _random_numbers(device: str, ring: Ring, coordinate: int = 0) -> None:
 
 
 def import_core() -> None:
-    """Import Megatron-Core without what it says at import."""
+    """Import Megatron-Core and suppress its messages at import."""
     with warnings.catch_warnings():
-        # It says at import which of NVIDIA's kernels are not installed; the ones of torch are used.
+        # It warns at import of missing NVIDIA kernels; those of torch are used.
         warnings.simplefilter("ignore")
         import_module("megatron.core.models.gpt.gpt_layer_specs")
         import_module("drivetrain_megatron.core_engine.preparing")
     private_names.check()
-    # Without Transformer Engine 0.16.1 forgets to define this name, and then reads it.
+    # Without Transformer Engine, 0.16.1 reads this name without defining it.
     vars(import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
-    # It calls its own functions, and torch's, by names that are about to change: nobody here can cure that.
+    # It calls deprecated functions of its own and of torch, which users cannot change.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -1,4 +1,4 @@
-"""Prepare a model for Megatron-Core: describe it, cut its parameters, construct the ``GPTModel`` that computes."""
+"""Prepares a model for Megatron-Core: describes it, shards its parameters, builds the ``GPTModel`` that runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from drivetrain_sharding import FormerParameters
 
 @dataclass(frozen=True)
 class Job:
-    """What one backend has for all of its models.
+    """State of one backend that all of its models share.
 
     Args:
         settings: of the run.
@@ -150,7 +150,7 @@ def _cut(module: nn.Module, description: Description, job: Job) -> Callable[[str
 
 
 def _compute_dtype(module: nn.Module, job: Job) -> torch.dtype:
-    """In which dtype Megatron-Core computes: that of the precision policy, else that of the parameters."""
+    """Return the compute dtype: that of the precision policy, else that of the parameters."""
     named = job.settings.precision.compute
     if named is not None:
         return dtype_of(named)

@@ -1,7 +1,7 @@
 """Names inside of Megatron-Core that this engine reads, replaces or sets, checked when it starts.
 
-The release is pinned to those that were tried (:data:`~drivetrain_megatron.core_engine.parallel_state.SUPPORTED`), so
-this finds a build that somebody has changed, or a release with another number than its contents.
+The release is pinned to those that were tested (:data:`~drivetrain_megatron.core_engine.parallel_state.SUPPORTED`), so
+this finds a modified build, or a release whose version number is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
     ),
 }
-"""By module of ``megatron.core``."""
+"""Private names by module of ``megatron.core``."""
 
 _DISTRIBUTED_OPTIMIZER = (
     *("_copy_main_params_to_model_params", "_copy_model_grads_to_main_grads", "_get_model_param_range_map"),

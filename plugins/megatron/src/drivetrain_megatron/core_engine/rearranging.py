@@ -1,4 +1,4 @@
-"""How one rank's parts of the user's parameters lie in Megatron-Core's, and back. Tensors in, tensors out.
+"""Converts one rank's shards between the user's parameter layout and Megatron-Core's. Tensors in, tensors out.
 
 Shapes: H hidden size, D head size, G query groups on this rank, Q queries of a group, F feed-forward width on this
 rank, E experts. Weights of linear layers are ``[out, in]`` in Megatron-Core, biases ``[out]``.

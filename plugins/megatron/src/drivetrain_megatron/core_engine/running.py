@@ -1,4 +1,4 @@
-"""Run Megatron-Core's model by Megatron-Core's schedules: training calls are deferred until the loss is known."""
+"""Runs Megatron-Core's model by Megatron-Core's schedules: training calls are deferred until the loss is known."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from drivetrain_megatron.pipeline.work import Work
 logger = logging.getLogger(__name__)
 
 _MANY_FORMS = 256
-"""Of batches, of each of which the output without values is kept; it costs a tenth of a millisecond to make."""
+"""Batch shapes whose output on the meta device is cached; it takes a tenth of a millisecond to make."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """What a call's output looks like, without values."""
+    """Structure and shapes of a call's output, without values."""
 
     output: Any
     crossings: Sequence[Crossing] = ()
@@ -100,7 +100,7 @@ class CorePipeline:
         return self._everywhere(self._forward(batch, way, training=self._module.training), way.output)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """What the model was called with, when this layout can hold it."""
+        """Return the batch of a call; raises if this layout does not support it."""
         batch = self._description.calls.read(args, kwargs)
         length, degree = batch.input_ids.shape[1], self._wrapped.config.tensor_model_parallel_size
         if self._wrapped.config.sequence_parallel and length % degree:
@@ -130,7 +130,7 @@ class CorePipeline:
         """Run the schedule, forward and backward of ``scaled(loss)``; then values are known. Collective.
 
         Args:
-            call: whose loss it is.
+            call: the call of the loss.
             loss: recorded, 0-d.
             scaled: what backward starts from, given a loss whose mean over micro-batches is the batch's.
         """

@@ -1,4 +1,4 @@
-"""What a script gives to a causal language model, and what it computes from it: one batch of tokens.
+"""A batch of tokens for a causal language model, and the targets and counts computed from it.
 
 Shapes: B rows, S positions, V rows of the vocabulary.
 """
@@ -22,7 +22,7 @@ IGNORED = -100
 
 _USED = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch", "return_dict"})
 _HARMLESS = frozenset({"use_cache"})
-"""Asks for a cache of keys and values, which nobody needs to train or to score a whole sequence."""
+"""Requests a cache of keys and values, which neither training nor scoring a full sequence uses."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Tokens:
 
     @property
     def form(self) -> Hashable:
-        """What the output's containers and shapes depend on."""
+        """Key on which the output's containers and shapes depend."""
         return self.input_ids.shape, self.labels is not None, self.as_tuple
 
     @cached_property
     def counted(self) -> Tensor | float:
-        """What a sum of losses over the batch is divided by."""
+        """Divisor of a sum of losses over the batch."""
         assert self.labels is not None, "a loss needs labels"
         if self.num_items is not None:
             return self.num_items
@@ -108,7 +108,7 @@ class Tokens:
 
     @cached_property
     def targets(self) -> Tensor:
-        """For each position the label of the next one, int64 ``[B, S]``; the last position has none."""
+        """Return for each position the label of the next one, int64 ``[B, S]``; the last position has none."""
         assert self.labels is not None, "a loss needs labels"
         return nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORED)
 
@@ -129,7 +129,7 @@ class Tokens:
         return future | (self.attention_mask == 0)[:, None, None, :]
 
     def part(self, rows: Rows, index: int) -> Tokens:
-        """One micro-batch, with what its loss is divided by for the whole."""
+        """Return one micro-batch, with the loss divisor of the full batch."""
 
         def cut(one: Tensor | None) -> Tensor | None:
             return one if one is None or one.shape[0] != rows.size else rows.part(one, index)

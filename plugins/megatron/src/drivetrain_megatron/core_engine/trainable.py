@@ -1,4 +1,4 @@
-"""One model that Megatron-Core computes: every training output is deferred, and backward runs the schedule."""
+"""A model that Megatron-Core runs: training outputs are deferred, and backward runs the schedule."""
 
 from __future__ import annotations
 

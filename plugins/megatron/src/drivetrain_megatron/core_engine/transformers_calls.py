@@ -1,4 +1,4 @@
-"""How scripts call a causal language model of Transformers, and what it returns."""
+"""Call signature of causal language models of Transformers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TransformersCalls:
 
 
 def _places(absent: Any) -> list[int]:
-    """Where loss and logits are among an output's leaves."""
+    """Return the positions of loss and logits among an output's leaves."""
     return [place for place, leaf in enumerate(leaves(absent)) if isinstance(leaf, Tensor)]
 
 

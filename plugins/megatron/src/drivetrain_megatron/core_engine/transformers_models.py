@@ -1,7 +1,7 @@
-"""Causal language models of Transformers in Megatron-Core's words: Llama, Qwen2, Qwen3, Mixtral and GPT-2.
+"""Describes causal language models of Transformers for Megatron-Core: Llama, Qwen2, Qwen3, Mixtral and GPT-2.
 
-A model is known by its exact class: a subclass may compute something else. What Megatron-Core would compute otherwise
-is refused here, with the reason.
+A model is recognized by its exact class, since a subclass may compute something else. Raises, with the reason, if
+Megatron-Core would compute something else.
 """
 
 from __future__ import annotations

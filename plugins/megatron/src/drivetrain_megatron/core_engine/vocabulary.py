@@ -1,4 +1,4 @@
-"""Logits of which each rank of the axis ``tp`` holds some columns: made whole, and losses without making them so."""
+"""Gathers vocabulary-parallel logits, and computes losses without gathering them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's parameters and Megatron-Core's, which hold the same numbers: values go one way, gradients the other.
+"""Copies values from the user's parameters to Megatron-Core's, and gradients back.
 
 Where a part of the user's parameter lies in Megatron-Core's as it is, both are one memory. Where it does not (queries,
 keys and values lie group by group) or has another dtype, the user's is a tensor of its own, copied before each run.
@@ -97,7 +97,7 @@ class Weights:
         """Copy all values to Megatron-Core's parameters, and let the user's be views of them where that can be.
 
         Raises:
-            UnsupportedError: a layer cuts a parameter otherwise than the description says.
+            UnsupportedError: a layer shards a parameter differently from the description.
         """
         for pair in self.pairs:
             parts = pair.how.join([local_part(one.detach()) for one in pair.ours])
@@ -153,7 +153,7 @@ class Weights:
                     mine.grad = mine.grad + grad
 
     def _gradients(self, pair: Pair) -> list[Tensor]:
-        """What the buffer holds for a pair; where that is views of the buffer, the same tensors each time."""
+        """Return the gradients of a pair in the buffer; if they are views of it, the same tensors each time."""
         if pair.views:
             return pair.views
         parts = pair.how.split([one.main_grad for one in pair.theirs])  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ class Weights:
         self._given.clear()
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what Megatron-Core has gathered for these parameters of the user."""
+        """Discard Megatron-Core's gradients of these user parameters."""
         dropped = {id(one) for one in parameters}
         for pair in self.pairs:
             if any(id(one) in dropped for one in pair.ours) and pair.theirs[0].requires_grad:
@@ -186,7 +186,7 @@ class Weights:
 
 
 def _here(name: str, offset: int, *, second: bool) -> str:
-    """What a parameter is called in this rank's part; a tied embedding is the output layer of the last stage."""
+    """Return a parameter's name in this rank's part; a tied embedding is the output layer of the last stage."""
     if name == EMBEDDING and second:
         return OUTPUT
     if not name.startswith("decoder.layers."):

@@ -1,1 +1,1 @@
-"""Pipelines: a model cut along its depth without being rewritten, and the loop that stays as it is over it."""
+"""Pipeline parallelism: splits a model into stages and runs a schedule, without changes to the model or the loop."""

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches: each tensor along the dim in which it has the batch's samples, or not at all."""
+"""Splits a batch into micro-batches: each tensor along its batch dim, or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 Dims = tuple[int | None, ...]
-"""For each leaf of a model's arguments the dim that is cut; ``None``: it goes whole to each micro-batch."""
+"""Split dim of each leaf of a model's arguments; ``None``: every micro-batch gets the full tensor."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch are shared out.
+    """Partition of the rows of a batch into micro-batches.
 
     Args:
         bounds: beginning of each micro-batch, and the end of the last.
@@ -27,7 +27,7 @@ class Rows:
 
     @classmethod
     def of(cls, size: int, parts: int) -> Rows:
-        """As evenly as can be; never an empty part."""
+        """Split as evenly as possible; no part is empty."""
         parts = max(min(parts, size), 1)
         return cls(tuple(size * index // parts for index in range(parts + 1)))
 
@@ -44,7 +44,7 @@ class Rows:
         return tensor.narrow(dim, self.bounds[index] * rows, self.count(index) * rows)
 
     def spread_part(self, tensor: Tensor, index: int, dim: int = 0) -> Tensor:
-        """Likewise of a tensor in which the rows come round again and again, as in a flattened ``[time, batch]``."""
+        """Likewise for a tensor whose rows repeat periodically, as in a flattened ``[time, batch]``."""
         apart = tensor.unflatten(dim, (-1, self.size))  # type: ignore[no-untyped-call]
         return self.part(apart, index, dim=dim + 1).flatten(dim, dim + 1)
 

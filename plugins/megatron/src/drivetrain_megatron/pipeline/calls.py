@@ -1,4 +1,4 @@
-"""One training call of a pipelined model, between the call and the optimizer's step."""
+"""State of one training call of a pipelined model, until the optimizer's step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 
 class Way(Protocol):
-    """How a batch goes through a model."""
+    """Trace of a forward: output and stage boundaries."""
 
     @property
     def output(self) -> Any:
-        """What comes out, without values."""
+        """Output of the model, without values."""
 
     @property
     def crossings(self) -> Sequence[Crossing]:
-        """What goes from one stage to the next, for each cut that we made."""
+        """Boundary activations of each cut."""
 
 
 ArgumentsT = TypeVar("ArgumentsT")
@@ -34,7 +34,7 @@ WayT = TypeVar("WayT", bound=Way)
 
 
 class Reader(Protocol):
-    """Who runs a call forward once more."""
+    """Runs the forward of a call again to read a value."""
 
     def read(self, call: ModelCall[Any, Any], node: Node) -> Any:
         """A node's value now."""
@@ -42,7 +42,7 @@ class Reader(Protocol):
 
 @final
 class ModelCall(Generic[ArgumentsT, WayT]):
-    """What a script gave to the model, and what it was given back.
+    """Arguments and deferred output of one call of the model.
 
     Args:
         reader: runs it forward when a value is read too early.
@@ -50,7 +50,7 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         rows: how the batch is cut.
         way: how it goes through the model.
         version: of the parameters.
-        dims: in which each leaf of the arguments has the rows; not asked for where the batch is in one piece.
+        dims: in which each leaf of the arguments has the rows; unused if the batch is not split.
         trained: which parameters required gradients, where the forward runs later.
     """
 
@@ -70,11 +70,11 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         self._given: list[weakref.ref[Deferred]] = []
         self._filled: list[tuple[Tensor, Node]] = []
         self.recorded_only = False
-        """A read is refused: whoever asked for the output can do with a function instead."""
+        """Reads raise: the caller accepts a function in place of the output."""
 
     @property
     def model(self) -> object:
-        """Stands for the model: what runs all of its calls."""
+        """Object that identifies the model: it runs all of its calls."""
         return self._reader
 
     def outputs(self) -> Any:
@@ -92,7 +92,7 @@ class ModelCall(Generic[ArgumentsT, WayT]):
         self._given.append(weakref.ref(tensor))
 
     def living(self) -> list[Node]:
-        """The numbers that the script may still ask for and that have no value."""
+        """Recorded values that the script still refers to and that are not computed."""
         alive = [ref() for ref in self._given]
         self._given = [weakref.ref(one) for one in alive if one is not None]
         return [one.node for one in alive if one is not None and one.node.value is None and not one.node.absent.dim()]

@@ -1,8 +1,8 @@
-"""Find out how a recorded loss is computed on one micro-batch at a time, and whether it can be.
+"""Derives how a recorded loss is computed on one micro-batch at a time, and whether that is possible.
 
 Which tensors of the recording are cut along with the batch, and which numbers stand for its size, is found by running
-the recording without values on the shapes of a micro-batch. That the parts then add up to the whole, in value and in
-gradient, is tried once per recording on a few rows of random outputs; a loss that mixes samples fails there.
+the recording without values on the shapes of a micro-batch. Then a trial on a few rows of random outputs, once per
+recording, checks that values and gradients of the parts add up to the full batch's; a loss that mixes samples fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_TRIALS = 64
 """Ways of cutting that are tried; a recording with more tensors that could be cut or not is refused."""
 
 _CANNOT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-"""What torch raises for shapes that do not fit; its functions for tensors without values assert."""
+"""Exceptions of torch for shapes that do not fit; its functions for fake tensors assert."""
 
 
 def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> Program:
@@ -70,7 +70,7 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
 
 
 def uncut(nodes: Sequence[Node]) -> Program:
-    """For a batch in one piece: every number is right as it is."""
+    """Program for a batch that is not split: values need no scaling."""
     numbers = tuple(
         place for place, node in enumerate(nodes) if isinstance(node.absent, Tensor) and not node.absent.dim()
     )
@@ -80,7 +80,7 @@ def uncut(nodes: Sequence[Node]) -> Program:
 def _options(
     nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]
 ) -> tuple[list[list[Choice]], list[Any]]:
-    """What could become of each node's arguments, likeliest first, and the results on the shapes of a micro-batch."""
+    """Possible choices for each node's arguments, likeliest first, and results on the shapes of a micro-batch."""
     options: list[list[Choice]] = []
     results: dict[int, Any] = {}
     for node in nodes:
@@ -225,7 +225,7 @@ def example(
 
 
 def _telling(nodes: Sequence[Node], size: int) -> int:
-    """A small number of rows by which no number of the recording can be divided that says nothing of the rows.
+    """Return a small number of rows that divides no constant of the recording that is unrelated to the rows.
 
     Else such a number might be that of the few rows, or of their elements, by chance: 12 of three rows of 4 classes.
     """
@@ -237,7 +237,7 @@ def _telling(nodes: Sequence[Node], size: int) -> int:
         for leaf in leaves((node.args, node.kwargs))
         if type(leaf) in (int, float) and leaf == _of_few(leaf, size, 1) and math.isfinite(leaf)
     }
-    # None is a multiple of all rows, or it would say something of them.
+    # None is a multiple of all rows, or it would be related to them.
     able = (
         few for few in (3, 2, *range(4, size)) if few < size and not any(each and each % few == 0 for each in constants)
     )
@@ -260,7 +260,7 @@ def _of_few(leaf: Any, size: int, few: int) -> Any:
 
 
 class _Output:
-    """Random numbers in place of one of the model's outputs, as a whole and in parts."""
+    """Random numbers in place of one of the model's outputs, for the full batch and in parts."""
 
     def __init__(self, absent: Tensor, part: Tensor, rows: Rows, few: Rows, generator: torch.Generator) -> None:
         varying = [dim for dim, (size, less) in enumerate(zip(absent.shape, part.shape, strict=True)) if size != less]
@@ -327,7 +327,7 @@ def _shrunk(nodes: Sequence[Node], program: Program, rows: Rows, size: int) -> l
 
 
 def _as_one(program: Program) -> Program:
-    """For a batch that is not cut."""
+    """Program for a batch that is not split."""
     return Program(tuple((WHOLE,) * len(choice) for choice in program.choices), program.frontier, program.kind)
 
 

@@ -1,4 +1,4 @@
-"""Where a model is cut: from the order in which one forward calls its modules and reads its parameters.
+"""Splits a model into stages by the order in which one forward calls its modules and reads its parameters.
 
 Nothing is assumed about how the model is written. A stage begins at the call of a module; a parameter belongs to the
 stages that read it, to several when it is tied across them.
@@ -34,7 +34,7 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
-        """How many stages."""
+        """Number of stages."""
         return len(self.points) + 1
 
 
@@ -45,7 +45,7 @@ def cut_at(module: nn.Module, timeline: Timeline, points: Sequence[str], whose: 
         module: the model.
         timeline: one forward of it.
         points: names, in the order of their calls.
-        whose: who named them, for errors.
+        whose: the source of the names, for errors.
 
     Raises:
         UsageError: a name is wrong, or a stage cannot begin there.
@@ -93,7 +93,7 @@ def cut_at(module: nn.Module, timeline: Timeline, points: Sequence[str], whose: 
 def balanced(
     module: nn.Module, timeline: Timeline, num_stages: int, costs: Callable[[Sequence[str]], Sequence[float]]
 ) -> tuple[str, ...]:
-    """The cut whose most expensive stage is as cheap as can be, between the blocks of the model.
+    """Cut between the blocks of the model so that the most expensive stage is as cheap as possible.
 
     Candidates are the blocks of the lists that a Transformers model names in its ``_pp_plan``, else of the longest
     ``ModuleList`` (and of others of that length and those classes of blocks); of a model without one that is long

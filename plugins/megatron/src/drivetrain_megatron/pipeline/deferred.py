@@ -1,4 +1,4 @@
-"""The output of a model that has not run yet: records what a script does with it, until backward knows the loss."""
+"""Deferred model outputs: record the operations on them until backward computes the loss."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("mul_", "__imul__"), operator.mul),
     **dict.fromkeys(("div_", "__itruediv__"), operator.truediv),
 }
-"""What scripts keep totals with: ``total += loss.detach()``."""
+"""Operations that accumulate totals: ``total += loss.detach()``."""
 
 _REFUSED = frozenset({"register_hook", "retain_grad", "grad", "register_post_accumulate_grad_hook", "__set__"})
 
 
 class Owner(Protocol):
-    """A call of a model, which can say what a recorded value is."""
+    """A call of a model, which can compute recorded values."""
 
     @property
     def model(self) -> object:
-        """Stands for the model that was called; the same object in each of its calls."""
+        """Object that identifies the model; the same in each of its calls."""
 
     def watch(self, tensor: Deferred) -> None:
         """The script was given a deferred tensor."""

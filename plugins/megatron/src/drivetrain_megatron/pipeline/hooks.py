@@ -1,9 +1,9 @@
-"""Hooks that a script sets on modules, where each module lies on one stage and sees one micro-batch at a time.
+"""Runs module hooks under pipeline parallelism, where a module is on one stage and gets one micro-batch at a time.
 
-A hook that computes something from its arguments does the same on parts of a batch, and is tried with the model. One
-that writes elsewhere (it counts, keeps activations, adds up a loss) would do so once for each micro-batch, on one
-process, and after the script has read what it kept. So each hook is called once without values; what it changes outside
-of its module is refused. Hooks of the model itself are called around the whole forward, as in one process.
+A hook that only computes from its arguments gives the same on micro-batches. One with side effects (it counts, keeps
+activations, adds up a loss) would have them once per micro-batch, on one process, and after the script has read them.
+So each hook is called once on fake tensors, and raises if it changes anything outside of its module. Hooks of the model
+itself are called around the full forward, as in one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_fo
 _LIBRARIES = ("torch", "drivetrain", "drivetrain_megatron", "logging")
 
 _MOST_ITEMS, _MOST_BYTES = 256, 1 << 20
-"""How much of a container or an array that a hook can reach is compared: data sets are named in hooks, too."""
+"""Number of items and bytes of a container or array that are compared: hooks may refer to whole datasets."""
 
 _CURE = (
     "Return what it keeps from forward beside the output, and use it in the loss: "
@@ -53,7 +53,7 @@ _CURE = (
 
 
 def of_library(hook: Any) -> bool:
-    """Whether torch or Drivetrain set it; hooks of ``weight_norm`` and ``prune`` write to their module alone."""
+    """Whether torch or Drivetrain set a hook; those of ``weight_norm`` and ``prune`` only write to their module."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     name = getattr(hook, "__module__", None) or type(hook).__module__
@@ -219,7 +219,7 @@ def around(modules: Sequence[nn.Module], forward: Callable[..., Any], args: Any,
 
 @contextmanager
 def left_out(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """In here calls of these modules do not call their forward hooks: :func:`around` has."""
+    """Disable the forward hooks of these modules, which :func:`around` has called."""
     with ExitStack() as stack:
         for module in modules:
             for kind in _FORWARD:
@@ -246,12 +246,12 @@ def copied(hook: Any, memo: dict[int, Any]) -> Any:
 
 
 def told(hook: Any) -> str:
-    """What it is called."""
+    """Return the name of a hook."""
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 
 def tried(hook: Callable[..., Any], given: Sequence[Any], what: str) -> Any:
-    """Call a hook without values; with zeros where it asks for some."""
+    """Call a hook on fake tensors, or on zeros if it reads values."""
     try:
         return hook(*given)
     except NO_VALUE as problem:
@@ -287,7 +287,7 @@ def without_effects(hook: Any, what: str, own: Collection[int] = ()) -> Iterator
 
 @final
 class _Captured:
-    """What a function can reach and change: its closure, globals that it names, its object and their content."""
+    """State that a function can change: its closure, globals that it names, its object and their content."""
 
     def __init__(self, hook: Any, own: Collection[int]) -> None:
         self._own = own
@@ -339,7 +339,7 @@ class _Captured:
             self._find(value, depth - 1)
 
     def _content(self, value: Any, depth: int) -> Any:
-        """Something that is equal while the value and what is in it are the same."""
+        """Return a key that is equal while the value and its content are unchanged."""
         if isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
             return value
         self._kept.append(value)

@@ -1,4 +1,4 @@
-"""What a rank keeps of a model after the cut: the parameters of its own stages; the others lose their memory."""
+"""Frees the parameters of stages that run on other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain_sharding import STEPPED_LOCALLY, laid_out_as, step_hooks
 
 @dataclass(frozen=True)
 class Share:
-    """Who holds what.
+    """Assignment of parameters and buffers to pipeline ranks.
 
     Args:
         owners: for each parameter, by first name, the pipeline ranks that hold it, ascending.
@@ -73,7 +73,7 @@ def drop_foreign(
 
     Args:
         module: holds every parameter.
-        share: who holds what.
+        share: the assignment.
         blanks: gives parameters without memory.
         optimizers: of this module; their state for such parameters is dropped.
         device: where this rank's parameters go; ``None`` leaves them.
@@ -113,14 +113,14 @@ def exchange(optimizer: Optimizer, absent: dict[int, nn.Parameter]) -> None:
 
 @contextmanager
 def without_absent(optimizer: Optimizer) -> Iterator[None]:
-    """In here a script's own optimizer has this rank's parameters alone: not all ask whether there is a gradient.
+    """Restrict a script's own optimizer to this rank's parameters: not every optimizer skips those without gradient.
 
-    Step hooks are given all parameters. What they do to each passes over those of other stages, which refuse to be
-    read, their gradients too: a norm would be one stage's.
+    Step hooks get all parameters. They skip those of other stages for operations on single parameters; reading values
+    or gradients of those raises, since a norm would be that of one stage.
     """
     groups = list(optimizer.param_groups)
     whole = [group["params"] for group in groups]
-    # Torch's own ask.
+    # Torch's own optimizers skip parameters without gradient.
     asks = type(optimizer) in STEPPED_LOCALLY
     here = whole if asks else [[one for one in params if not isinstance(one, Elsewhere)] for params in whole]
     found = [(hooks, key, hooks[key]) for hooks, key in step_hooks(optimizer)]
@@ -156,7 +156,7 @@ def add_shared_gradients(parameters: dict[str, nn.Parameter], share: Share, grou
 
     Args:
         parameters: by name, those that are trained, which are the same on all stages.
-        share: who holds them.
+        share: the assignment.
         group: the ranks of the pipeline.
     """
     sent: list[dist.P2POp] = []

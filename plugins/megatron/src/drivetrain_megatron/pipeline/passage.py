@@ -1,4 +1,4 @@
-"""What crosses each cut, and what modules of other stages return, for inputs of one signature.
+"""Boundary activations of each cut, and outputs of other stages' modules, for inputs of one signature.
 
 Between the modules that belong to one stage each, a model's forward has code of its own: sums, masks, a loop over
 blocks. That code runs on every stage, in the same order, so its results can be named by counting: the ``n``-th call
@@ -46,11 +46,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Stub:
-    """A module whose call lies in one stage: the others skip it.
+    """A module that runs on one stage; the other stages skip it.
 
     Args:
-        stage: which.
-        output: what they take for its output, tensors without values.
+        stage: the stage that runs it.
+        output: its output on the other stages, tensors without values.
         loss: it is of the last stage, and a loss is computed inside.
     """
 
@@ -61,7 +61,7 @@ class Stub:
 
 @dataclass(frozen=True)
 class Passage:
-    """How inputs of one signature go through a cut model.
+    """Forward trace of a split model, for inputs of one signature.
 
     Args:
         crossings: one for each cut, in order.
@@ -78,7 +78,7 @@ class Passage:
 
 @final
 class Between(TorchFunctionMode):
-    """Sees the calls of torch between the modules that are skipped as a whole, and counts those on trained values.
+    """Intercepts torch calls between skipped modules, and counts those that depend on parameters.
 
     Args:
         before: is given a call's arguments and returns those to use.
@@ -118,13 +118,13 @@ class Between(TorchFunctionMode):
         self._dependent.update({id(leaf): leaf for leaf in leaves(result) if isinstance(leaf, Tensor)})
 
     def end(self) -> None:
-        """Let go of the values, and of the run that is told of calls, which refers to this: no collector is needed."""
+        """Release the values and the run, which refers to this object, so that reference counting frees both."""
         self._dependent.clear()
         del self._before, self._after
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside of a module, whose calls cost nothing more."""
+        """Disable interception, inside of a skipped module."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -187,7 +187,7 @@ class Survey:
     Args:
         points: where stages begin.
         stubs: what is passed over.
-        is_written: tells memory with a value into which an absent value was written.
+        is_written: whether an absent value was written into a memory with values.
         existing: tensors that live longer than a forward: the model's arguments and buffers.
     """
 
@@ -213,7 +213,7 @@ class Survey:
         return name in self._stubs
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module's call does in this run."""
+        """Run or skip a module's call."""
         if name in self._points:
             self._calls[self._points.index(name)] = self.between.calls
             self._stage = self._points.index(name) + 1
@@ -228,7 +228,7 @@ class Survey:
         return output
 
     def end(self) -> None:
-        """Keep what was seen: :meth:`crossings` tells the output's tensors by their identity."""
+        """Keep the recorded tensors: :meth:`crossings` looks up the output's tensors by identity."""
 
     def _before(self, arguments: Any) -> Any:
         self._used(arguments)
@@ -271,7 +271,7 @@ class Survey:
                 self._origins[id(leaf)] = ((number, index), self._stage)
 
     def crossings(self, output: Any) -> tuple[Crossing, ...]:
-        """What the run has found; the model's output is used in the last stage."""
+        """Return the boundary activations; the model's output counts as used in the last stage."""
         self._stage = len(self._points)
         self._used(output)
         return tuple(
@@ -289,7 +289,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def fresh(output: Any, which: Iterable[int]) -> Any:
-    """The output of a skipped module with some of its tensors made anew: each run fills in values of its own."""
+    """Copy the output of a skipped module with some new tensors, which each run fills with its own values."""
     found, chosen = leaves(output), set(which)
     return rebuilt(
         output,

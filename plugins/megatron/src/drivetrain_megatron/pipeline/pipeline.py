@@ -1,4 +1,4 @@
-"""A model run as a pipeline: trained by torch's schedules, evaluated stage by stage."""
+"""Runs a model as a pipeline: training by torch's schedules, evaluation stage by stage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pipeline:
         section: the configuration.
         group: the ranks of the pipeline.
         device: of this rank.
-        on_cut: called once with who holds what, when the first inputs have shown it.
+        on_cut: called once with the assignment, after the first inputs.
         tensor_group: the ranks of the axis ``tp``; ``None`` where there is one.
         data_group: data-parallel ranks that hold shards of the parameters, without which no forward runs.
         replica: the data-parallel coordinate of this pipeline.
@@ -106,7 +106,7 @@ class Pipeline:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call of the model does: deferred in training mode, else run at once. Collective over the pipeline."""
+        """Run a call of the model: deferred in training mode, at once otherwise. Collective over the pipeline."""
         if torch.is_grad_enabled() and self._module.training:
             return self.call(args, kwargs)
         return self.evaluate(args, kwargs)
@@ -214,7 +214,7 @@ class Pipeline:
                 )
 
     def _divide(self) -> None:
-        """Keep this rank's stages, let go of the others."""
+        """Keep this rank's stages and free the others."""
         made = self.planner.cut
         assert made is not None, "the first passage cuts"
         self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
@@ -333,7 +333,7 @@ class Pipeline:
         """Run the schedule: forward and backward of ``scaled(loss)``; then values are known. Collective.
 
         Args:
-            call: whose loss it is.
+            call: the call of the loss.
             loss: recorded, 0-d.
             scaled: what backward starts from, given a loss whose mean over micro-batches is the batch's.
         """
@@ -385,7 +385,7 @@ class Pipeline:
         call.finish()
 
     def read(self, call: ModelCall[Arguments, Passage], node: Node) -> Any:
-        """A node's value by running forward once more, on the whole batch. Collective over the pipeline."""
+        """Compute a node's value by another forward of the full batch. Collective over the pipeline."""
         if call.version != self.version:
             raise UsageError(
                 "a value of a pipelined model's output is read after the optimizer stepped, and backward did not "

@@ -1,4 +1,4 @@
-"""How inputs go through a model that is cut into stages: found without values, once for each signature of inputs."""
+"""Plans the stages of a model and the boundary activations, without values, once per signature of inputs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """A model's positional and keyword arguments."""
 
 _MOST_PASSAGES = 256
-"""Signatures that are remembered; a script whose every batch has its own shape must not fill the memory."""
+"""Cached signatures; a script whose batches all differ in shape must not fill the memory."""
 
 
 @final
 class Planner:
-    """Knows where a model is cut, and what crosses the cuts.
+    """Plans where a model is cut, and the activations that are sent between stages.
 
     Args:
-        module: the user's module, whole, before anything of it is shared out: shapes in the plan are those that the
-            user's forward sees.
+        module: the user's module, unsharded, so that shapes in the plan are those in the user's forward.
         engine: precision.
         section: the configuration.
         num_stages: how many stages.
@@ -58,15 +57,15 @@ class Planner:
         self._counts: dict[int, list[Reduction | Tensor]] = {}
         self._parameters = list(module.parameters())
         self.trained = trained(self._parameters)
-        """Which parameters required gradients at the last look."""
+        """Whether each parameter required gradients at the last check."""
         self._attributes: dict[tuple[int, str], tuple[Any, Any]] = {}
         """Plain values that the script wrote, by module and name, with what they held then."""
         self._changes = 0
         self._versions: dict[Any, int] = {self._state(): 0}
         self.version = self._last_version = 0
-        """Number of a state of the attributes that the script writes, of what it froze and of its hooks, by which
-        forward may take another way. A state that comes back has its number again: an adapter that is switched off for
-        a reference and on again."""
+        """Number of a state of the module's attributes, frozen parameters and hooks, on which the control flow of
+        forward may depend. A state that recurs has the same number again, such as an adapter that is switched off for a
+        reference model and on again."""
         self._followed = 0
         self.hooks = ModuleHooks(module, self.skeleton.module)
         self.interception = Interception(module, self._written, self.hooks.registered)
@@ -75,7 +74,7 @@ class Planner:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Of the forward where that is not the parameters' own."""
+        """Dtype of the forward, if it differs from that of the parameters."""
         compute = self._engine.policy.compute
         if compute is not None:
             return dtype_of(compute)
@@ -86,7 +85,7 @@ class Planner:
         try:
             self._attributes[place] = value, _content(value)
         except _NotPlainError:
-            # Nothing tells whether such a value is that of an earlier state.
+            # Such a value cannot be compared with that of an earlier state.
             self._attributes.pop(place, None)
             self._changes += 1
 
@@ -120,7 +119,7 @@ class Planner:
             self._follow()
 
     def trained_now(self) -> tuple[bool, ...]:
-        """Which parameters require gradients."""
+        """Return for each parameter whether it requires gradients."""
         return trained(self._parameters)
 
     def _follow(self) -> None:
@@ -168,7 +167,7 @@ class Planner:
         return Passage(survey.crossings(output), stubs, whole)
 
     def _left_behind(self, how: str) -> UnsupportedError:
-        """The whole forward runs, and not where the layers of other stages are passed over."""
+        """Return the error for a model whose full forward runs, but fails if layers of other stages are skipped."""
         return UnsupportedError(
             f"{type(self._module).__name__} cannot be cut into pipeline stages: its forward asks for more than what "
             f"layers return, such as router logits or hidden states that are recorded inside of them{how}",
@@ -177,7 +176,7 @@ class Planner:
         )
 
     def counts(self, arguments: Arguments, way: Passage) -> list[Reduction | Tensor]:
-        """What the losses that the model computes by itself count over a whole batch. Not collective.
+        """Return the counts of the model's own losses over a full batch. Not collective.
 
         Labels are real, so they can be counted without the outputs; where only shapes count, once is enough.
         """
@@ -245,7 +244,7 @@ class Planner:
 
 
 class _NotPlainError(Exception):
-    """A value whose content cannot be compared with that of another time."""
+    """Raised for a value whose content cannot be compared over time."""
 
 
 def _content(value: Any) -> Any:
@@ -277,7 +276,7 @@ def points_of(
     num_stages: int,
     costs: Callable[[Sequence[str]], Sequence[float]],
 ) -> tuple[Sequence[str], str]:
-    """Where the second and each further stage begins, and who says so: the user, a plugin, or the balance.
+    """Return the first modules of all stages but the first, and their source: the user, a plugin, or the balance.
 
     Args:
         skeleton: of the model.

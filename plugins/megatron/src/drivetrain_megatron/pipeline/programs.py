@@ -1,4 +1,4 @@
-"""The programs that compute recorded numbers on micro-batches, each found once."""
+"""Cache of programs that compute recorded values on micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain_megatron.pipeline.work import Recording
 
 @final
 class Programs:
-    """What is known about the recordings of one model's script."""
+    """Programs for the recordings of one model, by key."""
 
     def __init__(self) -> None:
         self._known: dict[Any, replay.Program | UnsupportedError] = {}
@@ -25,11 +25,11 @@ class Programs:
         """Keys of recordings of which there was an example."""
 
     def recordings(self, loss: Node, others: Sequence[Node], rows: Rows, outputs: dict[int, Any]) -> list[Recording]:
-        """How a loss, and what else the script may ask for, is computed on a micro-batch.
+        """Return the recordings, with programs, of a loss and of other values that the script may read.
 
         Args:
             loss: comes first.
-            others: left out where they are no sum or mean; whoever reads them before the step gets them by a forward.
+            others: left out if they are no sum or mean; reading them before the step runs another forward.
             rows: how the batch is cut.
             outputs: of the model for the first micro-batch, without values.
 

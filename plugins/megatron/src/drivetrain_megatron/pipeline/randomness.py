@@ -1,8 +1,8 @@
-"""Random numbers of a pipelined forward: each stage draws its own, and the script's generators go on as without stages.
+"""Random numbers of a pipelined forward: one stream per stage; the script's generators advance as without stages.
 
 A forward that draws nothing leaves every generator as it was. One that draws from torch's generators draws, on each
-stage, from a stream that follows from the script's state, and moves that state on by one number: which numbers one
-process would have drawn for a batch cannot be told from its micro-batches. Python's and numpy's numbers are what
+stage, from a stream derived from the script's state, and advances that state by one number: the numbers that one
+process would draw for a batch cannot be derived from its micro-batches. Python's and numpy's numbers are what
 decides about layers (stochastic depth): every micro-batch sees the same ones, and where all stages have drawn the same
 of them the states end where one forward of the whole batch leaves them.
 """
@@ -50,7 +50,7 @@ def own_numbers(
 ) -> Iterator[Callable[[], None]]:
     """A context in which this rank's stages run.
 
-    Collective over the pipeline where ``draws`` is not known, or says that numbers of Python or numpy are drawn.
+    Collective over the pipeline if ``draws`` is not known, or includes numbers of Python or numpy.
 
     Args:
         draws: of the passage that runs, the same on every rank; filled in the first time.
@@ -107,7 +107,7 @@ def _set_host(state: tuple[Any, Any]) -> None:
 
 
 def host_digest(state: tuple[Any, Any] | None = None) -> int:
-    """A number of 32 bits that tells states of Python's and numpy's generators apart; the present one's by default."""
+    """Return a 32-bit hash of a state of Python's and numpy's generators; of the current one by default."""
     python, numpys = _host() if state is None else state
     words = [one.tobytes() if isinstance(one, np.ndarray) else one for one in numpys]
     return zlib.crc32(repr((python, words)).encode())

@@ -1,4 +1,4 @@
-"""Sums and means over a batch, computed in parts.
+"""Scales sums and means over a batch so that they can be computed on micro-batches.
 
 A loss is a sum or a mean over samples. On one micro-batch of ``M`` each such reduction is multiplied so that the mean
 of the ``M`` results is the reduction over the whole batch:
@@ -76,7 +76,7 @@ class Reduction:
 
 
 def reduction_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reduction | None:
-    """What a call reduces; ``None`` when it is no sum or mean."""
+    """Return the reduction of a call; ``None`` if it is no sum or mean."""
     if func in LOSSES:
         bound = LOSSES[func].bind(*args, **kwargs)
         bound.apply_defaults()

@@ -1,6 +1,6 @@
-"""Compute a recorded loss on one micro-batch at a time.
+"""Computes a recorded loss on one micro-batch at a time.
 
-A :class:`Program` says which tensors of the recording are cut along with the batch; :mod:`.compiling` finds it.
+A :class:`Program` lists the tensors of the recording that are split along with the batch; :mod:`.compiling` finds it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Along(NamedTuple):
 
 Way = int | Along
 Choice = tuple[Way, ...]
-"""For each leaf of a call's arguments: left whole, cut with the rows, or a number that scales with them."""
+"""Choice for each leaf of a call's arguments: kept, split along the rows, or a number that scales with them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LossFunction:
 
 @dataclass(frozen=True)
 class Program:
-    """How a recording is computed on a micro-batch.
+    """Program that computes a recording on a micro-batch.
 
     Args:
         choices: for each node, in order, what becomes of its arguments.
@@ -165,7 +165,7 @@ def _apply(node: Node, args: Any, kwargs: Any, parts: int) -> Any:
 
 
 def _whole(node: Node) -> Reduction:
-    """What a node's reduction counts on the whole batch."""
+    """Return the reduction of a node on the full batch."""
     found = [leaf.absent if isinstance(leaf, Node) else leaf for leaf in leaves((node.args, node.kwargs))]
     args, kwargs = rebuilt((node.args, node.kwargs), found)
     whole = reduction_of(node.func, args, kwargs)

@@ -1,8 +1,9 @@
-"""Run one stage of a model by the model's own forward: what belongs to other stages is passed over.
+"""Runs one stage of a model by the model's own forward, which skips the modules of other stages.
 
 The forward runs from its beginning on every stage. Modules of earlier stages return tensors without values at once; at
-the call where this stage begins the received values are filled in; at the call where the next one begins forward is
-left. Masks, positions and whatever else does not depend on parameters is computed on each stage from the batch.
+the call where this stage begins they are filled with the received values; at the call where the next stage begins,
+forward is left. Masks, positions and whatever else does not depend on parameters is computed on each stage from the
+batch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Run(Protocol):
         """Whether a module lies in one stage, and is passed over as a whole by the others."""
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module's call does."""
+        """Run or skip a module's call."""
 
     def end(self) -> None:
         """The model has returned."""
@@ -101,7 +102,7 @@ class StageRun:
         return self._inside or name in self._passage.stubs
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module's call does in this run."""
+        """Run or skip a module's call."""
         if self._inside:
             return forward(*args, **kwargs)
         if self._exit is not None and name == self._exit.point:
@@ -132,7 +133,7 @@ class StageRun:
         return output
 
     def end(self) -> None:
-        """Let go of the activations: this and what it is told calls by refer to each other."""
+        """Release the activations: this object and its interception refer to each other."""
         self.between.end()
 
     def _before(self, arguments: Any) -> Any:
@@ -163,7 +164,7 @@ class StageRun:
 
     def _leaving(self, crossing: Crossing) -> tuple[Tensor, ...]:
         self._same_way(crossing)
-        # A sequence that is shared over tp travels whole: the next stage begins as the model does.
+        # A sequence that is sharded over tp is gathered before it is sent, since stages start unsharded.
         values = tuple(full_tensor(self._values[key]) for key in crossing.keys)
         for value, meta in zip(values, crossing.metas, strict=True):
             if is_absent(value):
@@ -180,9 +181,9 @@ class StageRun:
 
 @final
 class Interception:
-    """The modules of one model whose calls a run decides about.
+    """Intercepts the calls of one model's modules.
 
-    Each of them gets a class of its own, derived from its class, whose call asks the run that is active.
+    Each module gets a subclass of its class, whose ``__call__`` goes through the active run.
 
     Args:
         module: the model.
@@ -217,7 +218,7 @@ class Interception:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """In here modules are called as they are without a pipeline."""
+        """Disable the interception."""
         self._plain += 1
         try:
             with known_elsewhere():

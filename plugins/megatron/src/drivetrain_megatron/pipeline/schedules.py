@@ -1,4 +1,4 @@
-"""Torch's schedule for a run: where its stages are, and for how many micro-batches. The rules are the catalogue's."""
+"""Builds torch's schedule for a run from stages and the number of micro-batches, by the rules of the catalogue."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from drivetrain_megatron.planner.engine_lists import construct
 
 
 def stages_per_rank(section: MegatronConfig) -> int:
-    """How many stages a rank has."""
+    """Number of stages per rank."""
     return find(section.schedule).stages_per_rank or section.stages_per_rank
 
 
 def rank_of_stage(section: MegatronConfig, stage: int, num_ranks: int) -> int:
-    """Which rank of the pipeline computes a stage: around and around, or there and back again."""
+    """Return the pipeline rank of a stage: round-robin (looped placement), or back and forth (V placement)."""
     if find(section.schedule).placement == "v" and stage >= num_ranks:
         return 2 * num_ranks - 1 - stage
     return stage % num_ranks
@@ -61,7 +61,7 @@ def make(section: MegatronConfig, stages: Sequence[Stage], parts: int, loss: Cal
     kind = get_schedule_class(schedule.torch_name) if fits else _plainer(schedule)
     made = construct(kind, stages, parts, loss)
     private_names.check(made)
-    # There is nothing to set up: stages know their shapes, and connections are made when they are first used.
+    # No setup: the shapes are known, and connections are made at first use.
     for flag in private_names.flags(made):
         setattr(made, flag, True)
     return made

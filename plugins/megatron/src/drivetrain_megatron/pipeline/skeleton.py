@@ -1,7 +1,7 @@
-"""A copy of a model without memory: its tensors have shapes but no values, so a forward costs nothing and shows all.
+"""Copies a model without memory: its tensors are fake, so that a forward costs nothing and can be traced.
 
-A tensor that depends on a parameter comes out without a value; one that depends on inputs and buffers alone (a mask, a
-rotary table, shifted labels) has its true one. That difference is what a pipeline is cut by.
+A result that depends on a parameter has no value; one that depends only on inputs and buffers (a mask, a rotary table,
+shifted labels) has its true value. A pipeline sends the former between stages, and computes the latter on each stage.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ NO_VALUE = (
     torch._subclasses.fake_tensor.DataDependentOutputException,  # noqa: SLF001 (torch has no public name for them)
     torch._subclasses.fake_tensor.DynamicOutputShapeException,  # noqa: SLF001
 )
-"""Raised where a program asks for a value that is not there."""
+"""Exceptions raised when a program reads the value of a fake tensor."""
 
 
 _MEMORY = "_drivetrain_memory"
-"""The attribute of an absent tensor under which the memory is found that it stands for."""
+"""Attribute of an absent tensor that refers to the memory in whose place it is used."""
 
 
 def memory_of(value: Any) -> Any:
-    """The memory that an absent tensor stands for, which modules of a stage return in its place; else the value."""
+    """Return the memory that an absent tensor replaces, which modules of a stage return instead; else the value."""
     return vars(value).get(_MEMORY, value) if isinstance(value, Tensor) else value
 
 
 def forget_memory(value: Any) -> None:
-    """Let go of the memory that an absent tensor stands for, after the forward that made it."""
+    """Release the memory that an absent tensor replaces, after the forward that made it."""
     if isinstance(value, Tensor):
         vars(value).pop(_MEMORY, None)
 
 
 _TRACED: list[Callable[[Tensor], bool]] = []
-"""Of what is traced without values, which tensors stand for what another rank has."""
+"""Predicates of the active traces: whether a fake tensor replaces one of another rank."""
 
 
 def is_absent(value: Any) -> bool:
@@ -61,10 +61,10 @@ def is_absent(value: Any) -> bool:
 
 @contextmanager
 def traced(is_elsewhere: Callable[[Tensor], bool]) -> Iterator[None]:
-    """In here no tensor has a value, and those that this rank would have are known otherwise.
+    """Trace with fake tensors only, of which a predicate tells those of other ranks.
 
     Args:
-        is_elsewhere: whether a tensor stands for what another rank has.
+        is_elsewhere: whether a fake tensor replaces one of another rank.
     """
     _TRACED.append(is_elsewhere)
     try:
@@ -74,12 +74,12 @@ def traced(is_elsewhere: Callable[[Tensor], bool]) -> Iterator[None]:
 
 
 _KNOWN = [0]
-"""How many contexts are open in which code knows that parameters are elsewhere."""
+"""Number of open contexts of :func:`known_elsewhere`."""
 
 
 @contextmanager
 def known_elsewhere() -> Iterator[None]:
-    """In here :class:`Elsewhere` behaves as a parameter without value and gradient: for code that passes it over."""
+    """Let :class:`Elsewhere` behave as a parameter without value and gradient, for code that skips it."""
     _KNOWN[0] += 1
     try:
         yield
@@ -89,7 +89,7 @@ def known_elsewhere() -> Iterator[None]:
 
 @contextmanager
 def unaware() -> Iterator[None]:
-    """In here :class:`Elsewhere` refuses to be read, within :func:`known_elsewhere` too: for code of the script."""
+    """Make reads of :class:`Elsewhere` raise, within :func:`known_elsewhere` too, for code of the script."""
     known, _KNOWN[0] = _KNOWN[0], 0
     try:
         yield
@@ -102,7 +102,7 @@ R = TypeVar("R")
 
 
 def passing_over(method: Callable[P, R]) -> Callable[P, R]:
-    """What it does to each parameter alone is done on the stage that holds it."""
+    """Decorate a method that works on each parameter separately, so that it skips those of other stages."""
 
     @wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -113,22 +113,22 @@ def passing_over(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def trained(parameters: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Which of them require gradients, those of other stages too."""
+    """Return which parameters require gradients, including those of other stages."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
         return tuple(one.requires_grad for one in parameters)
 
 
 class Elsewhere(FakeTensor):
-    """A parameter of another pipeline stage: it tells its shape and refuses to be computed with.
+    """A parameter of another pipeline stage: it has a shape, and computing with it raises.
 
-    A norm or a penalty that a script sums over ``model.parameters()`` would be one stage's; so reading its value or its
-    gradient raises, also of what is computed from it. What is done to each parameter alone passes it over, since its
-    own stage does it.
+    A norm or a penalty that a script sums over ``model.parameters()`` would be that of one stage; so reading its value
+    or gradient, or a result computed from them, raises. Operations on single parameters skip it, since its own stage
+    performs them.
     """
 
     fqn: str
     _hooks: tuple[dict[int, Any], dict[int, Any]]
-    """What a script has set: hooks on its gradient, and on itself once that is accumulated."""
+    """Hooks of the script: on its gradient, and post-accumulate-grad hooks."""
     _shown: Elsewhere | None = None
     """Its gradient for those."""
 
@@ -164,7 +164,7 @@ class Elsewhere(FakeTensor):
         """Its own stage does it."""
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Its own stage does it. Torch asks no function of a subclass."""
+        """Do nothing: the parameter's own stage does it. torch calls no ``__torch_function__`` here."""
         return self
 
     def passed_over(self, func: Any, args: Any, kwargs: Any) -> Elsewhere:
@@ -180,7 +180,7 @@ class Elsewhere(FakeTensor):
         return self
 
     def take_hooks(self, parameter: Tensor) -> None:
-        """Have the hooks of the parameter that it stands for; their handles remove them here too."""
+        """Take over the hooks of the parameter that it replaces; their handles remove them here too."""
         # Torch has no public way to list them.
         before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
         self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
@@ -202,7 +202,7 @@ class Elsewhere(FakeTensor):
         return handle
 
     def gradient(self) -> Elsewhere:
-        """What stands for its gradient, which refuses to be read."""
+        """Return a placeholder for its gradient; reading it raises."""
         return Elsewhere.of(self._copied().detach(), self.fqn)
 
     def call_hooks(self) -> None:
@@ -286,7 +286,7 @@ class Elsewhere(FakeTensor):
 
 
 class StatesHere(defaultdict[Any, Any]):
-    """State of an optimizer by parameter, that of parameters of other stages being asked for by mistake."""
+    """State of an optimizer by parameter; raises for parameters of other stages."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         super().__init__(dict, values)
@@ -300,7 +300,7 @@ class StatesHere(defaultdict[Any, Any]):
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """See ``dict.get``."""
         self._check(key)
         return super().get(key, default)
 
@@ -319,7 +319,7 @@ class StatesHere(defaultdict[Any, Any]):
 
 @contextmanager
 def showing_gradients(parameters: Sequence[Elsewhere]) -> Iterator[None]:
-    """In here these have gradients, which refuse to be read; what changes each alone passes them over."""
+    """Give these parameters placeholder gradients: reading them raises, and in-place operations on each skip them."""
     for one, trains in zip(parameters, trained(parameters), strict=True):
         one._shown = one.gradient() if trains else None  # noqa: SLF001 (a class of ours)
     try:
@@ -335,7 +335,7 @@ _DRAWS = frozenset(
 )
 
 _EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
-"""What hands the memory of a tensor to other libraries."""
+"""Methods that export the memory of a tensor to other libraries."""
 
 _JOINING = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
@@ -387,7 +387,7 @@ class Blanks:
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         absent = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, like, self._device)
         made = nn.Parameter(absent, requires_grad=parameter.requires_grad)
-        # Torch's own way of copying asks for the address of memory that is not there; scripts copy models.
+        # Torch's own copying reads the address of memory that does not exist; scripts copy models.
         made.__deepcopy__ = lambda memo: self.absent_parameter(made)  # type: ignore[method-assign]  # noqa: ARG005
         return made
 
@@ -424,7 +424,7 @@ class Skeleton:
                 if buffer is not None and not buffer.is_meta:
                     part._buffers[name] = buffer.to(device)  # noqa: SLF001
         self.opaque: dict[str, Exception] = {}
-        """Modules whose inside asks for values, and how; their output is taken to be shaped like their first tensor."""
+        """Modules that read values, with the error; their output is assumed to have the shape of their first tensor."""
         self._written: _Written | None = None
         for name, part in self.module.named_modules():
             self._make_robust(part, name)
@@ -495,7 +495,7 @@ class Skeleton:
 
 @final
 class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In one forward of a skeleton: makes absent what is read from memory into which an absent value was written.
+    """Marks as absent what a forward of a skeleton reads from memory into which an absent value was written.
 
     A forward may make a tensor with a value, zeros for sums, and write into it what depends on a parameter. Torch
     passes over such a write, and whatever was in that memory would be taken for the true value.
@@ -512,7 +512,7 @@ class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A trained parameter that is computed with and is not of the module."""
 
     def seen(self, output: Any) -> Any:
-        """What a module returned, as the code that follows may see it."""
+        """Return a module's output as the code after it may read it."""
         found = leaves(output) if self._storages else []
         if not any(map(self.holds, found)):
             return output

@@ -1,4 +1,4 @@
-"""Forwards whose random numbers do not depend on how many rows a batch has, so that forwards can be compared."""
+"""Deterministic mode of trial forwards: random numbers do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _numpy = np.random
 
 @final
 class Steady(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In here dropout keeps everything, and what else draws random numbers gives the same one for every element.
+    """Disables dropout; other random functions return the same number for every element.
 
     A permutation stays one that moves every element, and sorting equal numbers does not keep their order: a model that
     mixes samples at random (mixup, shuffled negatives) still mixes them.
@@ -78,7 +78,7 @@ def _sorted(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def start() -> None:
-    """Every generator begins anew; inside of :func:`~drivetrain_megatron.module_state.same_randomness`."""
+    """Reset every generator; call it inside of :func:`~drivetrain_megatron.module_state.same_randomness`."""
     random.seed(0)
     _numpy.seed(0)
     torch.manual_seed(0)

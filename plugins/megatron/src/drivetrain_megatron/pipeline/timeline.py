@@ -1,4 +1,4 @@
-"""What happens when, in one forward of a skeleton: calls of modules, uses of parameters, values at the cuts."""
+"""Records the order of module calls, parameter uses and values at the cuts in one forward of a skeleton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the parts of a model take: a few forwards with real values before it is cut, timed on every rank."""
+"""Measures the time of each part of a model: a few forwards with real values before the cut, on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.api import UsageError
 
 _ROUNDS = 3
-"""The first one warms caches and allocators; of the others each part's shortest counts."""
+"""Number of forwards. The first warms up caches and allocators; of the others the minimum of each part is used."""
 
 
 @torch.no_grad()

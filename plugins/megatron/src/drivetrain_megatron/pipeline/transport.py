@@ -1,7 +1,7 @@
-"""Stages as torch's schedules run them, sending each micro-batch in the shape that it has.
+"""Implements torch's pipeline stages with micro-batches of different shapes.
 
-Torch's own ``PipelineStage`` takes every micro-batch to be shaped like the first. Here the shapes are known beforehand
-for each of them (:mod:`.passage`), so that the last batch of an epoch may be uneven; only values are exchanged.
+Torch's own ``PipelineStage`` requires every micro-batch to have the shape of the first. Here each shape is known
+beforehand (:mod:`.passage`), so that the last batch of an epoch may be uneven; only values are exchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 def _writes_to(parameter: Tensor) -> int:
-    """How often torch has seen it written to."""
+    """Return torch's version counter of a parameter."""
     return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001 (torch counts writes)
 
 
 @final
 class StageModule(nn.Module):
-    """What torch's stage calls: computes one micro-batch of one stage.
+    """Module that torch's stage calls: computes one micro-batch of one stage.
 
     Args:
         compute: ``compute(index, received)``: a tuple for the next stage, or the loss.
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
         return self._compute(index, received)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those whose gradients a split backward computes by themselves."""
+        """Parameters whose gradients a split backward computes in its weight step."""
         yield from (one for one in self._held.values() if one.requires_grad)
 
 
@@ -112,7 +112,7 @@ class Stage(_PipelineStageBase):
         """Micro-batches whose backward was not split."""
 
     def expect(self, incoming: Sequence[Sequence[Meta]], outgoing: Sequence[Sequence[Meta]]) -> None:
-        """Say what each micro-batch of the next run brings, and what it sends on."""
+        """Set the shapes that each micro-batch of the next run receives and sends."""
         self._incoming, self._outgoing = incoming, outgoing
         self._module.begin()
         if hasattr(self, "_stage_meta"):
@@ -128,7 +128,7 @@ class Stage(_PipelineStageBase):
             raise refusal
 
     def clear_runtime_states(self) -> None:
-        """Forget the run before."""
+        """Discard the state of the previous run."""
         self.fwd_cache.clear()
         self.bwd_cache.clear()
         self.output_chunks.clear()
@@ -137,7 +137,7 @@ class Stage(_PipelineStageBase):
         self._whole.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive a micro-batch's values; memory is taken when they are asked for."""
+        """Receive a micro-batch's values; allocates memory at the call."""
         if self.is_first:
             return []
         values = [meta.empty(self.device) for meta in self._incoming[fwd_chunk_id]]
@@ -178,7 +178,7 @@ class Stage(_PipelineStageBase):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def _splits(self, index: int, loss: Tensor | None) -> bool:
-        """Whether :func:`can_split`; asked once for what has the same shapes."""
+        """Return :func:`can_split`, cached by shapes."""
         weights = list(self.submod.parameters())
         told = (*self._incoming[index], *map(id, weights))
         if told not in self._can_split:
@@ -249,7 +249,7 @@ class Stage(_PipelineStageBase):
         """Shapes are known; older releases of torch would compare them with those of a first micro-batch."""
 
     def _validate_fwd_outputs(self, *_: Any) -> None:
-        """As for inputs."""
+        """See :meth:`_validate_fwd_input`."""
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
         """Shapes are known."""
@@ -258,16 +258,16 @@ class Stage(_PipelineStageBase):
         """Shapes are known."""
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
-        """Of no use here."""
+        """Return nothing: shapes are known beforehand."""
         return ()
 
 
 def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Sequence[Tensor]) -> bool:
     """Whether torch can compute gradients of what was received first, and those of the weights later.
 
-    It remembers the gradients at the places where weights meet the way from the outputs back to what was received, and
-    goes on from there. A weight that meets it nowhere (behind what is frozen, or in a decoder before it looks at its
-    encoder) gets no gradient so; where weights share some of these places and not all, some count twice. It never
+    It keeps the gradients at the nodes where weights join the path from the outputs back to the received values, and
+    continues from there. A weight that joins it nowhere (behind frozen parameters, or in a decoder before it attends to
+    its encoder) gets no gradient; if weights share some of these nodes but not all, some count twice. It never
     finds a ``DTensor``: forward computes with a local tensor in its place. Older releases count more of them twice
     (:func:`splits_rightly`).
 
@@ -292,16 +292,16 @@ def can_split(outputs: Sequence[Tensor], received: Sequence[Any], weights: Seque
 
 
 def _origin(tensor: Tensor) -> Any:
-    """What computed a tensor, or gathers the gradient of one that nothing computed; it requires gradients."""
+    """Return the ``grad_fn`` of a tensor that requires gradients; the gradient accumulator of a leaf."""
     return _get_grad_fn_or_grad_acc(tensor)
 
 
 @cache
 def splits_rightly() -> bool:
-    """Whether torch computes the gradients of weights by themselves as a whole backward does.
+    """Whether torch's split backward computes the same weight gradients as a full backward.
 
-    Torch 2.9 counts twice what lies behind a second place where a weight meets the way, and adds up the gradients of
-    all outputs of such a place as if they were of its first. It is tried with a graph that has both: the gradient of
+    Torch 2.9 counts twice the gradients behind a second node where a weight joins the path, and adds up the gradients
+    of all outputs of such a node as if they were of its first. The check runs a graph that has both: the gradient of
     ``(r + w) * w + 10 * (r + 2 * w)`` by ``w`` is ``r + 2 * w + 20``.
     """
 

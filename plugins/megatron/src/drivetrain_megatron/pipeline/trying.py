@@ -1,4 +1,4 @@
-"""Along which dims a batch may be cut into micro-batches: found by trying the model on a few of its rows.
+"""Infers the batch dims of a model's inputs by trial forwards on a few rows.
 
 A batch may be cut where the model computes each sample for itself. Whether it does, and in which dim of which input
 the samples lie, is not declared anywhere; so the model runs forward on three rows and on the same rows in two parts,
@@ -45,14 +45,14 @@ class Runner(Protocol):
 
 @final
 class Trials:
-    """What is known about cutting the batches of one model.
+    """Batch-dim inference for one model.
 
     Args:
         module: the user's module.
-        planner: knows how inputs go through it.
+        planner: plans its forward.
         runner: runs it.
         whole: keywords whose tensors are never cut.
-        groups: the ranks that try together: those of the pipeline and of the axis ``tp``.
+        groups: process groups of the trial: those of the pipeline and of the axis ``tp``.
         data_group: data-parallel ranks without which no forward runs.
         last: this rank has the last stage.
         device: of this rank.
@@ -73,10 +73,10 @@ class Trials:
         self._groups, self._data_group, self._last, self._device = groups, data_group, last, device
         self._known: dict[Any, Dims] = {}
         self.counted: set[Place] = set()
-        """What each forward of a part changes as one forward of the whole would: it must change once."""
+        """State that the forward of each part changes as the forward of the full batch does: it must change once."""
 
     def dims(self, arguments: Arguments) -> Dims:
-        """For each leaf of the arguments the dim in which its samples lie. Collective over the ranks that try.
+        """Return the batch dim of each leaf of the arguments. Collective over the groups.
 
         Raises:
             UnsupportedError: the model cannot run on parts of this batch.
@@ -122,7 +122,7 @@ class Trials:
         return _form(arguments), self._module.training, self._planner.version
 
     def _somebody(self, flag: bool) -> bool:
-        """Whether this is so on any data-parallel rank that must come along."""
+        """Whether a flag is set on any rank of the data-parallel group that takes part."""
         if self._data_group is None:
             return flag
         flags = torch.tensor([int(flag)], device=self._device)
@@ -168,7 +168,7 @@ class Trials:
     def _compared(
         self, whole: Arguments, parts: Sequence[Arguments], ways: Sequence[Passage]
     ) -> tuple[str, list[dict[Place, Change]]]:
-        """What is wrong with outputs of parts, and what each forward changed: whole, whole again, each part."""
+        """Return how outputs of parts differ, and the state that each forward changed: full batch twice, parts."""
         state = ModuleState(self._module)
         outputs: list[list[Any]] = []
         changes: list[dict[Place, Change]] = []
@@ -197,7 +197,7 @@ class Trials:
         return _differ(outputs[0], outputs[2:], self._tolerance), changes
 
     def _states(self, changes: Sequence[dict[Place, Change]]) -> tuple[set[Place], str]:
-        """Places that must change once in a step, and what is wrong with the others."""
+        """Return places that must change once per step, and the problem with the others."""
         first, again, *parts = changes
         counted: set[Place] = set()
         for place, change in first.items():
@@ -229,7 +229,7 @@ class Trials:
 
 
 def _form(arguments: Arguments) -> tuple[Any, ...]:
-    """What tells inputs apart for cutting: structure, constants, and which sizes are the same as which."""
+    """Return the cache key of inputs: structure, constants, and which sizes are equal."""
     sizes: dict[int, int] = {}
     names = [type(arguments[1]), *arguments[1]]
     return (
@@ -306,7 +306,7 @@ def _distinct(arguments: Arguments, dims: Dims, size: int) -> list[int]:
 
 
 def _differ(whole: Sequence[Any], parts: Sequence[Sequence[Any]], tolerance: float) -> str:
-    """How the outputs of parts differ from those of the whole; nothing when they do not."""
+    """Return how the outputs of parts differ from those of the full batch; empty if they agree."""
     if any(len(part) != len(whole) for part in parts):
         return "its output has another structure on a part of the batch"
     for one, *others in zip(whole, *parts, strict=True):
@@ -342,5 +342,5 @@ def _first_line(problem: BaseException) -> str:
 
 
 def failed(problem: BaseException) -> str:
-    """What a forward raised, for the other ranks."""
+    """Describe the exception of a forward, for the other ranks."""
     return _first_line(problem)

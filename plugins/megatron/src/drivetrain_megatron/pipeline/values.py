@@ -1,4 +1,4 @@
-"""What goes into a model and comes out of it, as a list of leaves and back; and what of it identifies its shape."""
+"""Flattens and rebuilds nested arguments and outputs of a model, and identifies their shapes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Everything in a tree that is no container, in order."""
+    """Return the leaves of a tree in order."""
     found, following = [], [tree]
     while following:
         one = following.pop()
@@ -76,7 +76,7 @@ def _rebuilt(tree: Any, following: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a rank must know of a tensor to receive it.
+    """Description of a tensor that a rank receives.
 
     Args:
         shape: its sizes.
@@ -90,7 +90,7 @@ class Meta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Meta:
-        """Of a tensor, real or not."""
+        """Describe a tensor, real or fake."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of deferred outputs: which call they belong to, and a whole accumulation window of them."""
+"""Assigns losses of deferred outputs to calls, and defers an accumulation window of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run_window(
     part of the batch, and must be a sum or a mean over samples.
 
     Args:
-        trainable: is told when gradients are reduced.
+        trainable: notified when gradients are reduced.
         forward: gives a deferred output.
         train: runs the schedule for a call and its loss.
         micro_batches: of the window.

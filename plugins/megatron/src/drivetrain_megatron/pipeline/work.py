@@ -1,4 +1,4 @@
-"""What the last stage computes beside the model: the loss of each micro-batch, and the numbers that were recorded."""
+"""Micro-batch program of the last stage: computes the loss and the recorded values of each micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain_megatron.pipeline.values import leaves
 
 @dataclass(frozen=True)
 class Recording:
-    """What leads to one number.
+    """Recorded operations that compute one value.
 
     Args:
         nodes: inputs first, the number last.
@@ -57,11 +57,11 @@ class Work(Generic[ArgumentsT, WayT]):
     _values: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def adjusting(self) -> Adjusting | None:
-        """What makes losses inside of the model those of a part."""
+        """Return a mode that scales the model's own losses to a micro-batch, if there are any."""
         return Adjusting(self.counts, len(self.rows)) if self.counts else None
 
     def finish(self, index: int, output: Any) -> Any:
-        """Compute every number on one micro-batch; the first one comes back."""
+        """Compute every recorded value on one micro-batch, and return the first."""
         outputs = dict(enumerate(leaves(output)))
         first = None
         for recording in self.recordings:

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computes, in which order: lists of actions, checked to be whole. No torch."""
+"""Action lists of a pipeline: the computations of each rank in order, checked for completeness. No torch."""
 
 from __future__ import annotations
 

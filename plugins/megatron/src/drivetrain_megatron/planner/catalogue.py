@@ -1,4 +1,4 @@
-"""The schedules by name: stages a rank, the micro-batch counts that they take, their bubble in theory. No torch."""
+"""Catalogue of schedules: stages per rank, valid micro-batch counts, theoretical bubble. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.api import UsageError
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is known about a schedule before it is built.
+    """Properties of a schedule.
 
     Args:
         name: as in the configuration.
@@ -60,7 +60,7 @@ SCHEDULES = {
         Schedule("dualpipev", "DualPipeV", 2, "v", True, "at least 2p", _one_a_stage),
     )
 }
-"""By name, simpler ones first. ``tests`` compare the rules with what torch's classes accept."""
+"""Schedules by name, simpler ones first. ``tests`` compare the rules with what torch's classes accept."""
 
 
 def find(name: str) -> Schedule:
@@ -78,7 +78,7 @@ def find(name: str) -> Schedule:
 
 
 def check(schedule: Schedule, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> None:
-    """Say whether a schedule fits, and what would.
+    """Check that a schedule supports these numbers; the error names valid ones.
 
     Raises:
         UsageError: ranks, stages a rank or micro-batches that this schedule does not take.

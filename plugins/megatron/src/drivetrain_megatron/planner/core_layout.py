@@ -1,4 +1,4 @@
-"""What each rank would hold under ``engine: megatron_core``: Megatron-Core's layers, by the model's description."""
+"""Computes what each rank holds under ``engine: megatron_core``, from the model's description."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout_of(model: nn.Module, degree: int, pipeline_ranks: int, section: Megat
 
     parallel_state.check(section)
     with warnings.catch_warnings():
-        # Megatron-Core says at import which of NVIDIA's kernels are not installed; the layout has none.
+        # Megatron-Core warns at import of missing NVIDIA kernels, which the layout does not use.
         warnings.simplefilter("ignore")
         from drivetrain_megatron.core_engine.describing import describe
 
@@ -79,7 +79,7 @@ def _shapes(
 
 
 def _style(name: str, whole: tuple[int, ...], local: tuple[int, ...]) -> str:
-    """By the dim that became smaller."""
+    """Return the style of a parameter, by the dim that is sharded."""
     changed = [dim for dim, (before, after) in enumerate(zip(whole, local, strict=True)) if before != after]
     if not changed:
         return WHOLE

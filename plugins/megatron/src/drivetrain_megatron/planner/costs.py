@@ -1,4 +1,4 @@
-"""What the actions of a pipeline cost: seconds and bytes for each stage. Numbers in, numbers out; no torch."""
+"""Costs of a pipeline's actions: seconds and bytes for each stage. Numbers in, numbers out; no torch."""
 
 from __future__ import annotations
 

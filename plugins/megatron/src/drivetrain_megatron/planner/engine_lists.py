@@ -1,8 +1,8 @@
 """Torch's schedule classes: builds them, and takes their action lists from them. The planner's only use of torch.
 
-A schedule of one stage a rank (GPipe, 1F1B) is *run* with a stage that computes nothing and notes what it is asked
-for: the list that such a class prints (``pipeline_order``) is made by other code than its steps, and for the last rank
-of 1F1B the two differ in torch 2.13. The other classes run a list, which is read. Tests run those as well and compare.
+A single-stage schedule (GPipe, 1F1B) is *run* with a stage that computes nothing and records its calls: the list
+that such a class prints (``pipeline_order``) is made by other code than its steps, and for the last rank of 1F1B the
+two differ in torch 2.13. The other classes run a list, which is read. Tests run those as well and compare.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def action_lists(name: str, num_ranks: int, stages_per_rank: int, num_micro_batc
 def messages_asked_for(
     name: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
 ) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Return, for each computation of each rank, the later ones whose message the rank has asked for already.
+    """Return, for each computation of each rank, the later ones whose receive the rank has already posted.
 
-    Torch's schedules of several stages ask for a message, and take memory for it, as soon as another rank may send it;
-    the others when they need it. A backward is told as ``B``, also where it is split.
+    Torch's multi-stage schedules post a receive, and allocate memory for it, as soon as another rank may send;
+    single-stage schedules when they need it. A backward is reported as ``B``, also if it is split.
     """
     lists = action_lists(name, num_ranks, stages_per_rank, num_micro_batches)
     built, _ = build(find(name), num_ranks, stages_per_rank, 0, num_micro_batches)
@@ -144,9 +144,9 @@ def _computations(actions: Sequence[Any | None]) -> tuple[Action, ...]:
 
 
 def run_noting(built: Any, num_micro_batches: int) -> None:
-    """Run a schedule whose stages note what they are asked for; no tensors, no communication."""
+    """Run a schedule whose stages record their calls; no tensors, no communication."""
     private_names.check(built)
-    # Initialising exchanges shapes with the neighbours; there is nobody to exchange them with.
+    # Initialization would exchange shapes with neighbours, which do not exist here.
     built._initialize_stage = built._initialize_stages = lambda *_, **__: None  # noqa: SLF001
     built._step_microbatches(target_mbs=[None] * num_micro_batches)  # noqa: SLF001
 
@@ -157,12 +157,12 @@ def _no_loss(*_: Any) -> float:
 
 @final
 class NotingStage:
-    """Stands for torch's ``PipelineStage``: has its place in the pipeline, computes nothing, notes every request.
+    """Replaces torch's ``PipelineStage``: has a place in the pipeline, computes nothing, records every call.
 
     Args:
         index: of this stage.
         num_ranks: size of the pipeline's group.
-        rank: who holds this stage.
+        rank: the rank of this stage.
         num_stages: of the whole pipeline.
         noted: where it notes; stages of one rank share it.
     """
@@ -183,13 +183,13 @@ class NotingStage:
         self.noted.append(Action("W", self.stage_index, micro_batch))
 
     def no_messages(self, _: int) -> list[Any]:
-        """Nothing is sent and nothing is waited for."""
+        """Return no messages."""
         return []
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_messages
 
     def passes(self, *_: Any, **__: Any) -> None:
-        """What torch does beside computing (hand on a tensor, reduce gradients) leaves no trace here."""
+        """Ignore calls of torch that compute nothing (pass on a tensor, reduce gradients)."""
 
     set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = passes
     # The second is what torch 2.9 calls.

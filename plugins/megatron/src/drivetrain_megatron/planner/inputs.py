@@ -1,4 +1,4 @@
-"""Inputs of the planner: numbers, lists and sizes as people type them, and the file of measured costs. No torch."""
+"""Inputs of the planner: numbers, lists and sizes on the command line, and the file of measured costs. No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CostsFile(BaseModel):
     unit: str = ""
 
     def costs(self) -> Costs:
-        """Return what the file says."""
+        """Return the costs of the file."""
         common: dict[str, Any] = {
             "activations": self.activations,
             "resident": self.resident,

@@ -1,4 +1,4 @@
-"""A model laid out over ranks, as ``drivetrain plan show`` tells it to people and to programs. No torch."""
+"""Layout of a model over ranks, as ``drivetrain plan show`` prints it, as text and as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Layout:
     Args:
         model: its class.
         engine: what computes it.
-        source: whose tensor-parallel plan it is, or nothing where nothing is shared.
-        cut: who decided where stages begin, or nothing where there is one.
+        source: where the tensor-parallel plan comes from; empty without tensor parallelism.
+        cut: where the stages come from; empty if there is one stage.
         degree: ranks of the axis ``tp``.
         rank_of_stage: for each stage, in order, its rank of the axis ``pp``.
         modules: for each stage what it computes, by names in the model.
@@ -68,15 +68,15 @@ class Layout:
         return max(self.rank_of_stage) + 1
 
     def of_stage(self, stage: int) -> list[Held]:
-        """What a stage holds."""
+        """Return the parameters of a stage."""
         return [one for one in self.parameters if stage in one.stages]
 
     def of_rank(self, pipeline_rank: int) -> list[Held]:
-        """What a pipeline rank holds, over all of its stages; what two of them share is there once."""
+        """Return the parameters of a pipeline rank, over all of its stages; shared ones once."""
         return [one for one in self.parameters if pipeline_rank in {self.rank_of_stage[stage] for stage in one.stages}]
 
     def ranks(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each rank its places on ``pp`` and ``tp``, and how many parameters of how many bytes it holds."""
+        """Yield for each rank its ``pp`` and ``tp`` coordinates, and the number and bytes of its parameters."""
         for pipeline_rank in range(self.pipeline_ranks):
             for rank in range(self.degree):
                 yield pipeline_rank, rank, *_sizes(self.of_rank(pipeline_rank), rank)
@@ -118,7 +118,7 @@ class Layout:
         return lines
 
     def _told(self, held: Sequence[Held]) -> str:
-        """What the tensor-parallel rank holds that holds the most of these."""
+        """Describe the parameters of the tensor-parallel rank that holds the most of these."""
         count, size = max((_sizes(held, rank) for rank in range(self.degree)), key=lambda sizes: sizes[1])
         return f"{count:,} parameters, {size:,} bytes on a rank"
 
@@ -138,7 +138,7 @@ class Layout:
     # ---- for programs -----------------------------------------------------------------------------------------------
 
     def data(self) -> dict[str, Any]:
-        """Return everything, as JSON knows it; ranks in their order, ``tp`` fastest."""
+        """Return the layout as JSON data; ranks in their order, ``tp`` fastest."""
         ranks = list(self.ranks())
         return {
             "model": self.model,
@@ -188,7 +188,7 @@ def _locals(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def _remark(one: Held, stage: int) -> str:
-    """Which other stages hold it, what it is tied to, and what the model calls it."""
+    """Return a remark: the other stages that hold it, its tied parameters, and its name in the model."""
     others = ", ".join(str(other) for other in one.stages if other != stage)
     words = [f"also on stage {others}"] if others else []
     words += [f"tied to {', '.join(one.tied)}"] if one.tied else []

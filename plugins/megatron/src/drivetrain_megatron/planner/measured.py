@@ -1,4 +1,4 @@
-"""A real step, measured: what each rank ran when, as a timeline, and the costs of the stages that follow from it."""
+"""Measures a real step: the timeline of each rank, and the costs of the stages derived from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_megatron.planner.costs import Costs, costs
 from drivetrain_megatron.planner.simulate import Bar, Timeline, peaks
 
 Moments = list[tuple[Action, float, float]]
-"""Of one rank: its actions in the order in which they ran, with start and end on a clock that all ranks share."""
+"""Actions of one rank in the order in which they ran, with start and end on a clock that all ranks share."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Recorder:
 
     @contextmanager
     def of(self, stages: Sequence[Any]) -> Iterator[Moments]:
-        """Note what ``torch.distributed.pipelining`` stages are asked for inside of the block. Local, one rank.
+        """Record the calls of ``torch.distributed.pipelining`` stages inside of the block. Local, one rank.
 
         The clock is the machine's monotonic one: ranks of one machine may be compared, those of several may not.
         """
@@ -136,7 +136,7 @@ def _delays(lists: ActionLists, found: Timeline) -> tuple[float, float]:
     }
 
     def sent(bar: Bar) -> float | None:
-        """Return when another rank had computed what this action needs; ``None`` when it needs nothing of others."""
+        """Return when another rank had computed what this action needs; ``None`` if it needs no message."""
         kind, stage, micro_batch = bar.action.kind, bar.action.stage, bar.action.micro_batch
         peer = stage - 1 if kind == "F" else stage + 1
         if kind == "W" or not 0 <= peer < lists.num_stages or lists.owner[peer] == bar.rank:

@@ -1,4 +1,4 @@
-"""What the command line names by a path to code: a function that returns a model, or the arguments of its forward."""
+"""Imports functions named on the command line, which return a model or the arguments of its forward."""
 
 from __future__ import annotations
 

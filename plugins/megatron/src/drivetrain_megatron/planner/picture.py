@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that people who tell red from green badly can tell apart (Okabe and Ito), and a lighter one for later stages.
+# Colours that are distinct for red-green colour-blind readers (Okabe and Ito), and a lighter one for later stages.
 COLOURS = {
     "F": ("#56b4e9", "#b3dcf4"),
     "B": ("#009e73", "#8fd6bf"),

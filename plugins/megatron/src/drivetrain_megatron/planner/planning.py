@@ -1,4 +1,4 @@
-"""From what was asked to what is drawn: one schedule simulated, or the best of many."""
+"""Plans a request: simulates one schedule, or searches for the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_megatron.planner.simulate import simulate
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """Input of the planner.
 
     Args:
         num_ranks: of the pipeline.

@@ -1,4 +1,4 @@
-"""Reports of the planner: a plan and a search as lines for people and as data for programs. No torch."""
+"""Reports a plan or a search as text and as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan:
         stages_per_rank: of every rank.
         num_micro_batches: of one step.
         costs: by stage of this schedule.
-        timeline: what the simulation says.
+        timeline: result of the simulation.
         unit: of time, for people.
     """
 
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def theory(self) -> float | None:
-        """What the schedule's own paper says, for equal stages and no transfer; ``None`` where nothing is known."""
+        """Bubble according to the schedule's paper, for equal stages and no transfer; ``None`` if unknown."""
         costs, p = self.costs, self.num_ranks
         schedule = find(self.schedule)
         factor = costs.split if schedule.splits_backward else 1.0
@@ -94,7 +94,7 @@ class Plan:
         return lines
 
     def data(self) -> dict[str, Any]:
-        """Return everything, as JSON knows it."""
+        """Return the plan as JSON data."""
         timeline = self.timeline
         return {
             "schedule": self.schedule,
@@ -144,7 +144,7 @@ def search_lines(found: Found, unit: str) -> list[str]:
 
 
 def search_data(found: Found) -> list[dict[str, Any]]:
-    """Return every candidate of a search, as JSON knows it; the first is the chosen one."""
+    """Return every candidate of a search as JSON data; the first is the chosen one."""
     return [
         {
             "schedule": each.schedule,

@@ -1,4 +1,4 @@
-"""Try schedules and micro-batch counts by simulation; take the one that wastes least within the memory. No torch.
+"""Searches schedules and micro-batch counts by simulation, for the least idle time within the memory. No torch.
 
 The idea of choosing a pipeline by simulating it from measured stage times is Varuna's (Athlur et al., EuroSys 2022,
 arXiv 2111.04007); the candidates here are torch's schedules and micro-batch counts instead of machine layouts.
@@ -52,7 +52,7 @@ class Candidate:
         schedule: name.
         stages_per_rank: of every rank.
         num_micro_batches: of one step.
-        timeline: what the simulation says.
+        timeline: result of the simulation.
         rejected: why it cannot be chosen; empty when it can.
     """
 
@@ -108,7 +108,7 @@ def search(
         most_stages_per_rank: for schedules that leave it open.
 
     Raises:
-        UsageError: nothing fits; says what comes nearest.
+        UsageError: no candidate fits; names the nearest.
     """
     wanted = sorted(set(batch.counts() if counts is None else counts))
     if batch.samples is not None and any(batch.samples % count for count in wanted):

@@ -1,4 +1,4 @@
-"""Run a schedule on paper: when each action starts and ends, how long each rank waits, how much it holds. No torch.
+"""Simulates a schedule: start and end of each action, idle time and memory of each rank. No torch.
 
 The model: a rank runs its actions in their order, one at a time. A forward waits for the forward of the stage before, a
 backward for the backward of the stage after; between ranks the result arrives ``transfer`` later. Between two actions
@@ -64,7 +64,7 @@ def simulate(lists: ActionLists, costs: Costs) -> Timeline:
     """Run the lists.
 
     Raises:
-        ValueError: the lists block each other; the message says where each rank waits.
+        ValueError: the lists deadlock; the message names where each rank waits.
     """
     assert costs.num_stages == lists.num_stages, (costs.num_stages, lists.num_stages)
     owner = lists.owner
@@ -103,7 +103,7 @@ def simulate(lists: ActionLists, costs: Costs) -> Timeline:
 
 
 def _result(action: Action) -> str:
-    """Return what others wait for: both kinds of backward that give the input's gradient are one."""
+    """Return the key of an action's result; both kinds of backward that give the input's gradient have the same."""
     return {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}[action.kind]
 
 

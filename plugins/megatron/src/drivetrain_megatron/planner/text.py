@@ -1,4 +1,4 @@
-"""A schedule drawn with letters: one row for each rank, columns are time. No torch."""
+"""Draws a schedule as text: one row for each rank, columns are time. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import ceil, floor
 from drivetrain_megatron.planner.simulate import Bar, Timeline
 
 FILL = {"F": ">", "B": "<", "I": "<", "W": "="}
-"""What the rest of a bar is filled with, after its label: the way the data goes."""
+"""Fill character of a bar after its label: the direction of the data flow."""
 
 LEGEND = """F forward, B backward, I backward for the input, W for the weights, each with its micro-batch;
 small letters: a rank's later stages; . idle"""
 MOST_COLUMNS = 2000
-"""Of one drawing; a longer one is drawn with narrower bars instead."""
+"""Maximum width of a drawing; a longer one is drawn with narrower bars."""
 
 Paint = Callable[[str, Bar], str]
 
@@ -72,7 +72,7 @@ def _row(bars: tuple[Bar, ...], duration: float, scale: float) -> list[Cell]:
 
 
 def _column(time: float, scale: float) -> int:
-    """Return the column in which a moment lies; neighbours that meet in time meet here."""
+    """Return the column of a time; bars that are adjacent in time are adjacent here."""
     return floor(time * scale + 0.5)
 
 

@@ -1,4 +1,4 @@
-"""What each rank would hold under ``engine: torch``: the cut and the plan that training would begin with."""
+"""Computes what each rank holds under ``engine: torch``, from the stages and the plan of the start of training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _whole(model: nn.Module) -> list[Row]:
 
 
 def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each parameter, by its first name, its further ones."""
+    """Return the further names of each tied parameter, by its first name."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, one in model.named_parameters(remove_duplicate=False):
         names[id(one)].append(name)

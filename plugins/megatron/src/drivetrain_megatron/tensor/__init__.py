@@ -1,1 +1,1 @@
-"""Tensor parallelism: which parameters are cut over ``tp``, and what a model's operations do with the parts."""
+"""Tensor parallelism: the plan of sharded parameters, and rules for a model's operations on shards."""

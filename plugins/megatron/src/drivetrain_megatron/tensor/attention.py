@@ -1,6 +1,6 @@
-"""``torch.nn.MultiheadAttention`` in single operations, so that rules and recordings see its heads.
+"""Computes ``torch.nn.MultiheadAttention`` by single operations, so that rules and recordings see its heads.
 
-Torch computes it in one function, of which nothing inside can be cut. This one follows the documentation of that
+Torch computes it in one function, which cannot be sharded inside. This one follows the documentation of that
 module; attention is as in Vaswani et al., *Attention Is All You Need* (arXiv 1706.03762), section 3.2.
 """
 
@@ -27,7 +27,7 @@ def can_follow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def multi_head_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """What ``torch.nn.functional.multi_head_attention_forward`` returns for these arguments.
+    """Compute ``torch.nn.functional.multi_head_attention_forward`` by single operations.
 
     Returns:
         Output ``(L, N, E)`` or ``(L, E)``, and weights ``(N, L, S)``, ``(N, H, L, S)`` or without ``N``, if they are

@@ -1,6 +1,6 @@
-"""How plain, sharded and partial tensors become each other over the axis ``tp``, forward and backward.
+"""Converts between plain, sharded and partial tensors over the axis ``tp``, forward and backward.
 
-Three kinds of tensors, and what is true of each on every rank of the axis. *Plain*: the same values and, in backward,
+There are three kinds of tensors on the ranks of the axis. *Plain*: the same values and, in backward,
 the same whole gradient. *Sharded*: this rank's part of the values, and the gradient of that part. *Partial*: values
 whose sum over the ranks counts, and the whole gradient. Every function here keeps that, so any order of them is right
 (the conjugate pairs f and g of Shoeybi et al., Megatron-LM, arXiv 1909.08053, and of Korthikanti et al., arXiv
@@ -151,7 +151,7 @@ class Ring:
             self.sent.append((operation, message.numel() * message.element_size()))
 
     def _in_order(self, gathered: Tensor, layout: Layout, longest: int) -> list[Tensor]:
-        """What each rank sent, cut into pieces and sorted by their place in the whole dim."""
+        """Split what each rank sent into pieces, sorted by their place in the full dim."""
         pieces: list[tuple[int, Tensor]] = []
         for rank in range(self.size):
             at = rank * longest

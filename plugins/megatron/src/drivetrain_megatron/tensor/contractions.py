@@ -1,7 +1,7 @@
-"""Rules of matrix products and attention: which dim meets which, in the letters of an einsum.
+"""Rules of matrix products and attention, by the letters of an einsum.
 
-The letter of the cut dim decides. It is in the result: each rank computes its part (a column-wise layer, attention by
-heads). It is summed over: each rank has a part of the sum (a row-wise layer).
+The letter of the sharded dim decides. If it is in the result, each rank computes its shard (a column-wise layer,
+attention by heads). If it is summed over, each rank has a partial sum (a row-wise layer).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def contract(
 
 
 def _leading(operands: Sequence[Any]) -> Sharded | None:
-    """The operand whose cut counts: a parameter's before another's."""
+    """Return the operand whose layout decides: a parameter before others."""
     found = [each for each in operands if isinstance(each, Sharded)]
     return next((each for each in found if each.owner), found[0] if found else None)
 
@@ -170,7 +170,7 @@ def grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows, matrices = own
         if all(matrices.shape[dim] * matrices.element_size() % _ALIGNED == 0 for dim in (1, 2)):
             return func(rows, matrices, *rest, **kwargs)  # type: ignore[no-any-return]
-        # The kernel refuses such widths, which a part may have where the whole had not.
+        # The kernel does not support such widths, which a shard may have though the full tensor has not.
         ends = (rest[0] if rest else kwargs["offs"]).tolist()
         begins = [0, *ends[:-1]]
         products = [rows[begin:end] @ matrices[one] for one, (begin, end) in enumerate(zip(begins, ends, strict=True))]
@@ -180,7 +180,7 @@ def grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ALIGNED = 16
-"""Bytes; what torch's grouped product wants of strides."""
+"""Alignment of strides in bytes that torch's grouped product requires."""
 
 
 @rule("scaled_dot_product_attention")

@@ -1,4 +1,4 @@
-"""Cut parameters and gradients as a script sees them: a read gives the whole, a write reaches every part.
+"""Makes sharded parameters and gradients behave as full tensors in scripts: reads gather, writes reach every shard.
 
 A parameter that tensor parallelism cuts is a DTensor. Outside of a module's forward scripts compute with it beside
 ordinary tensors, write to it, look at rows of it, and average it. ``DTensor`` refuses most of that, and some it does
@@ -34,7 +34,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _plainly = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 (torch has no public word for it)
 
 engine_side = _plainly
-"""In here cut tensors are DTensors: for what the engine does in each step. No code of the user's runs inside."""
+"""Treat cut tensors as plain DTensors, for the engine's own operations. No user code runs inside."""
 
 
 class CutTensor(DTensor):
@@ -63,7 +63,7 @@ class CutTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What the engine does below ``__torch_function__`` is done to DTensors."""
+        """Run the engine's operations below ``__torch_function__`` on DTensors."""
         if func in _OTHER_MEMORY:
             raise _other_memory(str(func))
         with _as_dtensors((args, kwargs)):
@@ -186,18 +186,18 @@ def local_part(cut: DTensor) -> Tensor:
 
 
 class _ToLocal(Function):
-    """As ``DTensor.to_local``, whose backward cannot be differentiated."""
+    """Like ``DTensor.to_local``, but with a differentiable backward."""
 
     @staticmethod
     def forward(ctx: Any, cut: Any) -> Tensor:
         local: Tensor = cut._local_tensor  # noqa: SLF001
         ctx.spec, ctx.stride = cut._spec, local.stride()  # noqa: SLF001
-        # Not a view, which autograd would let nobody write to in a forward; the count of writes is the parameter's.
+        # Not a view: autograd forbids writes to views in a forward. The version counter is the parameter's.
         return local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # DTensors of another order of memory than the parameter's have to say so.
+        # DTensors whose strides differ from the parameter's need them in the spec.
         if grad.stride() != ctx.stride:
             grad = grad.contiguous()
         if torch.is_grad_enabled():
@@ -228,7 +228,7 @@ def _spec_of(spec: DTensorSpec, local: Tensor) -> DTensorSpec:
 
 @contextmanager
 def _as_dtensors(values: Any) -> Iterator[None]:
-    """In here cut tensors among these values are plain DTensors."""
+    """Treat cut tensors among these values as plain DTensors."""
     found = [one for one in pytree.tree_leaves(values) if isinstance(one, CutTensor)]
     for one in found:
         one.__class__ = DTensor  # type: ignore[assignment]
@@ -239,7 +239,7 @@ def _as_dtensors(values: Any) -> Iterator[None]:
             one.__class__ = CutTensor
 
 
-# ---- the whole, and back --------------------------------------------------------------------------------------------
+# ---- gather and scatter ----------------------------------------------------------------------------------------------
 
 
 def _whole(cut: CutTensor) -> Tensor:
@@ -260,7 +260,7 @@ def _follows(one: Tensor) -> bool:
 
 
 def _part(plain: Tensor, cut: CutTensor) -> Tensor:
-    """What this rank keeps of a whole tensor, or of one that is broadcast to it. Not collective."""
+    """Return this rank's shard of a full tensor, or of one that broadcasts to it. Not collective."""
     expanded = plain if plain.shape == cut.shape else plain.expand(cut.shape)
     if _follows(expanded):
         return cut.ring.cut(expanded, cut.tp_layout)
@@ -305,7 +305,7 @@ def _alike(one: Any, cut: CutTensor) -> bool:
 
 
 def _plain_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What asks for no values."""
+    """Run an operation that reads no values."""
     with _plainly():
         return func(*args, **kwargs)
 
@@ -413,11 +413,11 @@ _OTHER_MEMORY = frozenset(
     for packet in (torch.ops.aten.set_, torch.ops.aten.resize_)
     for overload in packet.overloads()  # type: ignore[no-untyped-call]
 )
-"""What reaches a tensor without asking ``__torch_function__``."""
+"""Operations that bypass ``__torch_function__``."""
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation writes to; ``None`` when it writes nowhere."""
+    """Return the tensor that an operation writes to, or ``None``."""
     if "out" in kwargs:
         return kwargs["out"]
     if not _writes(name):
@@ -489,7 +489,7 @@ def _unviewed(tensor: Tensor) -> Tensor:
 
 
 def _size_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``view_as`` and the like ask the other tensor for its shape alone."""
+    """``view_as`` and the like read only the shape of the other tensor."""
     first, *rest = (*args, *kwargs.values())
     shaped = [torch.empty(one.shape, device="meta") if isinstance(one, CutTensor) else one for one in rest]
     if isinstance(first, CutTensor):
@@ -534,7 +534,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``to`` and the like: of another tensor only dtype and device are asked."""
+    """``to`` and the like read only dtype and device of the other tensor."""
     cut = args[0]
     rest, named = pytree.tree_map_only(CutTensor, lambda one: one._local_tensor, (args[1:], kwargs))  # noqa: SLF001
     if not isinstance(cut, CutTensor):
@@ -543,7 +543,7 @@ def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = func(local, *rest, **named)
     if found is local:
         return cut
-    return like(cut, found) if isinstance(found, Tensor) else found  # type() tells a name.
+    return like(cut, found) if isinstance(found, Tensor) else found  # type() returns a name.
 
 
 def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -632,7 +632,7 @@ def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the part tells as the whole does, and a DTensor has no rule for."""
+    """Run an operation that gives the same on the shard as on the full tensor, and has no rule for DTensors."""
     return func(*pytree.tree_map_only(CutTensor, lambda one: one._local_tensor, args), **kwargs)  # noqa: SLF001
 
 
@@ -670,12 +670,12 @@ _PASS = frozenset(
     result_type can_cast _is_view _has_compatible_shallow_copy_type
     """.split()
 )
-"""What asks for no values."""
+"""Operations that read no values."""
 
 _OF_WHOLE = frozenset({"get:T", "get:mT", "get:H", "get:mH", "get:real", "get:imag"})
 
 _LOCAL = frozenset({"zero", "fill", "copy", "masked_fill", "constant", "zeros", "ones"})
-"""In place and element-wise, though torch does not mark them so."""
+"""Element-wise in-place operations that torch does not tag as such."""
 
 _SPECIAL: dict[str, Handler] = {
     "get:grad": _get_grad,
@@ -720,7 +720,7 @@ def _handler_of(func: Any) -> Handler:
 
 
 def _base(name: str) -> str:
-    """The operation's name without what says that it is an operator, reversed, or in place."""
+    """Return the operation's name without the marks of operators, reversed and in-place variants."""
     if name.startswith("__"):
         name = name.strip("_")
         name = name.removeprefix("r") if name in _REVERSED else name

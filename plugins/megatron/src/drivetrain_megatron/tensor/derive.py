@@ -1,6 +1,6 @@
-"""Derive which parameters are cut, and how, by following the flow of data in a recorded forward.
+"""Derives a tensor-parallel plan by following the flow of data in a recorded forward.
 
-A trial begins with one parameter, cut along the dim that a layer writes, and grows by what it asks for: a weight that
+A trial begins with one parameter, cut along the dim that a layer writes, and adds what that requires: a weight that
 reads the cut dim is cut along it (column, then row), the other operand of a product comes from a layer that is cut
 alike (queries, keys and values; both branches of a gated unit), a fused layer is cut in parts. It ends well when
 every result is whole again; else the parameter stays whole.
@@ -61,7 +61,7 @@ def derive(trace: Trace, *, taken: Iterable[int] = ()) -> list[Group]:
 
 
 _MOST_ATTEMPTS = 12
-"""A trial grows by what it asks for; more rounds than a layer has operands mean that it goes in circles."""
+"""Maximum rounds of a trial; more rounds than a layer has operands mean that it does not converge."""
 
 
 def try_cuts(
@@ -142,7 +142,7 @@ def _comes_from(trace: Trace, makers: dict[int, int], number: int) -> set[int]:
 
 
 def conditions(trace: Trace, cuts: dict[int, Cut]) -> tuple[set[Unit], dict[int, Cut]]:
-    """For cuts that somebody wrote: what the number of ranks must divide, and the cuts with the parts that code wants.
+    """Return the conditions on the number of ranks for a given plan, and its cuts with packed parts.
 
     Unlike in :func:`derive`, what is needed whole may be gathered.
     """

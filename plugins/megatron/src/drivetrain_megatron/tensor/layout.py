@@ -1,4 +1,4 @@
-"""Which dim of a tensor is cut, in how many parts, and what views do to it. Integers only.
+"""Layouts of sharded tensors: the sharded dim, its packed parts, and the effect of views. Integers only.
 
 A dim of size ``n`` is cut as torch cuts it (``Shard``, :func:`torch.chunk`): rank ``r`` holds the elements from
 ``r * ceil(n / size)`` on, and the last ranks may hold fewer or none. A *packed* dim consists of several parts one
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """How one tensor is cut over the ranks of the axis ``tp``.
+    """Layout of one tensor over the ranks of the axis ``tp``.
 
     Args:
         shape: of the whole tensor.
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
         return spans(self.parts or (self.length,), rank, size)
 
     def local_length(self, rank: int, size: int) -> int:
-        """How many elements of the dim this rank holds."""
+        """Number of elements of the dim on this rank."""
         return sum(length for _, length in self.spans(rank, size))
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def spans(parts: Sequence[int], rank: int, size: int) -> list[tuple[int, int]]:
 
 
 class Viewed(NamedTuple):
-    """What becomes of a cut dim in a view.
+    """Sharded dim of a view.
 
     Args:
         dim: the dim of the new shape that is cut.
@@ -98,7 +98,7 @@ def follow_view(layout: Layout, target: Sequence[int]) -> Viewed | None:
         if passed == before and size > 1:
             return _begins_here(layout, target, place)
         if passed < before < passed * size:
-            # The cut dim is merged into what stands before it: each of those rows is a part.
+            # The sharded dim is merged into the dims before it: each of those rows is a part.
             rows, inside = before // passed, size * passed // before
             if layout.parts is not None or inside % length or rows * inside != size:
                 return None
@@ -143,7 +143,7 @@ def part_bounds(layout: Layout) -> list[tuple[int, int]]:
 
 
 def pieces_of(layout: Layout, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
-    """Which parts each piece of a split of the cut dim consists of; ``None`` when a piece ends inside a part."""
+    """Return the parts of each piece of a split along the sharded dim; ``None`` if a piece ends inside a part."""
     parts, found, at = layout.parts or (layout.length,), [], 0
     for size in sizes:
         piece: list[int] = []

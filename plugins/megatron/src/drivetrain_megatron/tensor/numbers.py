@@ -1,7 +1,7 @@
-"""Numbers that a script reads from tensors of which each rank has a part: those of the whole.
+"""Makes scalar reads of DTensors return the value of the full tensor.
 
-A sum over a ``DTensor``, such as ``(parameter.grad ** 2).sum()``, is a ``DTensor`` that is still to be added up over
-the ranks. Torch gives this rank's share for ``float(...)`` of it, without a word. What
+A sum over a ``DTensor``, such as ``(parameter.grad ** 2).sum()``, is a ``DTensor`` that is still to be reduced over
+the ranks. Torch returns this rank's partial sum for ``float(...)`` of it, without a warning. What
 ``torch.nn.utils.clip_grad_norm_`` calls refuses lists in which some tensors are parts and some are whole, as gradients
 are under ``tp``.
 """
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 def read_whole_numbers() -> None:
-    """From now on ``float(tensor)`` and ``tensor.item()`` of a ``DTensor`` in this process are the whole's.
+    """Let ``float(tensor)`` and ``tensor.item()`` of a ``DTensor`` return the full tensor's value in this process.
 
     They become collective over the tensor's mesh. May be called twice.
     """
@@ -51,7 +51,7 @@ def _whole_norms(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_parts(op: Any, args: Any, kwargs: Any) -> Any:
-    """What changes each element by itself, by a number that all ranks have."""
+    """Run an element-wise operation with a scalar that all ranks have."""
     tensors, *rest = args
     rest = [_whole(one) if isinstance(one, Tensor) else one for one in rest]
     return op([one.to_local() if isinstance(one, DTensor) else one for one in tensors], *rest, **kwargs)

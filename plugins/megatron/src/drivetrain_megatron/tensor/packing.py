@@ -1,4 +1,4 @@
-"""Packed parameters in the portable checkpoint: from the order of ranks to that of the model, and back.
+"""Reorders packed parameters between the order of ranks and the model's order in the portable checkpoint.
 
 The DTensor of a packed parameter has the shape of the whole, but its elements along the cut dim are ordered by rank:
 rank 0's shares of all parts, then rank 1's. A checkpoint holds the model's own order, whatever the degree. One whole
@@ -36,12 +36,12 @@ class Packing:
     degree: int = 1
 
     def layout(self, key: str) -> Layout | None:
-        """Of the parameter that a key of a portable state belongs to, ``model.<name>`` or ``optim.<name>.<slot>``."""
+        """Return the layout of the parameter of a key, ``model.<name>`` or ``optim.<name>.<slot>``."""
         kind, _, rest = key.partition(".")
         return self.layouts.get(rest if kind == "model" else rest.rpartition(".")[0])
 
     def order(self, layout: Layout, device: torch.device) -> Tensor:
-        """For each place along the cut dim, in the order of ranks, its place in the model's own order."""
+        """Return for each index along the sharded dim, in the order of ranks, its index in the model's own order."""
         spans = [span for rank in range(self.degree) for span in layout.spans(rank, self.degree)]
         return torch.cat([torch.arange(start, start + length, device=device) for start, length in spans])
 
@@ -92,7 +92,7 @@ class Packing:
 
     @torch.no_grad()
     def part_like(self, key: str, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What a rank holds of a whole tensor in the model's own order, laid out as a parameter is. Not collective."""
+        """Return this rank's shard, laid out as a parameter, of a full tensor in the model's order. Not collective."""
         if not isinstance(parameter, DTensor):
             return whole
         layout = self.layout(key)
@@ -137,7 +137,7 @@ def packing_of(module: nn.Module) -> Packing:
 
 
 def part(module: nn.Module, whole: Tensor, parameter: Tensor) -> Tensor:
-    """What a rank keeps of optimizer state that was made for a whole parameter of this module. Not collective."""
+    """Return this rank's shard of optimizer state of a full parameter of this module. Not collective."""
     name = next((name for name, one in module.named_parameters() if one is parameter), "")
     return packing_of(module).part_like(f"model.{name}", whole, parameter)
 

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """Which parameters are cut, and how.
+    """A tensor-parallel plan.
 
     Args:
-        source: whose plan it is, in words.
+        source: where the plan comes from, in words.
         cuts: by the first name of each parameter; what is not here stays whole on every rank.
         uneven: names of those that need not divide: vocabularies.
         units: what the number of ranks must divide, each with the parameters that it comes from.
@@ -82,7 +82,7 @@ def make_plan(model: nn.Module, degree: int, written: Mapping[str, str] | None) 
 
 
 def table(model: nn.Module, degree: int, written: Mapping[str, str] | None) -> tuple[str, list[Row]]:
-    """Where the plan comes from, and a row for each parameter. Not collective. Raises as :func:`make_plan`."""
+    """Return the source of the plan, and a row for each parameter. Not collective. Raises as :func:`make_plan`."""
     plan = make_plan(model, degree, written)
     rows = []
     for name, parameter in model.named_parameters():
@@ -97,9 +97,9 @@ def table(model: nn.Module, degree: int, written: Mapping[str, str] | None) -> t
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
-    """What Transformers' models say of themselves; ``tp_plan`` has the base model's plan under its prefix.
+    """Return the plan of a Transformers model; ``tp_plan`` has the base model's plan under its prefix.
 
-    A wrapper that hands on its model's attributes, as PEFT's does, has no plan of its own: the names would be others.
+    A wrapper that forwards its model's attributes, as PEFT's does, has no plan of its own: the names would differ.
     """
     for attribute in ("tp_plan", "_tp_plan"):
         if inspect.getattr_static(model, attribute, None) is None:
@@ -214,7 +214,7 @@ def _check(plan: Plan, degree: int) -> None:
     wrong = [(unit, names) for unit, names in plan.units if unit.count % degree]
     if not wrong:
         return
-    # The one that says most: a parameter's own dim, in heads.
+    # The most specific one: a parameter's own dim, in heads.
     (count, length), names = max(wrong, key=lambda each: (bool(each[1]), each[0].count < each[0].length))
     common = gcd(*(unit.count for unit, _ in plan.units))
     able = [each for each in range(1, common + 1) if common % each == 0]

@@ -1,4 +1,4 @@
-"""Rules of operations that work element by element, and of what only asks about a tensor.
+"""Rules of element-wise operations, and of those that only read properties of a tensor.
 
 Operands are aligned from the right as torch broadcasts them. Beside a sharded operand, a plain one is cut alike where
 it has the cut dim, and is the same for every part where it has not.
@@ -62,7 +62,7 @@ def one_operand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @rule("to", "type_as", "type")
 def conversion(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another tensor among the arguments only says dtype and device."""
+    """Convert dtype and device; another tensor among the arguments only gives both."""
     part = settled(args[0])
     rest = [local(each) if isinstance(each, Sharded) else each for each in args[1:]]
     if not isinstance(part, Sharded):
@@ -160,7 +160,7 @@ def random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return sharded(found, part.spec, part.ring)
 
 
-# What a tensor is asked for. Sizes are those of the whole.
+# Properties of a tensor. Sizes are those of the full tensor.
 
 
 @rule("get:shape")

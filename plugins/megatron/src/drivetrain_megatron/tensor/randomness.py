@@ -1,6 +1,6 @@
-"""Random numbers that differ between the ranks of the axis ``tp``, without a second generator to keep.
+"""Draws random numbers that differ between the ranks of the axis ``tp``, without a second generator.
 
-Every rank of the axis holds the same state of the default generator, so that what is whole draws the same numbers.
+Every rank of the axis has the same state of the default generator, so that replicated tensors draw the same numbers.
 For a part of a tensor the generator is moved to a stream of the rank's own for one operation and then on to where it
 is on every rank. The stream is a function of the default generator's state: a checkpoint needs no more than that
 state, and an activation that is computed again under ``torch.utils.checkpoint`` draws what it drew before.

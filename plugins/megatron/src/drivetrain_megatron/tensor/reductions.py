@@ -31,7 +31,7 @@ _KEEPS = frozenset(
 """The result has as many dims as the argument."""
 
 _DIM_AT = {"topk": 2, "normalize": 2, "norm": 2, "roll": 2, "vector_norm": 2, "linalg_vector_norm": 2}
-"""Where the dim stands among the arguments, when it is not the second."""
+"""Position of the dim argument, if it is not the second."""
 
 
 @rule(

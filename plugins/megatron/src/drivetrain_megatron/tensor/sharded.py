@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}
-"""By name of the operation; ``get:shape`` is the attribute ``shape``. Filled by the modules that :mod:`rules` names."""
+"""Rules by operation name; ``get:shape`` is the attribute ``shape``. Filled by the modules that :mod:`rules` names."""
 
 OTHERS: dict[type, Callable[[Any], Any]] = {}
 """Other kinds of tensors that may stand beside sharded ones, and what exchanges them in nested arguments."""
@@ -99,7 +99,7 @@ def operation(func: Any) -> str:
 
 
 def sharded(local: Tensor, layout: Layout, ring: Ring, owner: str = "") -> Sharded:
-    """Say that a local tensor is a part of a whole one."""
+    """Wrap a local tensor as a shard of a full one."""
     if isinstance(local, FakeTensor):
         part: Any = local.view_as(local)
         part.__class__ = ShardedWithoutValues
@@ -121,9 +121,9 @@ def local(part: Sharded) -> Tensor:
 
 
 def operand(part: Any) -> Any:
-    """What an operation whose result has the part's layout is given. Inside of rules only.
+    """Return the operand of an operation whose result has the shard's layout. Inside of rules only.
 
-    A part without values would tell torch's own functions of shapes the shape of the whole, in backward too.
+    A shard without values would report the full shape to torch's own shape functions, in backward too.
     """
     return part.plain if type(part) is ShardedWithoutValues else part
 
@@ -215,7 +215,7 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("get:grad", "grad")
 def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of a part, plain: this goes back into autograd, which knows local tensors only."""
+    """The gradient of a shard, plain: it returns to autograd, which handles local tensors only."""
     return func(*args, **kwargs)
 
 

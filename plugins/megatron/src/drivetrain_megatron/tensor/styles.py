@@ -1,4 +1,4 @@
-"""The words of a tensor-parallel plan, for Transformers' own plans too, and what each says of a module's parameters."""
+"""Styles of a tensor-parallel plan, including those of Transformers, and the parameters that each shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNEVEN = _TABLE
 """The kind whose parts need not be equal."""
 
 _PARTS = 2
-"""Of a packed layer when nothing else is known: Transformers packs the gate and the up projection of a gated unit."""
+"""Default number of parts of a packed layer: Transformers packs the gate and the up projection of a gated unit."""
 
 
 def matched_cuts(
@@ -49,7 +49,7 @@ def matched_cuts(
     Args:
         model: the user's module.
         plan: style by pattern; ``*`` stands for one component of a name, of a module or of a parameter.
-        source: whose plan it is.
+        source: where the plan comes from.
         all_match: refuse a pattern without a match; without it, only a plan in which none matches.
 
     Returns:
@@ -140,7 +140,7 @@ def _cuts_of(model: nn.Module, name: str, kind: str, source: str) -> Iterator[tu
 
 
 def _cut_of_parameter(model: nn.Module, name: str, kind: str) -> Cut:
-    """Of a parameter named by itself: matrices ``(..., out, in)``, as experts hold them, or a vector."""
+    """Return the cut of a parameter named in the plan: matrices ``(..., out, in)``, as of experts, or a vector."""
     tensor = model.get_parameter(name)
     if tensor.dim() == 1:
         return Cut(0)
@@ -155,14 +155,14 @@ def _cut_of_parameter(model: nn.Module, name: str, kind: str) -> Cut:
 
 
 def _written_and_read(module: nn.Module) -> tuple[int, int]:
-    """Which dim of a module's matrix its output has, and which its input."""
+    """Return the output dim and the input dim of a module's weight."""
     if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":  # Transformers' transposed linear layer.
         return 1, 0
     return 0, 1
 
 
 def style_of(model: nn.Module, name: str, cut: Cut) -> str:
-    """How a cut is called."""
+    """Return the name of a cut's style."""
     module = model.get_submodule(name.rpartition(".")[0])
     tensor = model.get_parameter(name)
     if isinstance(module, nn.Embedding):

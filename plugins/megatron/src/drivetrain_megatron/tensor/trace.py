@@ -1,10 +1,10 @@
-"""A record of what a model's forward does, made without its memory and before there is any data.
+"""Traces a model's forward on fake tensors, without memory or data.
 
 The forward runs once on fake tensors: shapes, no values. Its inputs are guessed from the model; each call of a torch
 function is written down with its arguments and results, so that the flow of data between parameters can be followed.
 
-Where a forward asks for values (``if late.any():``), another run may take another way. Of its modules those are
-recorded then that ask for none: what they compute is the same in every run.
+If a forward reads values (``if late.any():``), its control flow depends on the data. Then only those of its modules are
+traced that read none: they compute the same in every run.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Value:
-    """Stands for a tensor of the trace."""
+    """Placeholder of a tensor of the trace."""
 
     number: int
 
 
 @dataclass
 class Trace:
-    """What a forward did.
+    """Trace of a forward.
 
     Args:
         values: for each tensor one on the meta device that looks like it.
@@ -92,7 +92,7 @@ class Trace:
     outputs: set[int] = field(default_factory=set)
 
     def users(self) -> dict[int, list[int]]:
-        """For each value the calls that take it, by their place."""
+        """Return the calls that take each value, by index."""
         found: dict[int, list[int]] = {}
         for place, call in enumerate(self.calls):
             for number in call.inputs:
@@ -100,7 +100,7 @@ class Trace:
         return found
 
     def makers(self) -> dict[int, int]:
-        """For each value the call that returned it first, by its place."""
+        """Return the first call that returned each value, by index."""
         found: dict[int, int] = {}
         for place, call in enumerate(self.calls):
             for number in call.outputs:
@@ -110,7 +110,7 @@ class Trace:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down calls. Tensors are told apart by identity, and kept alive so that no identity comes twice."""
+    """Records calls. Tensors are identified by ``id``, and kept alive so that no ``id`` is reused."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def values(self) -> list[Tensor]:
-        """What was seen, as meta tensors; outside of the fake mode, which would make fakes of them."""
+        """Return the recorded values as meta tensors; call it outside of the fake mode."""
         return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for each in self._alive]
 
     def refs(self, tree: Any) -> Any:
@@ -149,11 +149,11 @@ def record(model: nn.Module) -> Trace:
     """Run the model's forward on fake tensors and write down what it does. Not collective; the model is left as it was.
 
     Raises:
-        UsageError: it asks for values, or no guess at the inputs made the forward run; says what it raised.
+        UsageError: it reads values, or the forward fails for all guesses at the inputs; quotes its error.
     """
     problems = []
     for inputs in _guesses(model):
-        # Some operators know their shapes in low precision only.
+        # Some operators have shape functions in low precision only.
         for low in (False, True):
             try:
                 return _record(model, *_as_arguments(model, _like_inputs(inputs)), low=low)
@@ -178,7 +178,7 @@ def _why(problem: Exception, inputs: Inputs) -> str:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call, by position and by name."""
+"""Positional and keyword arguments of a call."""
 
 
 def record_parts(model: nn.Module) -> dict[str, Trace]:
@@ -203,7 +203,7 @@ def record_parts(model: nn.Module) -> dict[str, Trace]:
 
 
 def _calls_on_values(model: nn.Module) -> dict[str, Arguments]:
-    """What the modules are given in a run on values; empty where there are none (on meta), or no guess runs."""
+    """Return the modules' arguments in a run on values; empty for models on meta, or if no guess at the inputs runs."""
     if any(tensor.is_meta for tensor in model.parameters()):
         return {}
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -365,7 +365,7 @@ def _guesses(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """By the first module that has parameters and takes an input of a known kind."""
+    """Guess input shapes from the first module that has parameters and a known kind of input."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield (BATCH, LENGTH), torch.int64

@@ -1,8 +1,8 @@
-"""One trial of a plan: recorded calls run again under the rules, on shapes, and what they ask for is told.
+"""Replays recorded calls under the sharding rules, on shapes, to test a plan.
 
-A trial cuts some parameters and replays what follows. What it asks for is raised: a layer whose result stands beside
-a cut one must be cut alike, a fused layer that is taken to pieces must be cut in parts, something needs the whole
-tensor.
+A trial shards some parameters and replays the calls that follow. It raises what these require: a layer whose result is
+combined with a sharded one must be sharded alike, a fused layer that is split must be sharded in parts, an operation
+needs the full tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drivetrain_megatron.tensor.trace import Call, Trace, Value
 
 
 class Cut(NamedTuple):
-    """How one parameter is cut: along which dim, and in which parts when it is packed."""
+    """Cut of one parameter: the dim, and the parts if it is packed."""
 
     dim: int
     parts: tuple[int, ...] | None = None
@@ -56,7 +56,7 @@ class Group:
 
 
 class Refused(Exception):  # noqa: N818 (not an error: the answer of a trial)
-    """Something needs the whole tensor."""
+    """Raised if an operation needs the full tensor."""
 
 
 class WantsParts(Exception):  # noqa: N818
@@ -77,7 +77,7 @@ class WantsCut(Exception):  # noqa: N818
 
 @final
 class Probe:
-    """What the rules run on in a trial, in place of :class:`~drivetrain_megatron.tensor.collectives.Ring`.
+    """Simulated process group of a trial, in place of :class:`~drivetrain_megatron.tensor.collectives.Ring`.
 
     Args:
         on_cut: called with each plain tensor that would have to be cut.
@@ -148,10 +148,10 @@ class Replay:
 
     @torch.no_grad()
     def run(self, group: Group, probe: Probe, *, outputs_may_be_cut: bool = False) -> None:
-        """Follow the group's cuts to where everything is whole again.
+        """Follow the group's cuts until all values are unsharded again.
 
         Raises:
-            Refused: that never happens, or needs the whole of something.
+            Refused: values remain sharded, or an operation needs a full tensor.
         """
         self._group, self._probe = group, probe
         held: dict[int, Sharded] = {}
@@ -187,7 +187,7 @@ class Replay:
         except (Refused, WantsParts, WantsCut):
             raise
         except Exception as problem:
-            # A rule that cannot run on shapes alone: what follows is unknown, so nothing is cut.
+            # The rule cannot run on shapes only: the results are unknown, so nothing is sharded.
             raise Refused from problem
         for number in set(self._group.cuts) - before:
             held[number] = self._cut(number, self._group.cuts[number])
@@ -200,7 +200,7 @@ class Replay:
                 self._after.add(number)
 
     def on_cut(self, plain: Tensor, layout: Layout) -> None:
-        """A plain operand stands beside a cut one: a parameter is cut too, a layer's result asks for that layer."""
+        """Handle a plain operand beside a sharded one: shard a parameter too, or the layer that returned it."""
         number = self._numbers.get(id(plain))
         if number is None or number in self._group.cuts:
             return
@@ -260,7 +260,7 @@ def views_of_parameters(trace: Trace, parameters: Iterable[int]) -> dict[int, tu
 
 
 def written_dim(call: Call, trace: Trace, views: Mapping[int, tuple[int, bool]]) -> tuple[int, int] | None:
-    """For a layer, a matrix product with a parameter: the parameter and the dim of it that the result has."""
+    """Return the parameter of a layer (a matrix product), and its dim that the result has."""
     name, inputs = operation(call.func), call.inputs
     weights = [number for number in inputs if number in views and trace.values[number].dim() == 2]
     if not weights:

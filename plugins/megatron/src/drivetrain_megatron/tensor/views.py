@@ -33,7 +33,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "size") ->
 
 
 def like(found: Tensor, part: Sharded, dim: int, parts: tuple[int, ...] | None) -> Sharded:
-    """A local result whose dim ``dim`` is what is cut; the other sizes are the whole's."""
+    """Wrap a local result that is sharded along ``dim``; the other sizes are those of the full tensor."""
     length = part.spec.length if parts is None else sum(parts)
     shape = (*found.shape[:dim], length, *found.shape[dim + 1 :])
     return sharded(found, Layout(tuple(shape), dim, parts), part.ring, part.owner)
@@ -56,7 +56,7 @@ def _resolved(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]
 
 @rule("view_as", "reshape_as")
 def view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As :func:`view`; one of both may be plain."""
+    """Like :func:`view`; one of both may be plain."""
     shape = global_shape(args[1])
     if not isinstance(args[0], Sharded):
         return args[0].reshape(shape)
@@ -64,7 +64,7 @@ def view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def viewed(func: Any, args: Any, part: Sharded, target: tuple[int, ...], kwargs: dict[str, Any]) -> Any:
-    """The local view for a whole shape."""
+    """Return the local view for a full shape."""
     if part.spec.dim < 0:
         partial = local(part).reshape(target)
         return complete(partial, part.ring, part.bias) if len(target) != 2 else _waiting(partial, part)
@@ -130,7 +130,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
     "adjoint", "unsqueeze", "squeeze",
 )  # fmt: skip
 def reorder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims in another order, or dims of size 1 more or fewer; a probe tells where the cut one went."""
+    """Permute dims, or add or remove dims of size 1; a probe finds the new place of the sharded dim."""
     part = settled(args[0])
     if not isinstance(part, Sharded):
         return func(part, *args[1:], **kwargs)
@@ -323,7 +323,7 @@ def _consumes(item: Any) -> int:
 
 
 def _place(items: list[Any], dim: int) -> tuple[int, int] | None:
-    """Which item the cut dim falls to, and which dim of the result it becomes."""
+    """Return the item that indexes the sharded dim, and its dim in the result."""
     if sum(isinstance(item, Tensor) for item in items) > 1 or any(isinstance(item, bool) for item in items):
         return None
     passed = place = 0

@@ -1,4 +1,4 @@
-"""Rules of embeddings, and of losses over a vocabulary of which each rank holds a part: the full logits never exist.
+"""Rules of vocabulary-parallel embeddings and losses: the full logits are never gathered.
 
 The loss follows Shoeybi et al., *Megatron-LM* (arXiv 1909.08053), section 3: ``log sum exp`` from each rank's maximum
 and sum, the label's logit from the rank that holds it.
