@@ -75,3 +75,27 @@ def test_no_package_at_the_level_of_distributions(root):
 def test_test_files_have_names_of_their_own(texts):
     names = [name.rsplit("/", 1)[-1] for name in texts if re.search(r"(^|/)test_[^/]*\.py$", name)]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+NO_FIRST_WORD = {"What", "Who", "Whose", "Which", "Of", "How"}
+
+
+def docstrings(tree):
+    """Line and text of the docstrings of a module, of its classes and functions, and of constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for statement in node.body:
+                value = getattr(statement, "value", None)
+                if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield statement.lineno, value.value
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun(texts):
+    """As in PyTorch's documentation: "Return the norm", "Norm of the gradients", and not "What the norm is"."""
+    found = [
+        f"{name}:{line}: {text.strip().splitlines()[0]}"
+        for name, source in sources(texts).items()
+        for line, text in docstrings(ast.parse(source))
+        if text.split() and text.split()[0] in NO_FIRST_WORD
+    ]
+    assert not found, "\n".join(found)

@@ -911,7 +911,7 @@ class Accelerator(ProcessControl):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared."""
+        """Settings of prepared loaders."""
         return self._loader_config
 
     @property

@@ -28,7 +28,7 @@ CONTRACT = 3
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend declares it can do. The conformance kit proves each flag, both ways.
+    """Declares what a backend can do. The conformance kit proves each flag, both ways.
 
     ``pipelined`` and ``sharded_save`` say what settings may ask for: a backend whose settings ask for less says so in
     :meth:`~drivetrain.api.Backend.start`, see ``Backend.capabilities``. All others hold for every run.
@@ -128,7 +128,7 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What ``mixed_precision`` means, the same under every backend. Dtypes are torch's names, ``None`` = leave alone.
+    """Defines ``mixed_precision`` in the same way for every backend. Dtypes are torch's names, ``None`` = leave alone.
 
     ======== ================== ======= ========= ======= ============
     name     parameters         compute gradients output  loss scaling
@@ -160,7 +160,7 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True)
 class ProcessGroupSettings:
-    """How the default process group is formed when none exists.
+    """Settings by which the default process group is formed when none exists.
 
     Args:
         communication_backend: gloo, nccl, xccl, ...; ``None`` = torch's choice for the device.
@@ -285,7 +285,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``model(...)`` runs: the engine's forward under the policy. Collective where the engine's is."""
+        """Run ``model(...)``: the engine's forward under the policy. Collective where the engine's is."""
 
     @abstractmethod
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:

@@ -52,7 +52,7 @@ class KwargsHandler:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared data loaders share out their samples.
+    """Settings of prepared data loaders, which share out their samples.
 
     Args:
         split_batches: the script's batch size is the global one and is cut among the ranks.
@@ -122,7 +122,7 @@ class ProjectConfiguration:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How micro-batches make an accumulation window.
+    """Settings by which micro-batches form an accumulation window.
 
     Args:
         num_steps: micro-batches in a window.
@@ -210,7 +210,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the default process group is formed.
+    """Settings of the default process group.
 
     Args:
         backend: communication backend; ``None`` takes torch's choice for the device. (Accelerate's default is the word
@@ -319,7 +319,7 @@ class ParallelismConfig:
 
 
 PROFILE_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
-"""What the profiler can watch."""
+"""Activities that the profiler can record."""
 
 
 @dataclass

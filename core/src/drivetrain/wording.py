@@ -49,7 +49,7 @@ def cut(text: str, limit: int) -> str:
 _COMMUNICATION = re.compile(
     "gloo|nccl|xccl|hccl|timed out (waiting|initializ)|connection (closed|reset)|collective operation", re.IGNORECASE
 )
-"""What communication libraries write when other ranks do not take part."""
+"""Messages that communication libraries write when other ranks do not take part."""
 
 
 def likely_cause(message: str) -> str:

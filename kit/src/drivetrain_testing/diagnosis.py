@@ -31,8 +31,8 @@ Gradients = dict[str, Tensor]
 """Gradients by parameter name; those of frozen and of unused parameters are zero."""
 
 LARGEST_ERROR = 2e-3
-"""Of a gradient against a guess, relative to its norm. The difference of two sets of float32 parameters after a step of
-0.5 has 4 digits; the guesses differ by a factor of 1.1 and more."""
+"""Tolerance of a gradient against a guess, relative to its norm. The difference of two sets of float32 parameters after
+a step of 0.5 has 4 digits; the guesses differ by a factor of 1.1 and more."""
 
 WAIT_SECONDS = 5.0
 """Time for the other ranks to fail as well. They compare the same numbers at nearly the same moment."""
@@ -312,7 +312,7 @@ def parts_of(scenario: Scenario, step: Step, number: int, dp_size: int) -> Parts
 
 
 def _gradients(scenario: Scenario, step: Step, x: Tensor, y: Tensor) -> tuple[Gradients, float]:
-    """Of the sum of a batch's losses, at the parameters that a step began with; and the number of its items."""
+    """Return gradients of the sum of a batch's losses, at the parameters before a step, and the number of its items."""
     model = models.build(scenario.model)
     model.load_state_dict(dict(step.before))
     total, items = scenario.loss(model, x, y)
@@ -326,9 +326,10 @@ def _gradients(scenario: Scenario, step: Step, x: Tensor, y: Tensor) -> tuple[Gr
 
 
 def _divisor(scenario: Scenario, first: int, num_micro: int, denominator: float) -> float:
-    """What the losses of a window are divided by until its items are known; the denominator where one is the window.
+    """Return the number by which losses of a window are divided until its items are known.
 
-    A power of two near the items of the window before, in a run's first window of its first batch.
+    The denominator where one backward is the window. Else a power of two near the items of the window before, in a run's
+    first window of its first batch.
     """
     if num_micro == 1:
         return denominator

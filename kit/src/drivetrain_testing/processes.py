@@ -196,7 +196,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 def _environment(rank: int, world_size: int, port: int, env: Mapping[str, str | None]) -> dict[str, str]:
-    """What torchrun would set on one machine, with the store in the hands of the agent (here: of this process)."""
+    """Return the variables that torchrun sets on one machine, with the store in the agent, which this process is."""
     found: dict[str, str | None] = {
         **os.environ,
         "RANK": str(rank),

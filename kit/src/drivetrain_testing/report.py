@@ -69,7 +69,7 @@ class Run:
     complete: bool = True
 
     def count(self, outcome: str) -> int:
-        """How many pairs of case and world ended so."""
+        """Return the number of pairs of case and world with this outcome."""
         return Counter(each for worlds in self.cases.values() for each in worlds.values())[outcome]
 
     @property

@@ -204,7 +204,7 @@ def _epoch(
 
 
 def joined(scenario: Scenario, accelerator: Accelerator, model: Any) -> AbstractContextManager[None]:
-    """What the scenario's epochs run in. Collective over all ranks at the end."""
+    """Context in which the scenario's epochs run. Collective over all ranks at the end."""
     return accelerator.join_uneven_inputs([model], even_batches=False) if scenario.joined else nullcontext()
 
 

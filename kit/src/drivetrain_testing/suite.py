@@ -89,7 +89,7 @@ def _seconds(request: pytest.FixtureRequest) -> float:
 
 
 def _passed_together(request: pytest.FixtureRequest, case: str, world_size: int) -> frozenset[str]:
-    """What passed of the group that a case is in, which runs when the first of its cases is asked for."""
+    """Return the cases that passed in the group of a case, which runs when the first of its cases is asked for."""
     known = request.session.stash.setdefault(_PASSED, {})
     group = next((group for group in _groups(request, world_size) if case in group), [])
     if len(group) < 2:
@@ -129,7 +129,7 @@ def _kit_at(request: pytest.FixtureRequest, place: selection.Place, folder: Path
 def _first_part(
     request: pytest.FixtureRequest, part: Callable[[Kit], T], source: selection.Place
 ) -> tuple[list[T], Path]:
-    """What the source's ranks returned, and the folder that they saved into. It runs once for all of its targets."""
+    """Return the results of the source's ranks, and the folder that they saved into; run once for all targets."""
     known = request.session.stash.setdefault(_FIRST_PARTS, {})
     key = (request.module.__name__, part.__name__, source)
     if key not in known:
@@ -144,7 +144,7 @@ def _first_part(
 def _second_part(
     request: pytest.FixtureRequest, part: Callable[[Kit], T], target: selection.Place, saved: Path, folder: Path
 ) -> list[T]:
-    """What the target's ranks return, on a copy of what was saved: other targets find that as the source left it."""
+    """Return the results of the target's ranks, on a copy of the folder, which other targets read too."""
     shutil.copytree(saved, folder, dirs_exist_ok=True)
     return spawn(run_in_rank, target[1], part, _kit_at(request, target, folder), timeout=_seconds(request))
 

@@ -1,1 +1,1 @@
-"""Everything that exists only for scripts and configuration files written for Accelerate."""
+"""Supports scripts and configuration files written for Accelerate."""

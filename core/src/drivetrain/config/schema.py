@@ -116,7 +116,7 @@ class MeshConfig(Section):
 
 
 class ProcessGroupConfig(Section):
-    """How the default process group is formed."""
+    """Settings of the default process group."""
 
     communication_backend: str | None = Field(
         None, description="gloo, nccl, xccl, ...; null takes torch's choice for the device."
@@ -128,7 +128,7 @@ class ProcessGroupConfig(Section):
 
 
 class RendezvousConfig(Section):
-    """How long the machines of a job wait for each other."""
+    """Timeouts for machines of a job that wait for each other."""
 
     timeout_seconds: Seconds = Field(600.0, description="Within which all machines have to come.")
     last_call_seconds: Seconds = Field(
@@ -143,7 +143,7 @@ class RendezvousConfig(Section):
 
 
 class DataLoaderConfig(Section):
-    """How prepared data loaders share out their samples."""
+    """Settings of prepared data loaders, which share out their samples."""
 
     split_batches: bool = Field(
         False, description="The script's batch size is the global one, cut among the ranks, instead of each rank's own."
@@ -167,7 +167,7 @@ class DataLoaderConfig(Section):
 
 
 class OutputConfig(Section):
-    """What is shown and kept of what the processes of a launch write."""
+    """Settings for the output of the processes of a launch: what is shown and what is kept."""
 
     local_ranks_filter: Annotated[list[Index] | Literal["all"] | None, BeforeValidator(_local_ranks)] = Field(
         None, description="Local ranks that each machine shows: [0, 1] or all; null: rank 0 of the job, all with tee."
@@ -214,7 +214,7 @@ class OutputConfig(Section):
 
 
 class PlanConfig(Section):
-    """What ``distributed_type: auto`` and ``drivetrain-planner`` are to choose for."""
+    """Model and batch for which ``distributed_type: auto`` and ``drivetrain-planner`` choose a layout."""
 
     model: str | None = Field(
         None, description="package.module:function or file.py:function that returns the model, or a config.json."
@@ -257,7 +257,7 @@ class RankMonitorConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """How prepared learning-rate schedulers move."""
+    """Settings of prepared learning-rate schedulers."""
 
     step_per_process: bool = Field(
         False,

@@ -300,7 +300,7 @@ class Trackers:
 
     @property
     def names(self) -> list[str]:
-        """What was asked for, by name, the same on every process."""
+        """Return the names of the requested trackers, the same on every process."""
         return [_name(each) for each in self._asked.values()]
 
     def init(

@@ -100,7 +100,7 @@ def outputs_by_name(kit: Kit) -> None:
 
 @case(applies=lambda capabilities: capabilities.pipelined)
 def unrecordable_is_refused(kit: Kit) -> None:
-    """What cannot be recorded on a deferred output raises there and names ``train_step``; so does a plain backward."""
+    """An operation that a deferred output cannot record raises and names ``train_step``; so does a plain backward."""
     accelerator, model, _ = _ready(kit)
     if not accelerator.backend.capabilities.pipelined:
         return  # These settings make no pipeline; honesty.pipelined_means_deferred has seen that nothing is deferred.

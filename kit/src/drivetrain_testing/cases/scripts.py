@@ -609,7 +609,7 @@ def _keeps_ties(device: torch.device) -> bool:
 
 @case(applies=lambda capabilities: bool({"dp_replicate", "dp_shard"} & capabilities.mesh_axes), world_sizes=(3,))
 def three_ranks(kit: Kit) -> None:
-    """What depends on the number of ranks, on three data-parallel ones: a mean of two may be right by luck."""
+    """Scripts that depend on the number of ranks, on three data-parallel ones: a mean of two may be right by luck."""
     axis = "dp_replicate" if "dp_replicate" in kit.capabilities.mesh_axes else "dp_shard"
     along = kit.along(axis, 3)
     for one in (

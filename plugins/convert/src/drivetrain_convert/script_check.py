@@ -564,7 +564,7 @@ class _Reader(ast.NodeVisitor):
         return False
 
     def _check_trainer(self, node: ast.Call, name: str, end: str) -> None:
-        """What a program on Transformers' Trainer, or on one that is derived from it, does by itself."""
+        """Return findings on a program that uses Transformers' Trainer or a subclass of it."""
         arguments = end.endswith("TrainingArguments") or self._of.full(name).startswith("trl.")
         for each in node.keywords if arguments else ():
             chosen = not (isinstance(each.value, ast.Constant) and not each.value.value)

@@ -8,7 +8,7 @@ from drivetrain.api.config import Integer, Names
 
 
 class FSDPConfig(BaseModel):
-    """How a model is cut into units, and what happens to a unit in a step."""
+    """Settings by which a model is cut into units, and of a unit in a step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

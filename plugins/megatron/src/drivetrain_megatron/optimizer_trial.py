@@ -79,7 +79,7 @@ def _shapes(optimizer: Optimizer, size: int, *, uneven: bool) -> list[list[tuple
 
 
 def _differs(optimizer: Optimizer, mesh: DeviceMesh) -> str:
-    """How updates of shards differ from those of full parameters; empty if they agree. Collective over the mesh."""
+    """Describe how updates of shards and of full parameters differ; empty if they agree. Collective over the mesh."""
     shapes = _shapes(optimizer, mesh.size(), uneven=mesh.mesh_dim_names == ("dp",))
     try:
         for dim in (0, 1):

@@ -85,7 +85,7 @@ def _operator(name: str) -> torch._ops.OpOverload[..., Any]:
 
 
 def _composite(name: str) -> Kernel:
-    """What the operator is by itself: a sequence of others."""
+    """Return the operator's own kernel: a sequence of others."""
     return partial(_operator(name)._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)  # noqa: SLF001
 
 
@@ -197,7 +197,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What memory-efficient attention adds to scores: a mask of truth values becomes one of numbers."""
+    """Return the bias that memory-efficient attention adds to scores: a mask of truth values becomes one of numbers."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -14,7 +14,7 @@ from drivetrain_planner.tracing import Census
 from drivetrain_sharding import ELEMENTWISE
 
 _ROWS, _COLUMNS = 512, 256
-"""Of the parameters that are stepped: large beside step counts and other scalars."""
+"""Shape of the parameters that are stepped: large beside step counts and other scalars."""
 
 
 def optimizer_costs(name: str, arguments: dict[str, Any] | None = None, device_type: str = "cpu") -> OptimizerCosts:

@@ -23,7 +23,7 @@ def drivetrain_commands(group: click.Group) -> None:
 
 @hookimpl
 def drivetrain_choose(resolved: ResolvedConfig) -> Mapping[str, Any] | None:
-    """What ``distributed_type: auto`` stands for."""
+    """Return the configuration that ``distributed_type: auto`` stands for."""
     from drivetrain_planner.auto import chosen
 
     return chosen(resolved)
@@ -47,7 +47,7 @@ def drivetrain_check_plan(accelerator: Any, predicted: Mapping[str, Any]) -> Any
 
 @hookimpl
 def drivetrain_out_of_memory(resolved: ResolvedConfig, plan: LaunchPlan) -> str | None:
-    """Which layouts hold less."""
+    """Return the layouts that hold less."""
     from drivetrain_planner.described import advice
 
     return advice(resolved, plan)

@@ -55,7 +55,7 @@ def lines(choice: Choice, *, explain: bool = False) -> list[str]:
 
 
 def _of_host(best: Candidate, choice: Choice) -> list[str]:
-    """What a layout that is chosen takes of host memory."""
+    """Return the host memory that a chosen layout takes."""
     each = sum(best.estimate.host.values())
     if not each:
         return []
@@ -68,7 +68,7 @@ def _of_host(best: Candidate, choice: Choice) -> list[str]:
 
 
 def _instead(request: PlanRequest) -> str:
-    """What to try so that nothing is offloaded."""
+    """Return advice on layouts without offload."""
     found = ["more or larger devices"]
     found += ["a smaller micro-batch"] if request.micro_batch > 1 else []
     found += ["bf16"] if request.precision.name == "no" else []
@@ -104,7 +104,7 @@ def explained(candidate: Candidate, choice: Choice) -> list[str]:
 
 
 def scope() -> list[str]:
-    """What a plan counts, and what it does not, with the installed backends."""
+    """Return the scope of a plan with the installed backends: what it counts, and what it does not."""
     registry = get_registry()
     estimating = {point.name for point in entry_points(group=GROUP)}
     silent = sorted(set(registry.names()) - estimating)
@@ -133,7 +133,7 @@ def by_rank(choice: Choice) -> list[Candidate]:
 
 
 def less_lines(own: Candidate, choice: Choice) -> list[str]:
-    """What a layout holds, and those of the others that hold less, the fullest first.
+    """Return lines on the memory of a layout, and on layouts that hold less, the fullest first.
 
     Args:
         own: the layout that had too little memory.

@@ -47,7 +47,7 @@ class Asked:
 
 
 def asked_by(resolved: ResolvedConfig, processes: int) -> Asked:
-    """What a configuration says, whose ``plan.model`` is set, for so many processes."""
+    """Return the request of a configuration with ``plan.model``, for a number of processes."""
     config, plan = resolved.config, resolved.config.plan
     assert plan.model is not None
     return Asked(

@@ -26,7 +26,7 @@ MARKED = 40
 """A curve of at most this many values shows a mark for each."""
 
 WIDTH, WIDER, WIDEST = 1.3, 1.8, 8.5
-"""Of a line, what each later curve that lies on it adds, and the most, in points: it would be hidden below them."""
+"""Width of a line in points, its increment for each later curve that would hide it, and the largest width."""
 
 SAME = 1e-3
 """Values lie on each other where they differ by less than this part of them, on either scale."""

@@ -34,7 +34,7 @@ class SyncState:
         self._accelerator = ref(accelerator)
         self._state = state
         self.plugin_kwargs = plugin_kwargs
-        """Of the accumulation plugin; Trainer reads ``sync_each_batch``."""
+        """Field of the accumulation plugin; Trainer reads ``sync_each_batch``."""
 
     def _set_sync_gradients(self, value: bool) -> None:
         accelerator = self._accelerator()

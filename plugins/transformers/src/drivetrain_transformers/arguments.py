@@ -23,7 +23,7 @@ from drivetrain_transformers import private_names
 
 @final
 class RunState:
-    """What ``args.distributed_state`` is: ranks and device of this process, and the number of shares of the data.
+    """Stands for ``args.distributed_state``: ranks and device of this process, and the number of shares of the data.
 
     Args:
         state: the process, before there is an accelerator.

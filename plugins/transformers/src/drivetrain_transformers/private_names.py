@@ -37,7 +37,7 @@ _OVERRIDDEN = (
 """Methods of ``Trainer`` that ours overrides and that its documentation does not name."""
 
 _REPLACED = ("Accelerator", "OPTIMIZER_NAME", "SCHEDULER_NAME", "skip_first_batches")
-"""Of the module ``transformers.trainer``."""
+"""Names of the module ``transformers.trainer``."""
 
 _TRAINER = transformers.Trainer
 """Transformers' own, also after ``drivetrain launch --trainer`` has replaced it."""

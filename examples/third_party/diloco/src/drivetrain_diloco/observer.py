@@ -1,4 +1,4 @@
-"""What is told about rounds: the drift of each, and at the end how much less was sent than by reducing every step."""
+"""Reports on rounds: the drift of each, and at the end how much less was sent than by reducing every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package brings, as data and hooks. Imports neither torch nor the backend."""
+"""Registers the backend and its observer, as data and hooks. Imports neither torch nor the backend."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Mean = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """What is known of a round that has ended.
+    """Statistics of a round that has ended.
 
     Args:
         number: of the round, from 1.

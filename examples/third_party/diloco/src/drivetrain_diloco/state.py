@@ -1,4 +1,4 @@
-"""How a worker's state maps to the portable checkpoint: parameters that all agree on, momenta of the outer optimizer.
+"""Maps a worker's state to the portable checkpoint: parameters that all agree on, momenta of the outer optimizer.
 
 Checkpoints are made between rounds, when the workers' parameters agree. The inner optimizers' state does not: its mean
 over the workers is saved, and every worker resumes from that, which is what a checkpoint for any number of workers

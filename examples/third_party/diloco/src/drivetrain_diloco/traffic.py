@@ -1,4 +1,4 @@
-"""How much DiLoCo sends, and how long that takes, beside reducing gradients in every step. Numbers only, no torch."""
+"""Compares what DiLoCo sends, and for how long, with reducing gradients in every step. Numbers only, no torch."""
 
 from __future__ import annotations
 
