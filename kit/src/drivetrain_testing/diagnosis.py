@@ -328,8 +328,8 @@ def _gradients(scenario: Scenario, step: Step, x: Tensor, y: Tensor) -> tuple[Gr
 def _divisor(scenario: Scenario, first: int, num_micro: int, denominator: float) -> float:
     """Return the number by which losses of a window are divided until its items are known.
 
-    The denominator where one backward is the window. Else a power of two near the items of the window before, in a run's
-    first window of its first batch.
+    The denominator where one backward is the window. Else a power of two near the items of the window before; in a
+    run's first window, of its first batch.
     """
     if num_micro == 1:
         return denominator
