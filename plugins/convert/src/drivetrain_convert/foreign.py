@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy._core.multiarray import _reconstruct  # what a pickled array calls
 from torch import Tensor
 
 from drivetrain.api import CheckpointError
@@ -112,9 +111,10 @@ def load_pickle(path: Path, stand_ins: Mapping[str, Callable[..., Any]] | None =
     Raises:
         CheckpointError: there is something else in it, or it is damaged.
     """
-    rebuild: Any = _reconstruct
-    arrays: list[Any] = [np.ndarray, np.dtype, rebuild, type(np.dtype(np.uint32))]
-    arrays.append((rebuild, "numpy.core.multiarray._reconstruct"))  # As NumPy 1 spelled it.
+    rebuild: Any = np.empty(0).__reduce__()[0]
+    arrays: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    # As NumPy 1 and NumPy 2 spell it.
+    arrays += [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     arrays += [(ours, name) for name, ours in (stand_ins or {}).items()]
     try:
         with torch.serialization.safe_globals(arrays):
