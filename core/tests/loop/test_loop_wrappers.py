@@ -1,4 +1,4 @@
-"""What torch puts around a model or its parts is told from a module of the script that has the same names in it."""
+"""Tells torch's wrappers of a model or its parts from modules of the script that have the same names in them."""
 
 from __future__ import annotations
 

@@ -478,7 +478,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Setting of ``DataLoaderConfiguration``; a change takes effect with the next pass."""
+        """Return the setting of ``DataLoaderConfiguration``; a change takes effect with the next pass."""
         return self._source.cut.even_batches
 
     @even_batches.setter

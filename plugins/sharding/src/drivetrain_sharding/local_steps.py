@@ -49,10 +49,10 @@ def step_on_parts(
     parameters as the model has them. Collective where the engine's step is.
 
     Args:
-        engine: steps.
-        optimizer: what it steps.
-        closure: the script's.
-        kept_as: what a new tensor of the state is kept as, such as an engine's own class of DTensor.
+        engine: runs the step.
+        optimizer: of the script, over DTensors.
+        closure: of the script, if any.
+        kept_as: converts new state tensors, such as to an engine's own class of DTensor.
     """
     if engine.scaler is not None or closure is not None:
         return engine.step(optimizer, closure)

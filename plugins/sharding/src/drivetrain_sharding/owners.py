@@ -216,14 +216,14 @@ class OwnerSteps:
 
 @dataclass(eq=False)
 class _Cut:
-    """Sharding and owner of one parameter.
+    """Describes the sharding and the owner of one parameter.
 
     Args:
         parameter: a DTensor.
         group: the ranks.
         dim: that is cut.
         owner: rank in `group` that steps it.
-        here: that is this rank.
+        here: the owner is this rank.
     """
 
     parameter: DTensor

@@ -1,4 +1,4 @@
-"""Training arguments with ranks and devices of the Drivetrain run, and checks of settings that belong in its file."""
+"""Extends training arguments by ranks and devices of the run, and checks settings that belong in its file."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DeviceMesh:
             xs.apply_backward_optimization_barrier(block)
 
     def batch_sharding(self, tensor: Tensor) -> xs.ShardingSpec | None:
-        """Sharding of a batch tensor: its first dim over the data axes; ``None`` = replicated.
+        """Return the sharding of a batch tensor: its first dim over the data axes; ``None`` = replicated.
 
         A tensor with fewer dims than the mesh is replicated: torch_xla cannot shard it during the copy.
         """
