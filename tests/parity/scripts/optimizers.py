@@ -399,6 +399,55 @@ def penalties(accelerator):
     return result(accelerator, losses, model=model)
 
 
+def _penalized(accelerator, loss_of):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for x, y in batches:
+        loss = loss_of(model, optimizer, lambda x=x, y=y: F.cross_entropy(model(x), y))
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def penalty_before_the_forward(accelerator):
+    """An L2 penalty over the optimizer's groups is computed first, and the loss of the batch added to it in place."""
+
+    def loss_of(model, optimizer, of_batch):
+        total = sum(1e-2 * p.pow(2).sum() for group in optimizer.param_groups for p in group["params"])
+        total += of_batch()
+        return total
+
+    return _penalized(accelerator, loss_of)
+
+
+@script()
+def penalty_on_one_vector_before_the_forward(accelerator):
+    """The loss of the batch is stacked with a penalty on all weights as one vector, which has another layout."""
+
+    def loss_of(model, optimizer, of_batch):
+        penalty = 1e-2 * torch.cat([p.reshape(-1) for p in model.parameters()]).norm(1)
+        return torch.stack([of_batch(), penalty]).sum()
+
+    return _penalized(accelerator, loss_of)
+
+
+@script()
+def penalty_scaled_by_the_loss(accelerator):
+    """A penalty, computed before the forward, is multiplied by the detached loss, another number on every rank."""
+
+    def loss_of(model, optimizer, of_batch):
+        penalty = 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+        loss = of_batch()
+        return loss + loss.detach() * penalty
+
+    return _penalized(accelerator, loss_of)
+
+
 @script()
 def optimizer_state_reset(accelerator):
     """Adam's moments are set to zero in the loop, by ``optimizer.state``."""

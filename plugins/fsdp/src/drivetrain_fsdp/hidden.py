@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain.api import Topology, UnsupportedError
 from drivetrain_fsdp import private_names
 from drivetrain_fsdp.hooks import refuse_hooks
-from drivetrain_fsdp.tensors import as_sharded
+from drivetrain_fsdp.tensors import as_sharded, keep_placements_of_gradients
 from drivetrain_sharding import SameOrder, keep_memory
 
 
@@ -103,7 +103,7 @@ def give_sharded_tensors(modules: Iterable[FSDPModule]) -> None:
     for module in modules:
         for parameter in cast("nn.Module", module).parameters():
             if isinstance(parameter, DTensor):
-                as_sharded(parameter)
+                keep_placements_of_gradients(as_sharded(parameter))
 
 
 def _sharded(make: Callable[[Tensor], DTensor], local: Tensor) -> DTensor:
@@ -134,6 +134,12 @@ def _pre_forward(group: Any, plain: Callable[..., Any], *args: Any) -> Any:
     for one in group.fsdp_params:
         info = one._module_info  # noqa: SLF001
         found = info.module._parameters.get(info.param_name)  # noqa: SLF001
+        if found is None:
+            raise UnsupportedError(
+                f"the parameter {info.param_name} of {type(info.module).__name__} was taken out of it after prepare "
+                "(parametrizations and pruning do that), and fsdp would gather and save it still",
+                cure="Prune and parametrize a model before accelerator.prepare(model, optimizer).",
+            )
         if found is not one.sharded_param and all(found is not getattr(one, each, None) for each in _WHOLE):
             raise UnsupportedError(
                 f"{type(info.module).__name__} was called with another tensor as its {info.param_name} "

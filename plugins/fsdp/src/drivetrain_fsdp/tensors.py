@@ -26,9 +26,14 @@ _aten = torch.ops.aten
 
 _LOOKS_UP = {_aten.index.Tensor, _aten.index_select.default, _aten.gather.default}
 
+_SETTERS = [getattr(Tensor, name).__set__ for name in ("data", "grad")]
+_KEEP_ARGUMENTS: frozenset[Any] = frozenset(
+    (torch.autograd.backward, torch.autograd.grad, Tensor.backward, *_SETTERS)
+)
+"""Functions that change or name the very tensors that they are given."""
+
 View = Callable[[Tensor], Tensor]
 
-_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.t.default, _aten.transpose.int}
 _NOT_SENT = frozenset({torch.int16})
 """Types that tensors can be converted to and that neither gloo nor NCCL carries."""
 
@@ -80,7 +85,7 @@ class ShardedTensor(DTensor):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return _draw_whole(func, args, kwargs) if changes is None else _change_whole(func, args, kwargs, changes)
         try:
-            with _plain(args) if _SAME_CLASS and func in _ALIASES else nullcontext():
+            with _plain(args) if _SAME_CLASS and _is_view(func) else nullcontext():
                 result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError) as problem:
             if changes is not None:
@@ -158,7 +163,73 @@ class ShardedTensor(DTensor):
         return format(self.item(), spec) if not self.dim() else super().__format__(spec)  # type: ignore[no-untyped-call]
 
 
-class _Part(ShardedTensor):
+class _Computed(ShardedTensor):
+    """Result of sharded tensors, which becomes plain where a plain tensor comes in, such as the loss of a batch.
+
+    Plain tensors may differ from rank to rank and take plain gradients; DTensor takes a number for one that is equal
+    everywhere. Parameters lack this method, which would cost a call for each attribute that is read.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation; above autograd. Collective where a plain tensor is among the arguments."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (as torch's own classes do)
+            given = (args, kwargs or {})
+            if not torch.is_grad_enabled() or func in _KEEP_ARGUMENTS or not _joins_plain(given):
+                return func(*given[0], **given[1])
+            whole_args, whole_kwargs = pytree.tree_map_only(_Computed, _with_mean_gradient, given)
+            result = func(*whole_args, **whole_kwargs)
+            if whole_args and result is whole_args[0] and isinstance(args[0], _Computed):
+                # `loss += ...` takes the result; other names of the tensor that is written to do not.
+                args[0].__class__ = _Replaced  # type: ignore[assignment]
+            return result
+
+
+class _Replaced(ShardedTensor):
+    """Result that an operation in place would have had to make plain; every use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, *_arguments: Any, **_named: Any) -> NoReturn:
+        """Raise."""
+        raise UsageError(
+            "a number computed from sharded parameters was changed in place by a plain tensor, and is used afterwards",
+            cure="Write `total = total + loss` in place of `total.add_(loss)`.",
+        )
+
+
+def _joins_plain(arguments: Any) -> bool:
+    """Whether gradients flow through an operation on computed and plain tensors."""
+    tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
+    return any(one.requires_grad for one in tensors) and not all(isinstance(one, DTensor) for one in tensors)
+
+
+def _with_mean_gradient(tensor: _Computed) -> Tensor:
+    """Gather the full tensor for a loss of this rank, of which the mean is trained on. Collective, its backward too."""
+    if not tensor.requires_grad:
+        return _whole(tensor)
+    whole: Tensor = _MeanGradient.apply(tensor.full_tensor())  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _MeanGradient(torch.autograd.Function):
+    """Returns its argument. Its gradient is the mean over all ranks, as that of whole parameters in a forward is."""
+
+    @staticmethod
+    def forward(_: Any, whole: Tensor) -> Tensor:
+        """Copy, since the result may be changed in place."""
+        return whole.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        """Average. Collective over all ranks."""
+        mean = gradient / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean
+
+
+class _Part(_Computed):
     """A view that is a copy, since the part is on several ranks; writes to it are applied to the whole."""
 
     viewed: ShardedTensor
@@ -190,11 +261,25 @@ class _Part(ShardedTensor):
         return self.as_viewed(self.viewed.in_whole(whole) if isinstance(self.viewed, _Part) else whole)
 
 
-def as_sharded(tensor: DTensor) -> DTensor:
-    """Make a DTensor a :class:`ShardedTensor`, in place."""
+def as_sharded(tensor: DTensor, kind: type[ShardedTensor] = ShardedTensor) -> DTensor:
+    """Make a DTensor a :class:`ShardedTensor`, or one of its subclasses, in place."""
     if type(tensor) is DTensor:
-        tensor.__class__ = ShardedTensor
+        tensor.__class__ = kind
     return tensor
+
+
+def keep_placements_of_gradients(parameter: DTensor) -> None:
+    """Make gradients of computations with this parameter lie as its parts do. Not collective.
+
+    DTensor may give another placement, such as that of ``torch.cat``, and FSDP adds its local part to this one's. The
+    gradients that FSDP reduces do not pass here.
+    """
+    placements, trains = parameter.placements, parameter.requires_grad
+    parameter.requires_grad_()  # as register_hook wants it
+    # The method of the class: on a parameter it is the script's hooks'.
+    hook: Any = Tensor.register_hook
+    hook(parameter, lambda grad: grad.redistribute(placements=placements))
+    parameter.requires_grad_(trains)
 
 
 def explain_missing_gradients() -> None:
@@ -268,10 +353,9 @@ def _as_sharded(
     """
     if not isinstance(result, DTensor):
         return result
-    as_sharded(result)
+    as_sharded(result, _Computed)
     base = args[0] if args else None
-    is_view = any(one.alias_info is not None for one in func._schema.returns)  # noqa: SLF001 (torch has no other word)
-    if not is_view or not isinstance(base, ShardedTensor):
+    if not _is_view(func) or not isinstance(base, ShardedTensor):
         return result
     if isinstance(base, _Part) or _storage(result) != _storage(base):
         result.__class__ = _Part
@@ -279,6 +363,10 @@ def _as_sharded(
         result.viewed = base
         result.as_viewed = lambda whole: _one(func(whole, *args[1:], **kwargs), place)
     return result
+
+
+def _is_view(func: Any) -> bool:
+    return any(one.alias_info is not None for one in func._schema.returns)  # noqa: SLF001 (torch has no other word)
 
 
 def _one(results: Any, place: int | None) -> Any:
@@ -441,4 +529,10 @@ def _refuse_writing(tensor: DTensor, who: str) -> NoReturn:
     )
 
 
-__all__ = ["ShardedTensor", "as_sharded", "explain_missing_gradients", "plain_gradients"]
+__all__ = [
+    "ShardedTensor",
+    "as_sharded",
+    "explain_missing_gradients",
+    "keep_placements_of_gradients",
+    "plain_gradients",
+]
