@@ -93,6 +93,9 @@ class Torchs(nn.Module):
 
 TRANSFORMERS = ("Llama", "Qwen3", "Mixtral", "GPT2", "T5")
 
+# Up to torch 2.10 the experts of Transformers ask for the address of their weights on a CPU, which is refused.
+TRAINED = [name for name in TRANSFORMERS if name != "Mixtral" or not torch.__version__.startswith(("2.9.", "2.10."))]
+
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1)
@@ -252,8 +255,8 @@ def test_plain_models(sequence: bool, tmp_path: Path) -> None:
 @pytest.mark.gate("tensor")
 def test_transformers_models(sequence: bool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    found = spawn(train, 2, list(TRANSFORMERS), str(tmp_path), {"sequence_parallel": sequence}, {}, timeout=110)
-    for name in TRANSFORMERS:
+    found = spawn(train, 2, TRAINED, str(tmp_path), {"sequence_parallel": sequence}, {}, timeout=110)
+    for name in TRAINED:
         check(found, name)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 from planner_grid import Combination, megatron_section, request_for
 
 from drivetrain.api.programs import load_config
@@ -26,13 +27,22 @@ def layout(model, ranks, **section):
     return found
 
 
+def largest_share(model):
+    """Of the parameters by two ranks: norms and positions stay whole, and by Transformers 5.20 Llama's words do."""
+    if model != "llama":
+        return 0.52
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        plan = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1)).tp_plan
+    return 0.52 if any("embed_tokens" in key for key in plan) else 0.6
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_tensor_parallelism_shares_the_layers(model):
     whole = next(each for each in ranks_of_one(model) if each.title == "single")
     found = layout(model, 2, tensor_parallel_size=2)
     assert not found.refused, found.refused
-    # Norms and positions stay whole.
-    assert 0.5 < found.resident["parameters"] / whole.resident["parameters"] < 0.52
+    assert 0.5 < found.resident["parameters"] / whole.resident["parameters"] < largest_share(model)
     assert found.memory["activations"] < whole.memory["activations"]
     flops = [sum(each.flops * each.count for each in one.trace.forward) for one in (found, whole)]
     assert flops[0] == pytest.approx(flops[1] / 2)
@@ -57,8 +67,7 @@ def test_both_axes_together_share_the_parts_of_a_stage():
     both = layout("llama", 4, tensor_parallel_size=2, pipeline_parallel_size=2, num_micro_batches=4)
     stages = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4)
     assert not both.refused, both.refused
-    # Norms stay whole.
-    assert 0.5 < both.resident["parameters"] / stages.resident["parameters"] < 0.52
+    assert 0.5 < both.resident["parameters"] / stages.resident["parameters"] < largest_share("llama")
     assert both.memory["activations"] < stages.memory["activations"]
     assert {"send", "all_reduce"} <= {each.operation for each in both.traffic}
 
@@ -104,7 +113,10 @@ def test_a_backward_in_two_parts_leaves_no_rank_waiting_as_long():
     )
     assert split.title == "pp 2, zero_bubble, 4 micro-batches"
     assert split.settings["megatron"]["stages_per_rank"] == 1
-    assert split.idle < whole.idle
+    if torch.__version__.startswith("2.9."):  # Its split backward is wrong, so that training computes whole ones.
+        assert split.idle == whole.idle
+    else:
+        assert split.idle < whole.idle
     # Both compute the same.
     flops = [sum(each.flops * each.count for each in one.trace.backward) for one in (whole, split)]
     assert flops[0] == pytest.approx(flops[1], rel=0.02)

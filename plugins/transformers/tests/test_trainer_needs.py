@@ -149,7 +149,8 @@ def test_an_adapter_is_cut_by_the_plan_of_its_model() -> None:
     config = BACKENDS["tp"][0]
     (plain, _), (adapted, _) = (spawn(jobs.of_peft, 2, config, adapter=one, timeout=240) for one in (False, True))
     assert len(plain) > 10
-    assert adapted == plain
+    # Of Transformers 5.20 the table of words is in no plan, so that only a derived one cuts it.
+    assert adapted == plain or sorted({*adapted} - {"model.embed_tokens.weight"}) == sorted(plain)
 
 
 # ---- 8. to 11.

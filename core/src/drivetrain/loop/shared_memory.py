@@ -9,7 +9,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -126,7 +125,7 @@ class SharedMemory:
 
     def __init__(self, engine: str, *, moves: bool) -> None:
         self._engine, self._moves = engine, moves
-        self._earlier: list[tuple[StorageWeakRef, Place]] = []
+        self._earlier: list[tuple[ref[torch.UntypedStorage], Place]] = []
 
     def pairs(self, module: nn.Module) -> dict[frozenset[str], UnsupportedError]:
         """Parameters that share memory with one another or with buffers, if the engine may keep them together.
@@ -180,7 +179,7 @@ class SharedMemory:
         mine = [place for place in places(module) if place.is_parameter]
         shared = {id(place.tensor()) for pair in _overlapping([*self._before(mine), *mine]) for place in pair}
         self._earlier += [
-            (StorageWeakRef(tensor.untyped_storage()), place)  # type: ignore[no-untyped-call]
+            (ref(tensor.untyped_storage()), place)
             for place in mine
             if (tensor := place.tensor()) is not None
         ]
@@ -192,9 +191,9 @@ class SharedMemory:
 
     def _before(self, found: Sequence[Place]) -> list[Place]:
         """Parameters of earlier calls in the storages of these, wherever an engine has moved them since."""
-        self._earlier = [(storage, place) for storage, place in self._earlier if not storage.expired()]  # type: ignore[no-untyped-call]
+        self._earlier = [(storage, place) for storage, place in self._earlier if storage() is not None]
         known = {place.storage for place in found}
-        return [place for storage, place in self._earlier if storage.cdata in known]
+        return [place for _, place in self._earlier if place.storage in known]
 
     def _two_in_one(self, one: Place, other: Place) -> UnsupportedError:
         kind = "two parameters" if other.is_parameter else "a parameter and a buffer"

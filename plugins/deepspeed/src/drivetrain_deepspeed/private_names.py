@@ -8,13 +8,18 @@ are looked up when an engine has been made, before anything of it is used or rep
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import torch
 
 from drivetrain.api import BackendBlockedError
 
 TESTED = "0.19.8"
 """The release that ``locks/dev.txt`` holds."""
+
+TESTED_TORCH = "2.13.0"
 
 _WHO: dict[str, Any] = {"library": "deepspeed", "tested": TESTED, "user": "drivetrain-deepspeed"}
 
@@ -94,6 +99,18 @@ def check_package(package: Any) -> None:
     _check(importlib.import_module(COORDINATOR).PartitionedParameterCoordinator, (RELEASES,))
     for module, names in _PACKAGE.items():
         _check(importlib.import_module(module), names)
+
+
+def saved_tensor_hooks() -> Callable[[], object]:
+    """Return a function that tells the hooks on saved tensors that are in place, ``None`` where there are none.
+
+    Raises:
+        BackendBlockedError: torch lacks what tells them. Releases that need it are older than the tested one.
+    """
+    owner: Any = torch._C._autograd  # noqa: SLF001 (torch has no public way)
+    names = ("_top_saved_tensors_default_hooks",)
+    BackendBlockedError.check_names(owner, names, library="torch", tested=TESTED_TORCH, user="drivetrain-deepspeed")
+    return partial(owner._top_saved_tensors_default_hooks, False)  # noqa: SLF001
 
 
 def check_engine(engine: Any) -> None:

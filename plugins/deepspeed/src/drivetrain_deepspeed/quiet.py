@@ -8,10 +8,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain.api import ProcessInfo
 from drivetrain_deepspeed import private_names
@@ -147,11 +150,14 @@ class _Linear:
 def linear_of_stage_3() -> Iterator[None]:
     """A linear layer that keeps no gathered weight for its backward, as DeepSpeed puts in place for good.
 
-    Here it is in place only while a model of stage 3 runs forward and backward.
+    Here it is in place only while a model of stage 3 runs forward and backward. Where torch calls no hooks of
+    parameters after a recomputation (see :func:`_calls_hooks`), a checkpoint computes with the plain layer: it keeps
+    no weights anyway.
     """
     if not _Linear.inside:
         _Linear.plain = functional.linear
-    functional.linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    theirs = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    functional.linear = theirs if _calls_hooks() else _where_kept(theirs, private_names.saved_tensor_hooks())
     _Linear.inside += 1
     try:
         yield
@@ -159,6 +165,44 @@ def linear_of_stage_3() -> Iterator[None]:
         _Linear.inside -= 1
         if not _Linear.inside:
             functional.linear = _Linear.plain
+
+
+@cache
+def _calls_hooks() -> bool:
+    """Whether torch calls hooks of a parameter that an autograd function has saved under ``use_reentrant=False``.
+
+    Torch 2.9 does not. This plugin learns by such hooks which parameters have a gradient.
+    """
+    called: list[bool] = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda _: called.append(True))  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        checkpoint(_Saves.apply, weight, use_reentrant=False).backward()
+    return bool(called)
+
+
+class _Saves(torch.autograd.Function):
+    """A function that saves its argument, as DeepSpeed's linear layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """Save it."""
+        ctx.save_for_backward(weight)
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Read what was saved, which computes it again."""
+        (weight,) = ctx.saved_tensors
+        return gradient * 2 * torch.ones_like(weight)
+
+
+def _where_kept(theirs: Callable[..., Tensor], checkpoints: Callable[[], object]) -> Callable[..., Tensor]:
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        layer = theirs if checkpoints() is None else _Linear.plain
+        return layer(*args, **kwargs)
+
+    return linear
 
 
 class _Held:

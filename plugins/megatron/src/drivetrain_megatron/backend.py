@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.api import (
@@ -188,7 +189,9 @@ class MegatronBackend(DistributedBackend):
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.is_meta:
                     continue
-                tensor.data.copy_(collectives.broadcast(tensor.data, 0, self.topology))
+                # One that an earlier prepare has cut, and free_memory has left so.
+                values = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.data
+                tensor.data.copy_(collectives.broadcast(values, 0, self.topology))
 
     def gather(self, tensor: Tensor) -> Tensor:
         """As every backend's; logits that are shared over ``tp`` are made whole first, deferred values are read."""
