@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def _matmul_precision() -> str:
 
 
 def _default_device() -> Any:
-    """Read it, also from torch 2.9.0, which cannot be asked any more once it was set to None."""
+    """Read it, also from torch 2.9.0, which cannot be asked any more once a script has set it to None."""
     import torch
 
     try:
@@ -168,6 +168,10 @@ def _set_default_device(device: Any) -> None:
     import torch
 
     torch.set_default_device(None if device.type == "cpu" else device)
+    if device.type == "cpu":
+        # As before it was ever set: torch 2.9.0 cannot be asked for it where it is None.
+        with suppress(AttributeError):
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _ignore(_: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,8 @@ class SharedMemory:
 
     def __init__(self, engine: str, *, moves: bool) -> None:
         self._engine, self._moves = engine, moves
-        self._earlier: list[tuple[ref[torch.UntypedStorage], Place]] = []
+        self._earlier: dict[int, Place] = {}
+        self._numbers = count()
 
     def pairs(self, module: nn.Module) -> dict[frozenset[str], UnsupportedError]:
         """Parameters that share memory with one another or with buffers, if the engine may keep them together.
@@ -178,11 +180,13 @@ class SharedMemory:
             return []
         mine = [place for place in places(module) if place.is_parameter]
         shared = {id(place.tensor()) for pair in _overlapping([*self._before(mine), *mine]) for place in pair}
-        self._earlier += [
-            (ref(tensor.untyped_storage()), place)
-            for place in mine
-            if (tensor := place.tensor()) is not None
-        ]
+        for place in mine:
+            tensor = place.tensor()
+            assert tensor is not None
+            number = next(self._numbers)
+            self._earlier[number] = place
+            # Another storage may have its identity when it is gone.
+            finalize(tensor.untyped_storage(), self._earlier.pop, number, None).atexit = False
         return [place.name for place in mine if id(place.tensor()) in shared]
 
     def clear(self) -> None:
@@ -191,9 +195,8 @@ class SharedMemory:
 
     def _before(self, found: Sequence[Place]) -> list[Place]:
         """Parameters of earlier calls in the storages of these, wherever an engine has moved them since."""
-        self._earlier = [(storage, place) for storage, place in self._earlier if storage() is not None]
         known = {place.storage for place in found}
-        return [place for _, place in self._earlier if place.storage in known]
+        return [place for place in self._earlier.values() if place.storage in known]
 
     def _two_in_one(self, one: Place, other: Place) -> UnsupportedError:
         kind = "two parameters" if other.is_parameter else "a parameter and a buffer"
