@@ -171,7 +171,7 @@ def _set_default_device(device: Any) -> None:
     if device.type == "cpu":
         # As before it was ever set: torch 2.9.0 cannot be asked for it where it is None.
         with suppress(AttributeError):
-            del torch._GLOBAL_DEVICE_CONTEXT.device_context  # type: ignore[attr-defined]  # noqa: SLF001
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context  # noqa: SLF001
 
 
 def _ignore(_: Any) -> None:
