@@ -54,8 +54,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 def gradients(loss: str) -> dict[str, Tensor]:
     """Return the full gradients that two backwards add up."""
-    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
-    model: Any = accelerator.prepare(built())
+    accelerator, model = accelerator_and_model(built())
     mine = ROWS.chunk(WORLD)[accelerator.process_index]
     for _ in range(2):
         accelerator.backward(LOSSES[loss](model, mine))
@@ -72,9 +71,33 @@ def test_gradients_are_those_of_one_process(loss: str) -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
 
 
-def changed_in_place() -> None:
+def accelerator_and_model(layer: nn.Linear) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
-    model: Any = accelerator.prepare(built())
+    return accelerator, accelerator.prepare(layer)
+
+
+def numbers_of_few_rows(layer: nn.Linear) -> list[float]:
+    """Numbers of parameters of which some rank holds no row."""
+    found = [each for p in layer.parameters() for each in (p.max(), p.abs().amax(), p.min(), p.prod(), p.median())]
+    found += [layer.weight.norm(float("inf")), layer.weight.argmax(), layer.bias.std(correction=0)]
+    return [float(each.detach()) for each in found]
+
+
+def of_few_rows() -> list[float]:
+    torch.manual_seed(3)
+    _, model = accelerator_and_model(nn.Linear(4, 2))
+    return numbers_of_few_rows(model)
+
+
+def test_reductions_where_a_rank_holds_no_row() -> None:
+    torch.manual_seed(3)
+    right = numbers_of_few_rows(nn.Linear(4, 2))
+    for found in spawn(of_few_rows, WORLD):
+        assert found == pytest.approx(right, rel=1e-6)
+
+
+def changed_in_place() -> None:
+    accelerator, model = accelerator_and_model(built())
     total = model.weight.pow(2).sum()
     total.add_(model(ROWS).pow(2).mean())
     accelerator.backward(total)
@@ -83,3 +106,50 @@ def changed_in_place() -> None:
 def test_what_became_plain_in_place_is_refused_where_it_is_used() -> None:
     with pytest.raises(RankFailedError, match=r"Write `total = total \+ loss`"):
         spawn(changed_in_place, 2)
+
+
+def scaled_by_the_last_loss(factor: float | None) -> dict[str, Tensor]:
+    """Gradients of a penalty that each rank scales by a number of its own rows, and of the loss."""
+    accelerator, model = accelerator_and_model(built())
+    mine = ROWS.chunk(WORLD)[accelerator.process_index]
+    weight = model.weight if factor is None else factor * model.weight
+    penalty = (mine.mean() * weight * weight).sum()
+    accelerator.backward(model(mine).pow(2).mean() + penalty)
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def test_a_number_of_each_rank_scales_what_was_computed_from_a_parameter() -> None:
+    with pytest.raises(RankFailedError, match=r"Write `1 \* parameter`"):
+        spawn(scaled_by_the_last_loss, WORLD, None)
+    reference = built()
+    (reference(ROWS).pow(2).mean() + (ROWS.mean() * reference.weight * reference.weight).sum()).backward()
+    for found in spawn(scaled_by_the_last_loss, WORLD, 1):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = built(), nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def tempered() -> dict[str, Tensor]:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model: Any = accelerator.prepare(Tempered())
+    mine = ROWS.chunk(WORLD)[accelerator.process_index]
+    temperature = model.temperature
+    accelerator.backward((model(mine).pow(2).mean() * temperature).sum() + temperature.pow(2).sum())
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def test_a_parameter_of_one_element_scales_a_loss() -> None:
+    reference = Tempered()
+    ((reference(ROWS).pow(2).mean() * reference.temperature).sum() + reference.temperature.pow(2).sum()).backward()
+    for found in spawn(tempered, WORLD):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)

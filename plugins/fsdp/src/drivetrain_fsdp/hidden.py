@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain.api import Topology, UnsupportedError
 from drivetrain_fsdp import private_names
 from drivetrain_fsdp.hooks import refuse_hooks
-from drivetrain_fsdp.tensors import as_sharded, keep_placements_of_gradients
+from drivetrain_fsdp.tensors import ComputedTensor, ShardedTensor, as_sharded, keep_placements_of_gradients
 from drivetrain_sharding import SameOrder, keep_memory
 
 
@@ -103,7 +103,9 @@ def give_sharded_tensors(modules: Iterable[FSDPModule]) -> None:
     for module in modules:
         for parameter in cast("nn.Module", module).parameters():
             if isinstance(parameter, DTensor):
-                keep_placements_of_gradients(as_sharded(parameter))
+                # One number may be multiplied by a loss, which is plain.
+                kind = ComputedTensor if parameter.numel() == 1 else ShardedTensor
+                keep_placements_of_gradients(as_sharded(parameter, kind))
 
 
 def _sharded(make: Callable[[Tensor], DTensor], local: Tensor) -> DTensor:

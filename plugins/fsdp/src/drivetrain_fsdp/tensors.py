@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import UnsupportedError, UsageError
@@ -34,6 +34,7 @@ _KEEP_ARGUMENTS: frozenset[Any] = frozenset(
 
 View = Callable[[Tensor], Tensor]
 
+_LIKE = {_aten.clone.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.empty_like.default}
 _NOT_SENT = frozenset({torch.int16})
 """Types that tensors can be converted to and that neither gloo nor NCCL carries."""
 
@@ -84,24 +85,17 @@ class ShardedTensor(DTensor):
             return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags:
             return _draw_whole(func, args, kwargs) if changes is None else _change_whole(func, args, kwargs, changes)
+        if changes is None:
+            if torch.is_grad_enabled():
+                _refuse_numbers_of_ranks(func, (args, kwargs))
+            if not _by_elements(func) and _some_rank_has_none((args, kwargs)):
+                # Reductions such as max raise there alone, and the ranks would go different ways.
+                return _compute_whole(func, args, kwargs)
         try:
             with _plain(args) if _SAME_CLASS and _is_view(func) else nullcontext():
                 result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError) as problem:
-            if changes is not None:
-                return _change_whole(func, args, kwargs, changes)
-            if func._schema.is_mutable:  # noqa: SLF001
-                return _change_wholes(func, args, kwargs, problem)
-            mixed = _mixes((args, kwargs))
-            # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
-            if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
-                return _compute_whole(func, args, kwargs)
-            raise UsageError(
-                f"{func} was given a sharded parameter or gradient beside a plain tensor. Outside of the model's "
-                "forward the parameters of the module that was prepared are this rank's shards",
-                cure="Call the prepared model itself; list methods that compute with its parameters in "
-                "`fsdp: {forward_methods: [...]}`; use p.full_tensor() (on every rank) in computations beside it.",
-            ) from problem
+            return _without_rule(func, args, kwargs, changes, problem)
         if changes is not None:
             return result
         return _all_as_sharded(result, func, args, kwargs)
@@ -163,7 +157,7 @@ class ShardedTensor(DTensor):
         return format(self.item(), spec) if not self.dim() else super().__format__(spec)  # type: ignore[no-untyped-call]
 
 
-class _Computed(ShardedTensor):
+class ComputedTensor(ShardedTensor):
     """Result of sharded tensors, which becomes plain where a plain tensor comes in, such as the loss of a batch.
 
     Plain tensors may differ from rank to rank and take plain gradients; DTensor takes a number for one that is equal
@@ -179,9 +173,9 @@ class _Computed(ShardedTensor):
             given = (args, kwargs or {})
             if not torch.is_grad_enabled() or func in _KEEP_ARGUMENTS or not _joins_plain(given):
                 return func(*given[0], **given[1])
-            whole_args, whole_kwargs = pytree.tree_map_only(_Computed, _with_mean_gradient, given)
+            whole_args, whole_kwargs = pytree.tree_map_only(ComputedTensor, _with_mean_gradient, given)
             result = func(*whole_args, **whole_kwargs)
-            if whole_args and result is whole_args[0] and isinstance(args[0], _Computed):
+            if whole_args and result is whole_args[0] and isinstance(args[0], ComputedTensor):
                 # `loss += ...` takes the result; other names of the tensor that is written to do not.
                 args[0].__class__ = _Replaced  # type: ignore[assignment]
             return result
@@ -205,7 +199,7 @@ def _joins_plain(arguments: Any) -> bool:
     return any(one.requires_grad for one in tensors) and not all(isinstance(one, DTensor) for one in tensors)
 
 
-def _with_mean_gradient(tensor: _Computed) -> Tensor:
+def _with_mean_gradient(tensor: ComputedTensor) -> Tensor:
     """Gather the full tensor for a loss of this rank, of which the mean is trained on. Collective, its backward too."""
     if not tensor.requires_grad:
         return _whole(tensor)
@@ -229,7 +223,7 @@ class _MeanGradient(torch.autograd.Function):
         return mean
 
 
-class _Part(_Computed):
+class _Part(ComputedTensor):
     """A view that is a copy, since the part is on several ranks; writes to it are applied to the whole."""
 
     viewed: ShardedTensor
@@ -334,6 +328,26 @@ def plain_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             grad.__class__ = ShardedTensor
 
 
+def _without_rule(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor | None, problem: Exception
+) -> Any:
+    """Run an operation on full tensors that DTensor refused. Collective over all ranks."""
+    if changes is not None:
+        return _change_whole(func, args, kwargs, changes)
+    if func._schema.is_mutable:  # noqa: SLF001
+        return _change_wholes(func, args, kwargs, problem)
+    mixed = _mixes((args, kwargs))
+    # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
+    if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
+        return _compute_whole(func, args, kwargs)
+    raise UsageError(
+        f"{func} was given a sharded parameter or gradient beside a plain tensor. Outside of the model's "
+        "forward the parameters of the module that was prepared are this rank's shards",
+        cure="Call the prepared model itself; list methods that compute with its parameters in "
+        "`fsdp: {forward_methods: [...]}`; use p.full_tensor() (on every rank) in computations beside it.",
+    ) from problem
+
+
 def _all_as_sharded(results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """See :func:`_as_sharded`; operations such as ``unbind`` have several results."""
     if isinstance(results, (list, tuple)):
@@ -353,7 +367,7 @@ def _as_sharded(
     """
     if not isinstance(result, DTensor):
         return result
-    as_sharded(result, _Computed)
+    as_sharded(result, ComputedTensor)
     base = args[0] if args else None
     if not _is_view(func) or not isinstance(base, ShardedTensor):
         return result
@@ -393,6 +407,49 @@ def _changes(func: Any, args: tuple[Any, ...]) -> ShardedTensor | None:
 def _changes_plain(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation writes something that it is given of sharded tensors to a plain one."""
     return bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor) and _writes_first(func)
+
+
+def _refuse_numbers_of_ranks(func: Any, arguments: Any) -> None:
+    """Raise where a parameter meets a number that differs between ranks: each part would be of another.
+
+    Collective where a parameter meets a plain tensor of one element.
+    """
+    tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
+    numbers = [one for one in tensors if not isinstance(one, DTensor) and one.numel() == 1]
+    if not numbers or not any(isinstance(one, ShardedTensor) and one.requires_grad for one in tensors):
+        return
+    mine = torch.cat([one.detach().reshape(1).double() for one in numbers]).nan_to_num()
+    like = next(one for one in tensors if isinstance(one, ShardedTensor))
+    least, greatest = mine.to(_device(like), copy=True), mine.to(_device(like), copy=True)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX)
+    if not torch.equal(least, greatest):
+        raise UsageError(
+            f"{func} joins a sharded parameter with a number that differs between the ranks, as the loss of a batch "
+            "does, and each rank would compute its part with its own",
+            cure="Write `1 * parameter` for the parameter there: what is computed from one is gathered where plain "
+            "tensors come in.",
+        )
+
+
+def _by_elements(func: Any) -> bool:
+    """Whether an operation takes an empty part as it takes any other: it is element-wise, or gives a view."""
+    return torch.Tag.pointwise in func.tags or _is_view(func) or func in _LIKE
+
+
+def _some_rank_has_none(arguments: Any) -> bool:
+    """Whether a sharded tensor has fewer rows than there are parts, all ranks alike, and no plain one is with it."""
+    tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
+    return all(isinstance(one, DTensor) for one in tensors) and any(map(_leaves_ranks_out, tensors))
+
+
+def _leaves_ranks_out(tensor: Any) -> bool:
+    for parts, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            rows = tensor.shape[placement.dim]
+            if rows < parts or -(-rows // -(-rows // parts)) < parts:
+                return True
+    return False
 
 
 def _writes_first(func: Any) -> bool:
@@ -531,6 +588,7 @@ def _refuse_writing(tensor: DTensor, who: str) -> NoReturn:
 
 
 __all__ = [
+    "ComputedTensor",
     "ShardedTensor",
     "as_sharded",
     "explain_missing_gradients",
