@@ -147,7 +147,7 @@ class World:
         paths = [] if chosen else [each for each in folders if each not in LEFT_OUT]
         command = [self.python, "-m", "pytest", "-q", "-o", "console_output_style=classic", "-p", "suite_progress"]
         command += ["-p", "suite_second_run", "--numprocesses", str(cores), "--dist", "loadfile"]
-        command += ["-o", f"cache_dir={self.folder}/pytest_cache", f"--junitxml={self.junit}", "-m", "not slow"]
+        command += ["-o", f"cache_dir={ROOT}/.pytest_cache/{self.name}", f"--junitxml={self.junit}", "-m", "not slow"]
         command += ["--last-failed", "--last-failed-no-failures", "none"] if failed else []
         # Before 8.4 pytest imports what `-p` names before it reads `pythonpath` of pyproject.toml.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests/plugins")}
