@@ -8,8 +8,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Written by pytest and by torch's own first use of an engine, never by us; the value says who.
@@ -170,8 +171,7 @@ def _set_default_device(device: Any) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
     if device.type == "cpu":
         # As before it was ever set: torch 2.9.0 cannot be asked for it where it is None.
-        with suppress(AttributeError):
-            del torch._GLOBAL_DEVICE_CONTEXT.device_context  # noqa: SLF001
+        vars(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", SimpleNamespace())).pop("device_context", None)
 
 
 def _ignore(_: Any) -> None:

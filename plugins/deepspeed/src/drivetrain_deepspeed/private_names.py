@@ -107,9 +107,11 @@ def saved_tensor_hooks() -> Callable[[], object]:
     Raises:
         BackendBlockedError: torch lacks what tells them. Releases that need it are older than the tested one.
     """
-    owner: Any = torch._C._autograd  # noqa: SLF001 (torch has no public way)
-    names = ("_top_saved_tensors_default_hooks",)
-    BackendBlockedError.check_names(owner, names, library="torch", tested=TESTED_TORCH, user="drivetrain-deepspeed")
+    found: Any = torch._C  # noqa: SLF001 (torch has no public way)
+    who: dict[str, Any] = {"library": "torch", "tested": TESTED_TORCH, "user": "drivetrain-deepspeed"}
+    BackendBlockedError.check_names(found, ("_autograd",), **who)
+    owner = found._autograd  # noqa: SLF001
+    BackendBlockedError.check_names(owner, ("_top_saved_tensors_default_hooks",), **who)
     return partial(owner._top_saved_tensors_default_hooks, False)  # noqa: SLF001
 
 
