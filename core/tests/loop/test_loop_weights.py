@@ -419,8 +419,12 @@ def test_rows_of_terms():
     one, other = rows_of_terms(F.cross_entropy(_layer(torch.randn(ROWS, 6)), _labels) + _layer(kept).pow(2).mean())
     assert (ROWS in one.first, 8 in one.first) == (True, False)
     assert (ROWS in other.first, 8 in other.first) == (False, True)
+    (of_leaf,) = rows_of_terms(_layer(torch.randn(ROWS, 6, requires_grad=True)).pow(2).mean())
+    assert of_leaf.computes
     penalties = rows_of_terms(sum(each.pow(2).sum() for each in _layer.parameters()))
     assert not any(each.computes for each in penalties)
+    orthogonal = rows_of_terms((_layer.weight @ _layer.weight.T).pow(2).sum())
+    assert not any(each.computes for each in orthogonal)
     (loop,) = rows_of_terms(sum(F.mse_loss(_layer(row), torch.zeros(7)) for row in kept))
     assert 8 in loop.first
 
@@ -545,6 +549,13 @@ MEANS_OF_ROWS = {
     "parts": lambda net, x, y: by_rows(net(x), y)[:3].mean() / 2 + by_rows(net(x), y)[3:].mean() / 2,
     "a root of each row": lambda net, x, y: (net(x) - hot(y)).pow(2).sum(1).sqrt().mean(),
     "a norm of the weights": lambda net, x, y: F.cross_entropy(net(x), y) + net.weight.pow(2).sum().sqrt(),
+    "a product of the weights": lambda net, x, y: (
+        F.cross_entropy(net(x), y) + (net.weight @ net.weight.T - torch.eye(4)).pow(2).sum()
+    ),
+    "a bound on a norm": lambda net, x, y: F.cross_entropy(net(x), y) + (0.05 * net.weight.norm() - 0.01).relu(),
+    "an angle of weights": lambda net, x, y: (
+        F.cross_entropy(net(x), y) + F.cosine_similarity(net.weight[0], net.weight[1], dim=0)
+    ),
     "learned weights": lambda net, x, y: F.cross_entropy(net(x), y) * (-net.bias[0]).exp() + net.bias[0],
     "two heads": lambda net, x, y: F.cross_entropy(net(x), y) + 0.3 * F.mse_loss(net(x), hot(y)),
 }

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
 
@@ -74,6 +74,7 @@ _LAYERS = _bases(
     "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu"
 )
 """Nodes that compute with data; convolutions, recurrent and normalising layers are known by parts of their names."""
+_LOOKUPS = frozenset({"Embedding", "EmbeddingBag"})
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
 _CURE = (
@@ -302,8 +303,7 @@ def _rows_below(start: Any) -> RowsOfTerm:
         if node in seen or _is_parameter(node):
             continue
         seen.add(node)
-        base = _base(node.name())
-        computes = computes or base in _LAYERS or "Convolution" in base or "Rnn" in base or "Norm" in base[1:]
+        computes = computes or (_is_layer(node) and not _is_of_parameters(node))
         for output in getattr(node, "_input_metadata", ()):  # of the gradients that it takes
             shape = tuple(output.shape)
             first.update(shape[: 2 if len(shape) > 2 else 1])
@@ -345,13 +345,23 @@ def outputs_below(loss: Tensor, outputs: Container[Any]) -> tuple[set[Any], bool
 
 def _takes_data(node: Any) -> bool:
     """Whether it is a layer that is given data, which needs no gradient."""
-    base = _base(node.name())
-    if base in ("Embedding", "EmbeddingBag"):
+    if _base(node.name()) in _LOOKUPS:
         return True
-    is_layer = base in _LAYERS or "Convolution" in base or "Rnn" in base or "Norm" in base[1:]
     # An engine may compute a layer in a function of Python, as ZeRO does at stage 3.
-    is_layer = is_layer or isinstance(node, torch.autograd.function.BackwardCFunction)
+    is_layer = _is_layer(node) or isinstance(node, torch.autograd.function.BackwardCFunction)
     return is_layer and any(edge is None for edge, _ in node.next_functions)
+
+
+def _is_layer(node: Any) -> bool:
+    base = _base(node.name())
+    normalises = "Norm" in base[1:] and not base.startswith("Linalg")
+    return base in _LAYERS or "Convolution" in base or "Rnn" in base or normalises
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Whether a layer is given nothing but parameters, as the product of a matrix with itself in a penalty."""
+    lookup = _base(node.name()) in _LOOKUPS
+    return not lookup and all(isinstance(_leaf(edge), nn.Parameter) for edge, _ in node.next_functions)
 
 
 def targets_of_terms(loss: Tensor) -> Iterator[tuple[Any, Tensor | None]]:
@@ -750,15 +760,20 @@ def _from_model(node: Any, name: str, rows: int) -> bool | None:
 
 def _is_parameter(node: Any) -> bool:
     """Whether a matrix is a parameter, which may be cast and transposed."""
+    return _leaf(node) is not None
+
+
+def _leaf(node: Any) -> Any:
+    """The tensor whose gradient is accumulated that a matrix is, perhaps cast and transposed; else ``None``."""
     for _ in range(8):
         if node is None:
-            return False
+            return None
         if node.name().endswith("AccumulateGrad"):
-            return True
+            return node.variable
         if node.name() not in _VIEWS:
-            return False
+            return None
         node = node.next_functions[0][0]
-    return False
+    return None
 
 
 def _factor(node: Any) -> tuple[float | None, int | None]:
