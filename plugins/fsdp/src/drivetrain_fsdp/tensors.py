@@ -416,7 +416,7 @@ def _refuse_numbers_of_ranks(func: Any, arguments: Any) -> None:
     """
     tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
     numbers = [one for one in tensors if not isinstance(one, DTensor) and one.numel() == 1]
-    if not numbers or not any(isinstance(one, ShardedTensor) and one.requires_grad for one in tensors):
+    if not numbers or not any(one.requires_grad for one in tensors):
         return
     mine = torch.cat([one.detach().reshape(1).double() for one in numbers]).nan_to_num()
     like = next(one for one in tensors if isinstance(one, ShardedTensor))
