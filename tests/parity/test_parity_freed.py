@@ -107,6 +107,7 @@ def search(config: Mapping[str, Any]) -> list[str]:
 
 # torch deprecates TorchScript, whose modules are refused.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # from torch 2.14 on
 @pytest.mark.gate("ddp-2", "deepspeed-3", "pp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_outlives_a_trial(layout: str) -> None:
