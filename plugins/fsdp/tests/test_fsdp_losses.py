@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from drivetrain import Accelerator, load_config
 from drivetrain_testing import spawn
@@ -47,8 +48,15 @@ def chosen(model: Any, x: Tensor) -> Tensor:
     return torch.where(norm > 0, loss * norm.detach(), loss) + torch.maximum(norm, loss.detach() * 0)
 
 
+def of_pieces(model: Any, x: Tensor) -> Tensor:
+    """Penalties whose backward makes plain tensors: zeros for a piece that is not used, masks of a product."""
+    weight, bias = model.weight, model.bias
+    used = weight.chunk(2)[0].pow(2).sum() + torch.stack([bias, 2 * bias + 1]).prod(0).sum()
+    return model(x).pow(2).mean() + used + bias.cumprod(0).sum()
+
+
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    each.__name__: each for each in (rows_of_a_weight, other_layout, chosen)
+    each.__name__: each for each in (rows_of_a_weight, other_layout, chosen, of_pieces)
 }
 
 
@@ -124,6 +132,47 @@ def test_a_number_of_each_rank_scales_what_was_computed_from_a_parameter() -> No
     reference = built()
     (reference(ROWS).pow(2).mean() + (ROWS.mean() * reference.weight * reference.weight).sum()).backward()
     for found in spawn(scaled_by_the_last_loss, WORLD, 1):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
+
+
+def scaled_in_a_hook(alike: bool) -> dict[str, Tensor]:
+    """Gradients of a penalty that a hook scales row by row, by plain numbers."""
+    accelerator, model = accelerator_and_model(built())
+    scales = torch.arange(20.0).reshape(5, 4) + (0 if alike else accelerator.process_index)
+    weight = 1 * model.weight
+    weight.register_hook(lambda grad: grad * scales)
+    accelerator.backward(model(ROWS).pow(2).mean() + weight.pow(2).sum())
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def test_a_hook_scales_a_gradient_by_plain_numbers_that_are_alike_on_all_ranks() -> None:
+    with pytest.raises(RankFailedError, match="beside a plain tensor"):
+        spawn(scaled_in_a_hook, WORLD, False)
+    reference = built()
+    weight = 1 * reference.weight
+    weight.register_hook(lambda grad: grad * torch.arange(20.0).reshape(5, 4))
+    (reference(ROWS).pow(2).mean() + weight.pow(2).sum()).backward()
+    for found in spawn(scaled_in_a_hook, WORLD, True):
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
+
+
+def rows_beside_a_parameter(factor: float | None) -> dict[str, Tensor]:
+    """Gradients of a loss that multiplies a parameter with plain rows, outside of the forward."""
+    accelerator, model = accelerator_and_model(built())
+    mine = ROWS.chunk(WORLD)[accelerator.process_index]
+    weight = model.weight if factor is None else factor * model.weight
+    accelerator.backward(model(mine).pow(2).mean() + linear(mine, weight).pow(2).mean())
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def test_rows_meet_what_was_computed_from_a_parameter() -> None:
+    with pytest.raises(RankFailedError, match=r"In a loss beside it write `1 \* p`"):
+        spawn(rows_beside_a_parameter, WORLD, None)
+    reference = built()
+    (reference(ROWS).pow(2).mean() + (ROWS @ reference.weight.t()).pow(2).mean()).backward()
+    for found in spawn(rows_beside_a_parameter, WORLD, 1):
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
 

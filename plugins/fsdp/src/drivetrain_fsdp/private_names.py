@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from drivetrain.api import BackendBlockedError
 
 TESTED = "2.13.0"
@@ -29,6 +31,8 @@ _GATHERED = ("_unsharded_param",)
 """Attributes of a parameter that was gathered."""
 
 _UNIT = ("_get_fsdp_state",)
+_GRAPH_TASK = ("_current_graph_task_id",)
+_NO_GRAPH_TASK = -1
 _STATE = ("_fsdp_param_groups", "_fsdp_param_group")
 """Attributes of a unit's state: the first, or up to torch 2.12 the second."""
 
@@ -72,3 +76,13 @@ def check_gathered(one: object) -> None:
         BackendBlockedError: it does.
     """
     BackendBlockedError.check_names(one, _GATHERED, **_WHO)
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients now, in this thread, for which there is no public word.
+
+    Raises:
+        BackendBlockedError: the installed torch does not say.
+    """
+    BackendBlockedError.check_names(torch._C, _GRAPH_TASK, **_WHO)  # noqa: SLF001
+    return torch._C._current_graph_task_id() != _NO_GRAPH_TASK  # noqa: SLF001

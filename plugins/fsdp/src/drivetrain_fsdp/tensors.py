@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import UnsupportedError, UsageError
+from drivetrain_fsdp import private_names
 from drivetrain_fsdp.shards import box_of
 
 _aten = torch.ops.aten
@@ -338,13 +339,16 @@ def _without_rule(
         return _change_wholes(func, args, kwargs, problem)
     mixed = _mixes((args, kwargs))
     # Indices are plain. With gradients, those of ranks that look up other rows would not be summed.
-    if not mixed or (func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)):
+    looks_up = func in _LOOKS_UP and not (torch.is_grad_enabled() and args[0].requires_grad)
+    if not mixed or looks_up or (private_names.in_backward() and _alike_on_all_ranks((args, kwargs))):
+        # Plain tensors that a backward makes of sharded ones, such as zeros and masks, are alike on all ranks.
         return _compute_whole(func, args, kwargs)
     raise UsageError(
         f"{func} was given a sharded parameter or gradient beside a plain tensor. Outside of the model's "
         "forward the parameters of the module that was prepared are this rank's shards",
         cure="Call the prepared model itself; list methods that compute with its parameters in "
-        "`fsdp: {forward_methods: [...]}`; use p.full_tensor() (on every rank) in computations beside it.",
+        "`fsdp: {forward_methods: [...]}`. In a loss beside it write `1 * p` for a parameter: it is gathered where "
+        "plain tensors come in; without gradients, p.full_tensor(), on every rank.",
     ) from problem
 
 
@@ -418,18 +422,30 @@ def _refuse_numbers_of_ranks(func: Any, arguments: Any) -> None:
     numbers = [one for one in tensors if not isinstance(one, DTensor) and one.numel() == 1]
     if not numbers or not any(one.requires_grad for one in tensors):
         return
-    mine = torch.cat([one.detach().reshape(1).double() for one in numbers]).nan_to_num()
-    like = next(one for one in tensors if isinstance(one, ShardedTensor))
-    least, greatest = mine.to(_device(like), copy=True), mine.to(_device(like), copy=True)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(greatest, dist.ReduceOp.MAX)
-    if not torch.equal(least, greatest):
+    if not _alike_on_all_ranks(numbers, like=next(one for one in tensors if isinstance(one, ShardedTensor))):
         raise UsageError(
             f"{func} joins a sharded parameter with a number that differs between the ranks, as the loss of a batch "
             "does, and each rank would compute its part with its own",
             cure="Write `1 * parameter` for the parameter there: what is computed from one is gathered where plain "
             "tensors come in.",
         )
+
+
+def _alike_on_all_ranks(arguments: Any, like: DTensor | None = None) -> bool:
+    """Whether plain tensors have the same values on all ranks. Collective; they have the same shapes there.
+
+    Args:
+        arguments: they are among these.
+        like: a sharded tensor, by default the first of ``arguments``.
+    """
+    tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
+    device = _device(like if like is not None else next(one for one in tensors if isinstance(one, ShardedTensor)))
+    plain = [one.detach().reshape(-1).double() for one in tensors if not isinstance(one, DTensor)]
+    mine = torch.cat(plain).nan_to_num()
+    least, greatest = mine.to(device, copy=True), mine.to(device, copy=True)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX)
+    return torch.equal(least, greatest)
 
 
 def _by_elements(func: Any) -> bool:
