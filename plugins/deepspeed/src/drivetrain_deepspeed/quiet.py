@@ -156,8 +156,7 @@ def linear_of_stage_3() -> Iterator[None]:
     """
     if not _Linear.inside:
         _Linear.plain = functional.linear
-    theirs = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
-    functional.linear = theirs if _calls_hooks() else _where_kept(theirs, private_names.saved_tensor_hooks())
+    functional.linear = _linear()
     _Linear.inside += 1
     try:
         yield
@@ -168,6 +167,11 @@ def linear_of_stage_3() -> Iterator[None]:
 
 
 @cache
+def _linear() -> Callable[..., Tensor]:
+    theirs: Callable[..., Tensor] = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    return theirs if _calls_hooks() else _where_kept(theirs, private_names.saved_tensor_hooks())
+
+
 def _calls_hooks() -> bool:
     """Whether torch calls hooks of a parameter that an autograd function has saved under ``use_reentrant=False``.
 
