@@ -224,7 +224,10 @@ class TorchEngine:
 
     def backward(self, loss: Tensor, factor: float | Tensor) -> None:
         """Back-propagate ``loss * factor``; a factor of 1 adds no node to the graph."""
-        self.count_backward()
+        if self.scaler is None:  # the rest of `count_backward`, inlined since it runs in each step
+            self._num_backwards += 1
+        else:
+            self.count_backward()
         if isinstance(factor, Tensor) or factor != 1.0:
             loss = loss * factor
         if self.scaler is not None:

@@ -102,18 +102,19 @@ def use_launcher_log() -> None:
     _CallLog.file.write("".join(f"{site.text}\n" for site in _sites.values()).encode(errors="backslashreplace"))
 
 
-def log_call(call: str) -> str:
+def log_call(call: str, frames: int = 2) -> str:
     """Log a call of the script; the first line of a public method. Not collective.
 
     Costs about half a microsecond.
 
     Args:
         call: the method's name, as users know it.
+        frames: how far out the search for the script's line begins: at most as far as the script is.
 
     Returns:
         ``gather at eval.py:88``.
     """
-    frame = sys._getframe(2)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
+    frame = sys._getframe(frames)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
     # The table holds only lines of scripts, so that a known one is found without comparing file names.
     while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
         if frame.f_back is None or not frame.f_code.co_filename.startswith(_BETWEEN):

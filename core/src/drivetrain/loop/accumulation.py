@@ -86,7 +86,7 @@ class Window:
         sync_each_batch: bool = False,
     ) -> None:
         self.length, self.dp_size, self.dp_rank, self.models = length, dp_size, dp_rank, models
-        self._sync_each_batch = sync_each_batch
+        self.sync_each_batch = sync_each_batch
         self.position = 0
         """Micro-batches begun in this window."""
         self.closing = True
@@ -128,7 +128,7 @@ class Window:
     @property
     def reduces(self) -> bool:
         """Whether gradients of a backward are reduced over the ranks now, unless the script disables that."""
-        return self.closing or self._sync_each_batch or not self.open
+        return self.closing or self.sync_each_batch or not self.open
 
     @property
     def may_drop_gradients(self) -> bool:
@@ -335,7 +335,7 @@ class MicroBatch:
         window.begin(loop.loop_state(), loop.steps)
         self._outer, loop.window = loop.window, window
         self._was_open, window.open = window.open, True
-        reduces = window.reduces
+        reduces = window.closing or window.sync_each_batch  # `window.reduces`, inlined since it runs at each batch
         for model in window.models:
             model.window = window
             if model.reduces is not reduces:
@@ -345,7 +345,7 @@ class MicroBatch:
         window = self._window
         # `closing` keeps its value for a step that follows the block; reduction is switched on again.
         window.open = self._was_open
-        reduces = window.reduces
+        reduces = window.reduces if window.open else True
         for model in window.models:
             if model.reduces is not reduces:
                 model.synchronise()
@@ -515,7 +515,7 @@ class TrainingLoop:
                 break
         window = self.window
         scale = self._scale(loss, primary, num_items, denominator, closes=closes)
-        if window.guesses:
+        if window.items is not None and window.guesses:
             self._refuse_hooks(models)
         window.backwards += 1
         window.backwards_here += 1
@@ -559,13 +559,18 @@ class TrainingLoop:
 
     def _record_backward(self, models: Sequence[PreparedModel], by: int, *, closes: bool) -> None:
         """Compare a backward that reduces gradients over the ranks: batch, mode, denominator, order of models."""
-        called = tuple(self.called)
-        if closes:
-            self.called.clear()
         monitor = Current.monitor
-        if monitor is None:
-            (check_collective if closes else log_call)("backward")
-        elif closes and not any(model.steps_alone for model in models):
+        if not closes:
+            log_call("backward", _SCRIPT)
+        elif monitor is None:
+            self.called.clear()
+            check_collective("backward")
+        elif any(model.steps_alone for model in models):
+            self.called.clear()
+            log_call("backward", _SCRIPT)
+        else:
+            called = tuple(self.called)
+            self.called.clear()
             if sum(map(_TRAINS_OTHERS, self.models)):
                 self._compare_trained()
             training = len(models) > 1 or models[0].source.training
@@ -573,8 +578,6 @@ class TrainingLoop:
             order = called if len(self.models) > 1 and monitor.era == self._era else ()
             self._era = monitor.era
             check_collective("backward", place=self.place(), values=(by, training, order))
-        else:
-            log_call("backward")
 
     def _compare_trained(self) -> None:
         """Compare over all ranks which parameters require gradients, before the engine sends those of this backward.
@@ -651,7 +654,9 @@ class TrainingLoop:
                 self._handed = _Handed(loss, window.weight, is_sum=True)
             return window.scale_given(denominator) * self.averaged
         rows, is_sum = window.rows, items is not None
-        weight = self._weight(loss, closes=closes, by_items=is_sum or self.count_items)
+        weight, kept = None, self.kept
+        if self._dp_size > 1 or (kept is not None and (kept.outputs or kept.held)):
+            weight = self._weight(loss, closes=closes, by_items=is_sum or self.count_items)
         if items is None and rows is not None:
             self.refuse_sum(loss, rows, model, window.weight)
         if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
@@ -1149,6 +1154,9 @@ _LOOSE = (
 
 
 _TRAINS_OTHERS = methodcaller("trains_others")
+
+_SCRIPT = 4
+"""Frames from :func:`log_call` out to the script, which calls ``Accelerator.backward``."""
 
 _NO_CLIPPING = 1e6
 """Threshold from which a call only measures the norm, as scripts do by 1e9 or infinity, perhaps on one rank only."""

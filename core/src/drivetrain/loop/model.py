@@ -132,7 +132,8 @@ class PreparedModel:
 
     def synchronise(self) -> None:
         """Switch the engine's gradient reduction on or off, if that has changed."""
-        reduces = self.window.reduces and not self.held
+        window = self.window  # `window.reduces`, inlined since it runs at each batch
+        reduces = (window.closing or window.sync_each_batch or not window.open) and not self.held
         if reduces is not self.reduces:
             self.reduces = reduces
             self.trainable.synchronise_gradients(reduces)
@@ -205,24 +206,26 @@ class PreparedModule(nn.Module):
         if prepared.former is not None and prepared.former.moved_later:
             prepared.former.look()
         # First, so that a compiled step is not compiled anew when the others change.
-        looks = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        compiles = torch.compiler.is_compiling()
+        with_gradients = torch.is_grad_enabled()
+        looks = not compiles and with_gradients
         hooks = prepared.backward_hooks if looks and self.training else None
         kept = prepared.kept if looks else None
         over = kept.rows_of((args, kwargs)) if kept is not None and kept.held else None
-        if torch.is_grad_enabled():
-            if prepared.called is not None and not prepared.active and not torch.compiler.is_compiling():
+        if with_gradients:
+            if prepared.called is not None and not prepared.active and not compiles:
                 prepared.called.append(prepared.index)
             prepared.active = True
             first = prepared.first_inputs
-            if first is not None and self.training and not torch.compiler.is_compiling() and first.done(args, kwargs):
+            if first is not None and self.training and not compiles and first.done(args, kwargs):
                 prepared.first_inputs = None
             if prepared.stay_frozen:
                 check_still_frozen(self, prepared.stay_frozen)
-        if prepared.meets_in_training and not torch.compiler.is_compiling():
+        if prepared.meets_in_training and not compiles:
             prepared.record_forward()
         if prepared.buffers is not None:
             prepared.buffers.before_forward()
-        numbers = None if torch.compiler.is_compiling() else prepared.numbers
+        numbers = None if compiles else prepared.numbers
         if numbers is not None:
             numbers.__enter__()
         prepared.inside.add(thread)
