@@ -124,6 +124,27 @@ def test_by_turns_each_case_runs_in_one_layout_of_each_backend(pytester):
     assert sorted(each.partition("[")[2] for each in turns) == ["data.one-2]", "data.three-2]", "data.two-4]"]
 
 
+def test_by_turns_every_third_slow_parameter_runs(pytester):
+    pytester.makepyfile(
+        test_one="""
+        import pytest
+        @pytest.mark.turns(3)
+        @pytest.mark.gate("1", "5")
+        @pytest.mark.parametrize("number", range(8))
+        def test_it(number): pass
+    """
+    )
+    plugins = ("-p", "suite_gate", "-p", "no:cacheprovider", "-W", "ignore")
+
+    def ran(*options):
+        found = pytester.runpytest_inprocess(*plugins, "-v", *options)
+        return [line.partition("[")[2][0] for line in found.outlines if " PASSED" in line]
+
+    assert ran() == list("01234567")
+    assert ran("--by-turns") == list("0145")
+    assert ran("-m", "not slow") == list("15")
+
+
 def test_by_turns_the_kit_does_not_miss_what_was_left_out(pytester):
     pytester.makepyfile(
         test_one="""

@@ -9,7 +9,7 @@ A pytest plugin for the suite of this repository; ``conftest.py`` beside the Mak
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -109,17 +109,26 @@ def take_turns(items: list[Any]) -> set[Any]:
     """Return what of these tests runs with ``--by-turns``.
 
     Conformance cases that are not in :data:`QUICK_CASES` show what the core does under every engine. Each runs in one
-    of the layouts of each backend: a stage of ZeRO, a number of ranks, pipelines or tensor parallelism.
+    of the layouts of each backend: a stage of ZeRO, a number of ranks, pipelines or tensor parallelism. Of the
+    parameters of a test with the marker `turns(n)` every n-th runs, and what `make test` runs of it.
     """
     cases: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    waiting: set[Any] = set()
+    places: Counter[str] = Counter()
     for item in items:
+        marker = item.get_closest_marker("turns")
+        if marker is not None and item.get_closest_marker("slow") is not None:
+            test = item.nodeid.partition("[")[0]
+            if places[test] % marker.args[0]:
+                waiting.add(item)
+            places[test] += 1
         requirements = getattr(getattr(item, "module", None), "Requirements", None)
         if requirements is not None and item.originalname == "test_conformance":
             name = item.callspec.params["conformance_case"]
             family, _, case = name.partition(".")
             if requirements.backend not in WHOLE and case not in QUICK_CASES.get(family, case).split():
                 cases[requirements.backend, name].append(item)
-    kept = set(items)
+    kept = set(items) - waiting
     for number, alike in enumerate(cases.values()):
         kept -= {item for place, item in enumerate(alike) if place != number % len(alike)}
     return kept

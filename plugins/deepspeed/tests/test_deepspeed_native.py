@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ from drivetrain import Accelerator, checkpoint, load_config
 from drivetrain.api import CheckpointError
 from drivetrain.api.programs import pip_line
 from drivetrain_convert import convert, convert_to
+from drivetrain_deepspeed import natives
 from drivetrain_testing import spawn
 
 # The conformance tests of the same backend hold a script of each kind.
@@ -256,6 +258,26 @@ def test_nothing_in_a_foreign_checkpoint_is_executed(tmp_path, monkeypatch):
         convert(folder, tmp_path / "ours")
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "ours").exists()
+
+
+class NamedStage:
+    """A stage as Python 3.11.2 pickles it, whichever runs the test."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (ZeroStageEnum, "weights")
+
+
+class NamedBomb:
+    def __reduce__(self) -> Any:
+        return getattr, (nn.Module, "forward")
+
+
+def test_a_stage_is_read_by_its_name_and_nothing_else_is(tmp_path):
+    torch.save({"zero_stage": NamedStage()}, tmp_path / "one.pt")
+    assert natives.load(tmp_path / "one.pt") == {"zero_stage": 3}
+    torch.save({"zero_stage": NamedBomb()}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="cannot be read as weights only"):
+        natives.load(tmp_path / "other.pt")
 
 
 def test_what_is_missing_or_foreign_is_named(reference, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,22 @@ class Stage(int):
     """A ZeRO stage, which DeepSpeed pickles as an enumeration."""
 
 
-STAND_INS = {
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+
+
+def _stage_of_name(enumeration: Any, name: str) -> Stage:
+    """A stage as Python 3.11.2, of Debian 12, pickles a member of an enumeration: by ``getattr``."""
+    if enumeration is not Stage:
+        raise ValueError(f"getattr of {enumeration}")
+    return Stage(_STAGES[name])
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Record,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Record,
     "deepspeed.utils.tensor_fragment.fragment_address": Record,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    "builtins.getattr": _stage_of_name,
 }
 """Replacements of pickled classes, so that reading a checkpoint imports and executes nothing of DeepSpeed."""
 

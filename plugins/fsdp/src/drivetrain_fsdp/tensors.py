@@ -269,6 +269,8 @@ def keep_placements_of_gradients(parameter: DTensor) -> None:
     DTensor may give another placement, such as that of ``torch.cat``, and FSDP adds its local part to this one's. The
     gradients that FSDP reduces do not pass here.
     """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return  # such as counts and codes, which have no gradients
     placements, trains = parameter.placements, parameter.requires_grad
     parameter.requires_grad_()  # as register_hook wants it
     # The method of the class: on a parameter it is the script's hooks'.
