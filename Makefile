@@ -68,7 +68,7 @@ test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pyte
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # What an engine's layouts show alike runs in one of them; `make reports`, `make parity` and planner_grid.py run all.
-test-all: $(STAMP)  ## the whole suite, most of an hour on two cores
+test-all: $(STAMP)  ## the whole suite, half an hour on two cores
 	$(PYTEST) --by-turns $(ARGS)
 
 test-repeat: $(STAMP)  ## run tests N=20 times while all cores are busy: ARGS="core/tests/launch -k hangups"

@@ -29,6 +29,7 @@ def places():
 
 @pytest.mark.parametrize("model", ["plain", "llama"])
 @pytest.mark.parametrize("place", list(places()), ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.mark.turns(2)
 def test_brought_model_trains_as_in_plain_torch(place, model, tmp_path):
     if model == "llama":
         pytest.importorskip("transformers", reason="the model is one of Transformers")

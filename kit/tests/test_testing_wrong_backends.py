@@ -28,6 +28,7 @@ def catches():
 
 
 @pytest.mark.parametrize(("mistake", "case"), list(catches()))
+@pytest.mark.turns(2)
 def test_mistake_is_caught(mistake: str, case: str, tmp_path: Path) -> None:
     class Requirements(BaseRequirements):
         backend = mistake

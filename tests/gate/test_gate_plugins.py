@@ -124,7 +124,7 @@ def test_by_turns_each_case_runs_in_one_layout_of_each_backend(pytester):
     assert sorted(each.partition("[")[2] for each in turns) == ["data.one-2]", "data.three-2]", "data.two-4]"]
 
 
-def test_by_turns_every_third_slow_parameter_runs(pytester):
+def test_by_turns_a_third_of_the_slow_parameters_runs(pytester):
     pytester.makepyfile(
         test_one="""
         import pytest
@@ -141,7 +141,9 @@ def test_by_turns_every_third_slow_parameter_runs(pytester):
         return [line.partition("[")[2][0] for line in found.outlines if " PASSED" in line]
 
     assert ran() == list("01234567")
-    assert ran("--by-turns") == list("0145")
+    turns = ran("--by-turns")
+    assert set("15") < set(turns)
+    assert len(turns) == 4
     assert ran("-m", "not slow") == list("15")
 
 

@@ -70,6 +70,7 @@ def job(overrides, folder, blocking):
         pytest.param("tp", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.turns(2)
 def test_buffers_are_those_of_the_main_process(tmp_path, engine, world_size, blocking):
     outcomes = spawn(job, world_size, ENGINES[engine], tmp_path, blocking)
     assert [not_exported for not_exported, _ in outcomes] == [[]] * world_size

@@ -248,6 +248,7 @@ def test_the_backends_of_this_repository_are_installed() -> None:
 @pytest.mark.slow  # Each backend to and from `single`, in one case each: `test_state_travels` of its conformance tests.
 @pytest.mark.parametrize("reader", PRESENT, ids=str)
 @pytest.mark.parametrize("writer", PRESENT, ids=str)
+@pytest.mark.turns(2)
 def test_a_run_goes_on_as_if_it_had_never_stopped(reference, written, resumed, writer, reader):
     before, facts, numbers = written[writer][1]
     assert before == pytest.approx(reference[:CUT], abs=TOLERANCE)

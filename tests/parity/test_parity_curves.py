@@ -137,6 +137,7 @@ def curve(task: str, backend: str) -> list[float]:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.gate("*-2-digits", "megatron-2-text")
+@pytest.mark.turns(2)
 def test_curve_is_the_single_process_one(task: str, place: tuple[str, int]) -> None:
     backend, world_size = place
     expected = plain_curve(task)

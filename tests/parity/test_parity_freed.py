@@ -110,6 +110,7 @@ def search(config: Mapping[str, Any]) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # from torch 2.14 on
 @pytest.mark.gate("ddp-2", "deepspeed-3", "pp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.turns(2)
 def test_nothing_outlives_a_trial(layout: str) -> None:
     place = LAYOUTS[layout]
     assert spawn(search, place.world_size, place.config, timeout=100) == [[]] * place.world_size
@@ -196,6 +197,7 @@ def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.gate("deepspeed-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.turns(2)
 def test_nothing_outlives_trials_that_end_in_other_ways(layout: str) -> None:
     place = LAYOUTS[layout]
     # A stage whose neighbour's backward fails waits for it, as it does without us.
@@ -298,6 +300,7 @@ def waiting(config: Mapping[str, Any]) -> list[str]:
 
 @pytest.mark.gate("fsdp-2", "tp-2")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.turns(2)
 def test_no_tensor_of_an_update_waits_for_the_collector(layout: str) -> None:
     place = LAYOUTS[layout]
     assert spawn(waiting, place.world_size, place.config, timeout=100) == [[]] * place.world_size

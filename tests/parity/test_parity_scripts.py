@@ -4,9 +4,9 @@ A cell that is a defect there is expected to be one: this fails as soon as it is
 
 They are the suite's only scripts of this kind: a plugin's own tests hold what its engine alone has. ``make parity``
 runs every script in every place, and some in further layouts, and renews the records. ``make test-all`` runs a part, by
-a rule: every script under ``ddp``, with 2, 3 and 4 ranks by turns, and under one of the four engines that cut models,
-which take turns as well, and ZeRO's stages among themselves; see :func:`places_of`. ``make test`` runs a smaller part,
-see :data:`SOME`.
+a rule: every script under one of the four engines that cut models, which take turns, as do ZeRO's stages among
+themselves; a third of them under ``ddp`` too, with 2, 3 and 4 ranks by turns; see :func:`places_of`. ``make test`` runs
+a smaller part, see :data:`SOME`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def places_of(name):
     if SCRIPTS[name].whole_batch:
         return {"single", "tp-2", "pp-2"}
     engines = ("fsdp-2", f"deepspeed-{1 + number // 4 % 3}", "tp-2", "pp-2")
-    places = {f"ddp-{2 + number % 3}", engines[number % 4]}
+    places = {engines[number % 4]}
+    places |= {f"ddp-{2 + number // 3 % 3}"} if number % 3 == 0 else set()
     return places | {"single"} if number % 4 == 0 else places
 
 
@@ -45,13 +46,13 @@ def chosen(place):
 
 
 def layouts_of(name):
-    """The further layouts in which ``make test-all`` runs this script: two of ZeRO's, and another engine's."""
+    """The further layouts in which ``make test-all`` runs this script: one of ZeRO's, and another engine's."""
     if SCRIPTS[name].whole_batch:
         return {"tp-2-sequence", "pp-3", "pp-2-zbv"}
     number = list(worlds.load_parts()).index(name)
     zero = [place for place in worlds.LAYOUTS if place.startswith("deepspeed")]
     others = [place for place in worlds.LAYOUTS if place not in zero]
-    return {zero[number % len(zero)], zero[(number + 3) % len(zero)], others[number % len(others)]}
+    return {zero[number % len(zero)], others[number % len(others)]}
 
 
 def chosen_of_layout(place):
@@ -116,10 +117,10 @@ def test_scripts_end_as_recorded_in_other_layouts(where, expected):
 
 
 def chosen_of_advised(place):
-    """A third of the scripts that are advised to run there; all with PARITY=all."""
+    """A sixth of the scripts that are advised to run there; all with PARITY=all."""
     matrix = worlds.ADVISED
     names = [name for name, script in SCRIPTS.items() if worlds.runs(script, matrix.places[place], matrix)]
-    return names if os.environ.get("PARITY") == "all" else names[list(matrix.places).index(place) % 3 :: 3]
+    return names if os.environ.get("PARITY") == "all" else names[list(matrix.places).index(place) % 6 :: 6]
 
 
 @pytest.mark.slow
@@ -144,12 +145,12 @@ def test_every_part_runs_in_several_layouts():
     """The rule of the further layouts, counted as well."""
     parts = worlds.load_parts()
     for place in worlds.LAYOUTS:
-        assert sum(place in layouts_of(name) for name in parts) > 0.2 * len(parts), place
+        assert sum(place in layouts_of(name) for name in parts) > 0.1 * len(parts), place
     for name, script in parts.items():
-        assert len(layouts_of(name)) == 3, name
+        assert len(layouts_of(name)) == (3 if script.whole_batch else 2), name
         assert all(worlds.runs(script, worlds.LAYOUTS[place]) for place in layouts_of(name)), name
         zero = sum(place.startswith("deepspeed") for place in layouts_of(name))
-        assert zero == (0 if script.whole_batch else 2), name
+        assert zero == (0 if script.whole_batch else 1), name
 
 
 def agrees(found, before, *, stages=False):

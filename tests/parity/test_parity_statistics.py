@@ -420,6 +420,7 @@ def averaged(at: Place, folder: Path, part: str, use_buffers: bool = False) -> d
     ],
     ids=str,
 )
+@pytest.mark.turns(2)
 def test_an_average_is_torchs_and_goes_on_under_another_backend(first, second, tmp_path):
     begun = first.run(averaged, tmp_path / "saved", "first")[0]
     assert apart(begun, averaged_alone(SAVED_AT)) < AVERAGES

@@ -9,13 +9,18 @@ A pytest plugin for the suite of this repository; ``conftest.py`` beside the Mak
 from __future__ import annotations
 
 import gc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator
 from fnmatch import fnmatchcase
+from math import ceil
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import hypothesis
 import pytest
+
+KIT = Path(__file__).resolve().parents[2] / "kit"
 
 WHOLE = {"ddp"}
 """Backends whose conformance cases all run in `make test`: what the core does for every backend is shown there."""
@@ -59,20 +64,23 @@ QUICK_CASES = {
 decides, every capability, and one for each promise of README."""
 
 
-QUICK_EXAMPLES = 25
-"""Examples that hypothesis draws for a test in `make test`; `make test-all` draws its hundred."""
+QUICK_EXAMPLES, EXAMPLES = 25, 50
+"""Examples that hypothesis draws for a test in `make test` and in `make test-all`; elsewhere it draws a hundred."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Register ``--by-turns``."""
-    parser.addoption("--by-turns", action="store_true", help="run what several layouts show alike in one of them")
+    parser.addoption("--by-turns", action="store_true", help="run a part, always the same, of what shows one thing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis draw fewer examples where slow tests are left out, which is how `make test` is known."""
+    """Let hypothesis draw fewer examples in `make test`, which is known by the slow tests that it leaves out."""
+    hypothesis.settings.register_profile("gate", max_examples=QUICK_EXAMPLES)
+    hypothesis.settings.register_profile("by turns", max_examples=EXAMPLES)
     if config.option.markexpr == "not slow":
-        hypothesis.settings.register_profile("gate", max_examples=QUICK_EXAMPLES)
         hypothesis.settings.load_profile("gate")
+    elif config.option.by_turns:
+        hypothesis.settings.load_profile("by turns")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -109,26 +117,27 @@ def take_turns(items: list[Any]) -> set[Any]:
     """Return what of these tests runs with ``--by-turns``.
 
     Conformance cases that are not in :data:`QUICK_CASES` show what the core does under every engine. Each runs in one
-    of the layouts of each backend: a stage of ZeRO, a number of ranks, pipelines or tensor parallelism. Of the
-    parameters of a test with the marker `turns(n)` every n-th runs, and what `make test` runs of it.
+    of the layouts of each backend: a stage of ZeRO, a number of ranks, pipelines or tensor parallelism; and in one of
+    the kit's own backends. Of the slow parameters of a test with the marker `turns(n)` a share of 1/n runs, the same
+    each time. It is drawn by their names: every n-th of a product would leave out whole rows.
     """
     cases: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    waiting: set[Any] = set()
-    places: Counter[str] = Counter()
+    shared: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("turns")
         if marker is not None and item.get_closest_marker("slow") is not None:
-            test = item.nodeid.partition("[")[0]
-            if places[test] % marker.args[0]:
-                waiting.add(item)
-            places[test] += 1
+            shared[item.nodeid.partition("[")[0], marker.args[0]].append(item)
         requirements = getattr(getattr(item, "module", None), "Requirements", None)
         if requirements is not None and item.originalname == "test_conformance":
             name = item.callspec.params["conformance_case"]
             family, _, case = name.partition(".")
             if requirements.backend not in WHOLE and case not in QUICK_CASES.get(family, case).split():
-                cases[requirements.backend, name].append(item)
-    kept = set(items) - waiting
+                backend = "of the kit" if item.path.is_relative_to(KIT) else requirements.backend
+                cases[backend, name].append(item)
+    kept = set(items)
+    for (_, share), alike in shared.items():
+        alike.sort(key=lambda item: crc32(item.nodeid.encode()))
+        kept -= {*alike[ceil(len(alike) / share) :]}
     for number, alike in enumerate(cases.values()):
         kept -= {item for place, item in enumerate(alike) if place != number % len(alike)}
     return kept

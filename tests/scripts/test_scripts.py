@@ -456,6 +456,7 @@ def test_classification_under_megatron(run, tmp_path, parts):
         ("diffusion", ("--train_batch_size", 16), ("--train_batch_size", 8), ("losses", "adapter", "ema"), "zero1"),
     ],
 )
+@pytest.mark.turns(2)
 def test_scripts_under_megatron(run, name, whole, half, keys, parts):
     state = ["--weights_of_state"] if name == "token_normalisation" else []
     alone = run(name, 1, *whole, *state, backend="single", folder="alone")[0]

@@ -28,6 +28,7 @@ def written(jobs, tmp_path_factory):
 @pytest.mark.gate(
     "replicated-1-to-sharded-4", "sharded-4-to-replicated-2", "hybrid-4-to-sharded-2", "sharded-2-to-sharded-4"
 )
+@pytest.mark.turns(2)
 def test_what_was_saved_comes_back_under_any_layout_and_world_size(jobs, written, writer, reader):
     path, (at_save, losses) = written(*writer)
     for rank in spawn(jobs.load_job, reader[1], path, reader[0]):

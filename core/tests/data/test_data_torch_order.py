@@ -184,6 +184,7 @@ def plainly(loader: Any, generator: torch.Generator | None, leave: int | None) -
 @pytest.mark.parametrize("leave", [None, 1], ids=["whole", "left"])
 @pytest.mark.parametrize("generator", [None, seeded, drawn_from], ids=["global", "seeded", "drawn"])
 @pytest.mark.parametrize("name", [*KINDS, *DROPPING])
+@pytest.mark.turns(3)
 def test_one_process_draws_call_by_call_what_the_plain_loop_draws(
     context: Any, name: str, generator: Any, leave: int | None, workers: int
 ) -> None:

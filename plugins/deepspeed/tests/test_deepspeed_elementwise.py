@@ -126,6 +126,7 @@ NOT: list[Callable[[Any], Optimizer]] = [
 
 
 @pytest.mark.parametrize("make", ELEMENTWISE)
+@pytest.mark.turns(2)
 def test_element_wise(make: Callable[[Any], Optimizer]) -> None:
     trained = model()
     before = [each.detach().clone() for each in trained.parameters()]
@@ -139,6 +140,7 @@ def test_element_wise(make: Callable[[Any], Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("make", NOT)
+@pytest.mark.turns(2)
 def test_not_element_wise(make: Callable[[Any], Optimizer]) -> None:
     optimizer = make(model().parameters())
     for stage in (1, 2, 3):

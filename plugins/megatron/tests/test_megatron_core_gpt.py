@@ -203,6 +203,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         pytest.param("zero1-pp", ["learned-tied", "gated-biases"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.turns(2)
 def test_a_gpt_model_trains_as_in_one_process(layout: str, models: list[str], alone) -> None:
     for rank in spawn(several, LAYOUTS.get(layout, (2,))[0], layout, models, timeout=110):
         for which, found in rank.items():

@@ -168,6 +168,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         pytest.param("zero1-tp", ["llama-tied", "qwen2", "gpt2"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.turns(2)
 def test_a_model_trains_as_in_one_process(layout: str, models: list[str], alone) -> None:
     for rank in spawn(several, LAYOUTS[layout][0], layout, models, timeout=110):
         for which, found in rank.items():

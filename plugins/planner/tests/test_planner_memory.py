@@ -17,7 +17,8 @@ _MEGATRON = [each for each in combinations() if each.title.startswith(("tp", "pp
 _EACH = list({(each.title, each.precision): each for each in _MEGATRON}.values())
 _OFFLOADED = [each for each in combinations() if "offload" in each.title]
 PART = [*[each for each in combinations() if each not in _MEGATRON + _OFFLOADED][3::4], *_EACH, *_OFFLOADED]
-"""``planner_grid.py --all`` runs every combination; the record that the documents show is of those."""
+"""``make test-all`` runs a third of them by turns, ``planner_grid.py --all`` every combination; the record that the
+documents show is of those."""
 
 
 def test_the_part_has_every_model_and_layout():
@@ -109,6 +110,7 @@ def test_what_stays_on_the_device_under_offload(monkeypatch, model, precision, w
         pytest.param("zero 3, offload of parameters too", "resnet", "no", 1, 1, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.turns(2)
 def test_what_stays_on_the_device_under_offload_of_zero(monkeypatch, title, model, precision, windows, ranks):
     """Ranks on the CPU, of whose storages those are left out that the engine makes in host memory."""
     one = Combination(model, title, ranks, precision=precision, windows=windows)
@@ -139,6 +141,7 @@ def test_an_optimizer_without_state():
 # T5's blocks return views, which nothing here changes in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("one", PART, ids=lambda one: one.name.replace("; ", "-"))
+@pytest.mark.turns(3)
 def test_models_and_layouts(one):
     estimate = one.estimate()
     assert not estimate.refused, estimate.refused

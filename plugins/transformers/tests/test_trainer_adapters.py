@@ -27,6 +27,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.turns(2)
 def test_lora(name: str, stock: Any, tmp_path: Path) -> None:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
@@ -55,6 +56,7 @@ def stock_with_head(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
+@pytest.mark.turns(2)
 def test_modules_to_save(name: str, stock_with_head: Any, tmp_path: Path) -> None:
     """What PEFT trains whole beside the adapter is in its file, whatever engine shards it, and is resumed from it."""
     if name.startswith("zero") and find_spec("deepspeed") is None:

@@ -119,6 +119,7 @@ def example_with(folder: Path, batch: int) -> list[str]:
     ],
 )
 @pytest.mark.slow
+@pytest.mark.turns(2)
 def test_the_example_resumes_under_every_file(
     config: str, batch: int, example: tuple[Path, float], tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def assert_same(found: list[Any], expected: dict[str, list[float]]) -> None:
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.turns(2)
 def test_losses(kind: str, name: str, stock: Any, ours: Any) -> None:
     assert_same([rank[kind, False] for rank in ours(name)], stock[kind, False])
 
@@ -78,6 +79,7 @@ def test_losses(kind: str, name: str, stock: Any, ours: Any) -> None:
 @pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("kind", ADAPTED)
+@pytest.mark.turns(2)
 def test_losses_of_an_adapter(kind: str, name: str, stock: Any, ours: Any) -> None:
     assert_same([rank[kind, True] for rank in ours(name)], stock[kind, True])
 
@@ -87,6 +89,7 @@ IN_ONE_PIECE = {"megatron.num_micro_batches": 1}
 
 
 @pytest.mark.parametrize(("kind", "adapter"), RUNS)
+@pytest.mark.turns(2)
 def test_losses_on_a_pipeline(kind: str, adapter: bool, stock: Any, base: str) -> None:
     config, processes, dp = BACKENDS["pp"]
     if kind in ("dpo", "reward"):
