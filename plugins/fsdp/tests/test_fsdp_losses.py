@@ -55,8 +55,16 @@ def of_pieces(model: Any, x: Tensor) -> Tensor:
     return model(x).pow(2).mean() + used + bias.cumprod(0).sum()
 
 
+def of_norms(model: Any, x: Tensor) -> Tensor:
+    """A group lasso and sums of norms, of which each rank finds a part; the greatest number of a vector."""
+    weight, bias = model.weight, model.bias
+    norms = torch.stack([weight.norm(), bias.norm(), bias.norm(0)]).sum() + bias.norm(float("inf"))
+    total: Tensor = model(x).pow(2).mean() + weight.norm(dim=0).sum() + norms + bias.sum([], keepdim=True).sum()
+    return total
+
+
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    each.__name__: each for each in (rows_of_a_weight, other_layout, chosen, of_pieces)
+    each.__name__: each for each in (rows_of_a_weight, other_layout, chosen, of_pieces, of_norms)
 }
 
 
@@ -102,6 +110,53 @@ def test_reductions_where_a_rank_holds_no_row() -> None:
     right = numbers_of_few_rows(nn.Linear(4, 2))
     for found in spawn(of_few_rows, WORLD):
         assert found == pytest.approx(right, rel=1e-6)
+
+
+def several_changed_at_once(layer: nn.Linear) -> Tensor:
+    """What operations on a list of parameters leave."""
+    parameters = list(layer.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, [2.0] * 2)
+        torch._foreach_add_(parameters, parameters, alpha=0.5)
+        norms = torch._foreach_norm(parameters)
+        torch._foreach_div_(parameters, torch.stack(norms).sum())
+        return torch.cat([each.reshape(-1) for each in parameters])
+
+
+def changed_of_few_rows() -> Tensor:
+    torch.manual_seed(3)
+    _, model = accelerator_and_model(nn.Linear(4, 2))
+    return several_changed_at_once(model).full_tensor()
+
+
+def test_operations_on_a_list_where_a_rank_holds_no_row() -> None:
+    torch.manual_seed(3)
+    right = several_changed_at_once(nn.Linear(4, 2))
+    for found in spawn(changed_of_few_rows, WORLD):
+        torch.testing.assert_close(found, right)
+
+
+def stepped(foreach: bool) -> Tensor:
+    torch.manual_seed(3)
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    layer: Any = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=foreach))
+    accelerator.backward(model(ROWS).pow(2).mean())
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return torch.cat([each.full_tensor().reshape(-1) for each in model.parameters()])
+
+
+def test_an_optimizer_of_lists_steps_where_a_rank_holds_no_row() -> None:
+    torch.manual_seed(3)
+    layer = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=True)
+    layer(ROWS).pow(2).mean().backward()
+    nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+    optimizer.step()
+    right = torch.cat([each.detach().reshape(-1) for each in layer.parameters()])
+    for found in spawn(stepped, WORLD, True):
+        torch.testing.assert_close(found.detach(), right, rtol=2e-5, atol=1e-6)
 
 
 def changed_in_place() -> None:

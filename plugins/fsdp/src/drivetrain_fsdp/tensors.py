@@ -39,6 +39,14 @@ _LIKE = {_aten.clone.default, _aten.zeros_like.default, _aten.ones_like.default,
 _NOT_SENT = frozenset({torch.int16})
 """Types that tensors can be converted to and that neither gloo nor NCCL carries."""
 
+_DIMS = {
+    **dict.fromkeys((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.amin.default), 1),
+    **dict.fromkeys((_aten.any.dims, _aten.all.dims, _aten.var.correction, _aten.std.correction), 1),
+    **dict.fromkeys((_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim), 2),
+}
+"""Reductions for which an empty list of dims is all of them, and the place of that argument. DTensor takes it for none,
+and torch gives one in the backward of a norm."""
+
 _SAME_CLASS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Up to torch 2.10 DTensor insists that an alias is of its operand's class, and gives it its own."""
 
@@ -75,6 +83,7 @@ class ShardedTensor(DTensor):
             whole = torch.empty(out.shape, dtype=out.dtype, device=_device(out))
             _write(out, func(*args, **{**kwargs, "out": whole}))
             return out
+        args = _with_all_dims(func, args)
         changes = _changes(func, args)
         if changes is not None:
             _refuse_other_memory(func, changes)
@@ -89,7 +98,8 @@ class ShardedTensor(DTensor):
         if changes is None:
             if torch.is_grad_enabled():
                 _refuse_numbers_of_ranks(func, (args, kwargs))
-            if not _by_elements(func) and _some_rank_has_none((args, kwargs)):
+            changes_list = func._schema.is_mutable  # noqa: SLF001 (torch has no other word)
+            if not (changes_list or _by_elements(func)) and _some_rank_has_none((args, kwargs)):
                 # Reductions such as max raise there alone, and the ranks would go different ways.
                 return _compute_whole(func, args, kwargs)
         try:
@@ -275,7 +285,7 @@ def keep_placements_of_gradients(parameter: DTensor) -> None:
     parameter.requires_grad_()  # as register_hook wants it
     # The method of the class: on a parameter it is the script's hooks'.
     hook: Any = Tensor.register_hook
-    hook(parameter, lambda grad: grad.redistribute(placements=placements))
+    hook(parameter, lambda grad: None if grad is None else grad.redistribute(placements=placements))
     parameter.requires_grad_(trains)
 
 
@@ -373,6 +383,10 @@ def _as_sharded(
     """
     if not isinstance(result, DTensor):
         return result
+    if any(isinstance(placement, Partial) for placement in result.placements):
+        # Each rank's part of a norm, a maximum or a sum, of which later operations would take sums of their own: torch
+        # adds up parts of norms.
+        result = _everywhere(_whole(result), result)
     as_sharded(result, ComputedTensor)
     base = args[0] if args else None
     if not _is_view(func) or not isinstance(base, ShardedTensor):
@@ -383,6 +397,14 @@ def _as_sharded(
         result.viewed = base
         result.as_viewed = lambda whole: _one(func(whole, *args[1:], **kwargs), place)
     return result
+
+
+def _with_all_dims(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Name all dims where an empty list stands for them, see :data:`_DIMS`."""
+    place = _DIMS.get(func)
+    if place is None or len(args) <= place or args[place] != []:
+        return args
+    return (*args[:place], list(range(args[0].dim())), *args[place + 1 :])
 
 
 def _is_view(func: Any) -> bool:
@@ -500,11 +522,6 @@ def _whole(tensor: DTensor) -> Tensor:
 
 def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:
     """Change the full tensor as one process would, and keep this rank's shard. Collective over all ranks."""
-    if any(isinstance(placement, Partial) for placement in changes.placements):
-        raise UsageError(
-            f"{func} writes to a number that is not summed over the ranks yet",
-            cure="Write `x = x.full_tensor()` before it, on every rank.",
-        )
     whole = _whole(changes).clone()
     _run_on_whole(func, args, kwargs, whole)
     _write(changes, whole)
@@ -548,13 +565,14 @@ def _compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Compute an operation without a DTensor rule from full tensors, on every rank. Collective over all ranks."""
     like = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ShardedTensor))
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
-    everywhere = [Replicate()] * like.device_mesh.ndim
-
-    def give(whole: Tensor) -> DTensor:
-        return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
-
     found = func(*whole_args, **whole_kwargs)
-    return _all_as_sharded(pytree.tree_map_only(Tensor, give, found), func, args, kwargs)
+    found = pytree.tree_map_only(Tensor, lambda whole: _everywhere(whole, like), found)
+    return _all_as_sharded(found, func, args, kwargs)
+
+
+def _everywhere(whole: Tensor, like: DTensor) -> DTensor:
+    """A full tensor, which every rank has, on the mesh of another."""
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
