@@ -67,7 +67,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o console_output_style=cl
 test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# What an engine's layouts show alike runs in one of them; `make reports`, `make parity` and planner_grid.py run all.
+# What an engine's layouts show alike runs in one of them, and of large grids a part (the marker `turns`). Of what is named
+# to pytest itself all runs: .venv/bin/python -m pytest plugins/fsdp. `make reports` runs all conformance cases.
 test-all: $(STAMP)  ## the whole suite, half an hour on two cores
 	$(PYTEST) --by-turns $(ARGS)
 

@@ -103,21 +103,42 @@ def test_a_connection_that_breaks_is_forgiven_only_while_a_group_is_formed():
     assert transient(f"RuntimeError: {broken}") is None
 
 
-def test_by_turns_each_case_runs_in_one_layout_of_each_backend(pytester):
-    source = """
-        import pytest
-        class Requirements:
-            backend = {backend!r}
-            world_sizes = (2, 4)
-        @pytest.mark.parametrize("world_size", [2, 4])
-        @pytest.mark.parametrize("conformance_case", ["gradients.dense", "data.one", "data.two", "data.three"])
-        def test_conformance(conformance_case, world_size): pass
-    """
-    for name, backend in (("one", "cut"), ("other", "cut"), ("whole", "ddp")):
-        pytester.makepyfile(**{f"test_{name}": source.format(backend=backend)})
-    plugins = ("-p", "suite_gate", "-p", "no:cacheprovider", "-W", "ignore")
-    found = pytester.runpytest_inprocess(*plugins, "--by-turns", "-v")
-    ran = [line.split()[0] for line in found.outlines if " PASSED" in line]
+LAYOUT = """
+    import pytest
+    class Requirements:
+        backend = {backend!r}
+        world_sizes = (2, 4)
+    @pytest.mark.parametrize("world_size", [2, 4])
+    @pytest.mark.parametrize("conformance_case", {cases!r})
+    def test_conformance(conformance_case, world_size): pass
+"""
+
+
+@pytest.fixture
+def ran_of_layouts(pytester):
+    """Run two layouts of one backend, and one of another, with these cases and options; what ran."""
+
+    def run(cases, *options):
+        for name, backend in (("one", "cut"), ("other", "cut"), ("whole", "ddp")):
+            pytester.makepyfile(**{f"test_{name}": LAYOUT.format(backend=backend, cases=cases)})
+        plugins = ("-p", "suite_gate", "-p", "no:cacheprovider", "-W", "ignore")
+        found = pytester.runpytest_inprocess(*plugins, *options, "-v")
+        return [line.split()[0] for line in found.outlines if " PASSED" in line]
+
+    return run
+
+
+def test_the_gate_runs_each_quick_case_in_one_layout_of_each_backend(ran_of_layouts):
+    ran = ran_of_layouts(["gradients.dense", "mesh.cp", "data.one"], "-m", "not slow")
+    assert sorted(each for each in ran if "test_whole" not in each) == [
+        "test_one.py::test_conformance[gradients.dense-2]",
+        "test_other.py::test_conformance[mesh.cp-2]",
+    ]
+    assert sum("test_whole" in each for each in ran) == 3
+
+
+def test_by_turns_each_case_runs_in_one_layout_of_each_backend(ran_of_layouts):
+    ran = ran_of_layouts(["gradients.dense", "data.one", "data.two", "data.three"], "--by-turns")
     assert sum("test_whole" in each for each in ran) == 8
     assert sum("gradients.dense" in each and "test_whole" not in each for each in ran) == 4
     turns = [each for each in ran if "test_whole" not in each and "gradients" not in each]

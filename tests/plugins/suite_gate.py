@@ -1,7 +1,8 @@
 """Chooses what ``make test`` and ``make test-all`` run. Keeps the collector away from what all tests share.
 
 ``make test`` leaves out what is marked as slow, here or in its file. ``make test-all`` gives ``--by-turns``: what an
-engine's layouts show alike runs in one of them. Without either, and in ``make reports``, all that was asked for runs.
+engine's layouts show alike runs in one of them, and of large grids a part. pytest without either option runs all that
+it is asked for, as ``make reports`` does with the conformance cases.
 
 A pytest plugin for the suite of this repository; ``conftest.py`` beside the Makefile names it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from math import ceil
 from pathlib import Path
@@ -61,7 +62,8 @@ QUICK_CASES = {
     ),
 }
 """By family the conformance cases that `make test` runs for the other backends: those that an engine's own code
-decides, every capability, and one for each promise of README."""
+decides, every capability, and one for each promise of README. Where a backend has several layouts with a module each,
+pipelines and tensor parallelism, each case runs in one of them; `make test-all` runs these cases in all."""
 
 
 QUICK_EXAMPLES, EXAMPLES = 25, 50
@@ -98,12 +100,18 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark as slow what `make test` leaves out: by the marker `gate`, and in conformance modules."""
     _keep_named(items, whole=not any("::" in argument for argument in config.args))
+    layouts: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
     for item in items:
         requirements = getattr(getattr(item, "module", None), "Requirements", None)
         parameters = getattr(getattr(item, "callspec", None), "params", None)
-        conformance = requirements is not None and parameters is not None
-        if conformance and _left_out(item.originalname, parameters, requirements):
+        if requirements is None or parameters is None:
+            continue
+        if _left_out(item.originalname, parameters, requirements):
             item.add_marker(pytest.mark.slow)
+        elif item.originalname == "test_conformance" and not item.path.is_relative_to(KIT):
+            layouts[requirements.backend, parameters["conformance_case"], parameters["world_size"]].append(item)
+    for item in _beyond_turns(layouts.values()):
+        item.add_marker(pytest.mark.slow)
     if config.option.by_turns:
         kept = take_turns(items)
         left_out = [item for item in items if item not in kept]
@@ -138,9 +146,13 @@ def take_turns(items: list[Any]) -> set[Any]:
     for (_, share), alike in shared.items():
         alike.sort(key=lambda item: crc32(item.nodeid.encode()))
         kept -= {*alike[ceil(len(alike) / share) :]}
-    for number, alike in enumerate(cases.values()):
-        kept -= {item for place, item in enumerate(alike) if place != number % len(alike)}
-    return kept
+    return kept.difference(_beyond_turns(cases.values()))
+
+
+def _beyond_turns(groups: Iterable[Sequence[Any]]) -> Iterator[Any]:
+    """Return all tests of each group but one: the first of the first group, the second of the next, and so on."""
+    for number, alike in enumerate(groups):
+        yield from (item for place, item in enumerate(alike) if place != number % len(alike))
 
 
 def _keep_named(items: list[Any], *, whole: bool) -> None:

@@ -240,3 +240,15 @@ def test_a_call_is_logged_with_the_line_outside_of_us():
     assert site.startswith("call at test_distributed_watchdog.py:")
     with nullcontext():
         assert calls_me() != site  # another line
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_backward_is_logged_with_its_line_in_and_at_the_end_of_a_window(steps, monkeypatch):
+    monkeypatch.setattr(watchdog, "_sites", sites := {})
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).mean())
+    line = test_a_backward_is_logged_with_its_line_in_and_at_the_end_of_a_window.__code__.co_firstlineno + 6
+    found = [site.text for site in sites.values() if site.text.startswith("backward")]
+    assert found == [f"backward at test_distributed_watchdog.py:{line}"]

@@ -113,7 +113,7 @@ def test_reductions_where_a_rank_holds_no_row() -> None:
 
 
 def several_changed_at_once(layer: nn.Linear) -> Tensor:
-    """What operations on a list of parameters leave."""
+    """Return what operations on a list of parameters leave."""
     parameters = list(layer.parameters())
     with torch.no_grad():
         torch._foreach_mul_(parameters, [2.0] * 2)

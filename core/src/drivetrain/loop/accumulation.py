@@ -345,7 +345,7 @@ class MicroBatch:
         window = self._window
         # `closing` keeps its value for a step that follows the block; reduction is switched on again.
         window.open = self._was_open
-        reduces = window.reduces if window.open else True
+        reduces = window.reduces
         for model in window.models:
             if model.reduces is not reduces:
                 model.synchronise()

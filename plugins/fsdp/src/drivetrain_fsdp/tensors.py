@@ -98,8 +98,8 @@ class ShardedTensor(DTensor):
         if changes is None:
             if torch.is_grad_enabled():
                 _refuse_numbers_of_ranks(func, (args, kwargs))
-            changes_list = func._schema.is_mutable  # noqa: SLF001 (torch has no other word)
-            if not (changes_list or _by_elements(func)) and _some_rank_has_none((args, kwargs)):
+            writes = func._schema.is_mutable  # noqa: SLF001 (torch has no other word)
+            if not (writes or _by_elements(func)) and _some_rank_has_none((args, kwargs)):
                 # Reductions such as max raise there alone, and the ranks would go different ways.
                 return _compute_whole(func, args, kwargs)
         try:

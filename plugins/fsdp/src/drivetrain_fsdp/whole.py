@@ -6,9 +6,12 @@ One small collective averages their gradients after a backward that synchronises
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from drivetrain.api import Topology, collectives
@@ -24,16 +27,23 @@ class WholeParameters:
 
     def __init__(self, parameters: Sequence[nn.Parameter], topology: Topology) -> None:
         self.parameters, self._topology = list(parameters), topology
-        self._reduced: dict[int, Tensor] = {}
-        """Gradients that are reduced already, by their parameter's identity."""
+        self._reached: set[int] = set()
+        """Parameters, by identity, whose ``.grad`` a backward has added to since it was reduced. A gradient that the
+        script has assigned is its own, as on one process."""
         self._aside: dict[int, Tensor] = {}
-        """Reduced gradients of an earlier backward, while new ones gather in ``.grad``."""
+        """Reduced gradients of an earlier backward, by their parameter's identity, while new ones gather in ``.grad``.
+        """
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        """Nodes that accumulate their gradients; torch keeps none of them, and their hooks, otherwise."""
+        for parameter, node in zip(self.parameters, self._nodes, strict=True):
+            # Not a hook of the parameter, which would count as one of the script's. It holds nothing of this object.
+            node.register_hook(partial(_note, self._reached, id(parameter)))
 
     def before_backward(self) -> None:
         """Set reduced gradients aside before a backward adds this rank's own."""
         for parameter in self.parameters:
             grad = parameter.grad
-            if grad is not None and self._reduced.get(id(parameter)) is grad:
+            if grad is not None and id(parameter) not in self._reached:
                 self._aside[id(parameter)] = grad
                 parameter.grad = None
 
@@ -57,16 +67,11 @@ class WholeParameters:
                 fresh = grad.view(parameter.shape).to(parameter.dtype)
                 total = fresh if total is None else total.add_(fresh)
             parameter.grad = total
-            self._reduced.pop(id(parameter), None)
-            if total is not None:
-                self._reduced[id(parameter)] = total
+        self._reached.clear()
 
     def unreduced(self) -> bool:
         """Whether some gradient is not reduced."""
-        return any(
-            parameter.grad is not None and self._reduced.get(id(parameter)) is not parameter.grad
-            for parameter in self.parameters
-        )
+        return any(parameter.grad is not None and id(parameter) in self._reached for parameter in self.parameters)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Drop the gradients of this optimizer's parameters that were set aside."""
@@ -74,4 +79,8 @@ class WholeParameters:
             for parameter in group["params"]:
                 self._aside.pop(id(parameter), None)
                 if parameter.grad is None:
-                    self._reduced.pop(id(parameter), None)
+                    self._reached.discard(id(parameter))
+
+
+def _note(reached: set[int], number: int, *_: Any) -> None:
+    reached.add(number)
