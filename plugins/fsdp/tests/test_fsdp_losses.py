@@ -191,10 +191,14 @@ def test_a_number_of_each_rank_scales_what_was_computed_from_a_parameter() -> No
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
 
 
-def scaled_in_a_hook(alike: bool) -> dict[str, Tensor]:
-    """Gradients of a penalty that a hook scales row by row, by plain numbers."""
+def scaled_in_a_hook(differ: str | None) -> dict[str, Tensor]:
+    """Gradients of a penalty that a hook scales row by row, by plain numbers of which values or shapes may differ."""
     accelerator, model = accelerator_and_model(built())
-    scales = torch.arange(20.0).reshape(5, 4) + (0 if alike else accelerator.process_index)
+    scales = torch.arange(20.0).reshape(5, 4)
+    if differ == "values":
+        scales = scales + accelerator.process_index
+    elif differ == "shapes" and accelerator.process_index:
+        scales = scales[:1]
     weight = 1 * model.weight
     weight.register_hook(lambda grad: grad * scales)
     accelerator.backward(model(ROWS).pow(2).mean() + weight.pow(2).sum())
@@ -202,13 +206,14 @@ def scaled_in_a_hook(alike: bool) -> dict[str, Tensor]:
 
 
 def test_a_hook_scales_a_gradient_by_plain_numbers_that_are_alike_on_all_ranks() -> None:
-    with pytest.raises(RankFailedError, match="beside a plain tensor"):
-        spawn(scaled_in_a_hook, WORLD, False)
+    for differ in ("values", "shapes"):
+        with pytest.raises(RankFailedError, match="beside a plain tensor"):
+            spawn(scaled_in_a_hook, WORLD, differ)
     reference = built()
     weight = 1 * reference.weight
     weight.register_hook(lambda grad: grad * torch.arange(20.0).reshape(5, 4))
     (reference(ROWS).pow(2).mean() + weight.pow(2).sum()).backward()
-    for found in spawn(scaled_in_a_hook, WORLD, True):
+    for found in spawn(scaled_in_a_hook, WORLD, None):
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
 

@@ -456,7 +456,7 @@ def _refuse_numbers_of_ranks(func: Any, arguments: Any) -> None:
 
 
 def _alike_on_all_ranks(arguments: Any, like: DTensor | None = None) -> bool:
-    """Whether plain tensors have the same values on all ranks. Collective; they have the same shapes there.
+    """Whether plain tensors have as many elements on all ranks, and the same values. Collective.
 
     Args:
         arguments: they are among these.
@@ -466,6 +466,10 @@ def _alike_on_all_ranks(arguments: Any, like: DTensor | None = None) -> bool:
     device = _device(like if like is not None else next(one for one in tensors if isinstance(one, ShardedTensor)))
     plain = [one.detach().reshape(-1).double() for one in tensors if not isinstance(one, DTensor)]
     mine = torch.cat(plain).nan_to_num()
+    lengths = torch.tensor([mine.numel(), -mine.numel()], device=device)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX)
+    if int(lengths.sum()):
+        return False
     least, greatest = mine.to(device, copy=True), mine.to(device, copy=True)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(greatest, dist.ReduceOp.MAX)
