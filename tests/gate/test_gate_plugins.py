@@ -128,8 +128,11 @@ def ran_of_layouts(pytester):
     return run
 
 
-def test_the_gate_runs_each_quick_case_in_one_layout_of_each_backend(ran_of_layouts):
-    ran = ran_of_layouts(["gradients.dense", "mesh.cp", "data.one"], "-m", "not slow")
+def test_the_gate_runs_each_quick_case_in_one_layout_of_each_backend(ran_of_layouts, pytester):
+    cases = ["gradients.dense", "mesh.cp", "data.one"]
+    slow = f"{LAYOUT}    pytestmark = pytest.mark.slow\n"
+    pytester.makepyfile(test_another=slow.format(backend="cut", cases=cases))
+    ran = ran_of_layouts(cases, "-m", "not slow")
     assert sorted(each for each in ran if "test_whole" not in each) == [
         "test_one.py::test_conformance[gradients.dense-2]",
         "test_other.py::test_conformance[mesh.cp-2]",

@@ -100,18 +100,19 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark as slow what `make test` leaves out: by the marker `gate`, and in conformance modules."""
     _keep_named(items, whole=not any("::" in argument for argument in config.args))
-    layouts: dict[tuple[str, str, int], list[Any]] = defaultdict(list)
+    layouts: dict[tuple[str, str], dict[Path, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         requirements = getattr(getattr(item, "module", None), "Requirements", None)
         parameters = getattr(getattr(item, "callspec", None), "params", None)
-        if requirements is None or parameters is None:
+        if requirements is None or parameters is None or item.get_closest_marker("slow") is not None:
             continue
         if _left_out(item.originalname, parameters, requirements):
             item.add_marker(pytest.mark.slow)
         elif item.originalname == "test_conformance" and not item.path.is_relative_to(KIT):
-            layouts[requirements.backend, parameters["conformance_case"], parameters["world_size"]].append(item)
-    for item in _beyond_turns(layouts.values()):
-        item.add_marker(pytest.mark.slow)
+            layouts[requirements.backend, parameters["conformance_case"]][item.path].append(item)
+    for alike in _beyond_turns([list(modules.values()) for modules in layouts.values()]):
+        for item in alike:
+            item.add_marker(pytest.mark.slow)
     if config.option.by_turns:
         kept = take_turns(items)
         left_out = [item for item in items if item not in kept]
@@ -150,7 +151,7 @@ def take_turns(items: list[Any]) -> set[Any]:
 
 
 def _beyond_turns(groups: Iterable[Sequence[Any]]) -> Iterator[Any]:
-    """Return all tests of each group but one: the first of the first group, the second of the next, and so on."""
+    """Return all of each group but one: the first of the first group, the second of the next, and so on."""
     for number, alike in enumerate(groups):
         yield from (item for place, item in enumerate(alike) if place != number % len(alike))
 

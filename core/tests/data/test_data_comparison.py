@@ -232,6 +232,7 @@ def prepare_each(loaders, folder, **settings):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.gate("3")
 def test_parts_are_refused_in_prepare_before_anything_is_changed(world, tmp_path):
     for said in spawn(prepare_each, world, "APART", str(tmp_path)):
         assert said.keys() == APART.keys()
@@ -349,6 +350,7 @@ def read_and_go_on(loaders, name, folder):
 
 
 @pytest.mark.parametrize(("name", "how"), [*((name, read) for name in FIRST_PASS), ("own_order", read_and_go_on)])
+@pytest.mark.gate("own_order-*", "stream_in_workers-*", "stateful-*")
 def test_a_part_is_found_in_the_first_pass(name, how, tmp_path):
     with pytest.raises(RankFailedError) as caught:
         spawn(how, 2, "FIRST_PASS", name, str(tmp_path))
@@ -450,6 +452,7 @@ def train(folder, how):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["unprepared", "zeros first"])
+@pytest.mark.gate("unprepared-3", "zeros first-2")
 def test_a_loader_that_was_not_prepared_is_named_once(how, world, tmp_path):
     said, *others = spawn(train, world, str(tmp_path), how)
     assert len(said) == 1

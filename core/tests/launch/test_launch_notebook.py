@@ -113,6 +113,7 @@ def ends(rank):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.gate("it ends the process", "a worker of a loader")
 def test_the_functions_own_words_come_first(run, ending, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done = run(
@@ -139,6 +140,7 @@ except DrivetrainError as error:
 
 
 @pytest.mark.parametrize("call", ["end_training", "wait_for_everyone"])
+@pytest.mark.gate("end_training")
 def test_a_collective_call_in_finally_hides_nothing(run, call):
     done = run(f"CALL = {call!r}" + """
 import drivetrain.distributed.call_monitor as call_monitor

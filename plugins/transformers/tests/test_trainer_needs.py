@@ -58,6 +58,7 @@ def repeated(config: dict[str, Any], dp: int, rows: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "ddp of 3", "tp"])
+@pytest.mark.gate("single", "ddp of 3")
 def test_a_repeated_loss_is_cut_where_the_last_batch_is_short(name: str) -> None:
     """As the Trainer's evaluation and ``run_clm_no_trainer`` write it; 13 and 26 samples in batches of 4."""
     for rows in (13, 26):
@@ -70,6 +71,7 @@ def test_a_repeated_loss_is_cut_where_the_last_batch_is_short(name: str) -> None
 
 
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.gate("fsdp", "zero3", "pp")
 def test_a_parameter_group_that_is_empty(name: str) -> None:
     """The Trainer makes a group without decay, which is empty for an adapter; and so do scripts."""
     if name.startswith("zero"):
@@ -86,6 +88,7 @@ def test_a_parameter_group_that_is_empty(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*PLACES, "ddp of 3"])
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.gate("True-fsdp", "*-zero3", "False-pp", "False-ddp of 3")
 def test_a_model_is_evaluated_and_then_trained(name: str, late: bool) -> None:
     """Prepared with ``evaluation_mode=True``, then with its optimizer: its gradients are averaged."""
     if name == "zero3":
@@ -96,6 +99,7 @@ def test_a_model_is_evaluated_and_then_trained(name: str, late: bool) -> None:
 
 
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.gate("ddp", "zero3")
 def test_a_model_is_freed_and_prepared_again(name: str) -> None:
     """What cannot be made whole is refused in words."""
     if name in ("ddp", "tp"):
@@ -109,6 +113,7 @@ def test_a_model_is_freed_and_prepared_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+@pytest.mark.gate("fsdp")
 def test_loaders_that_each_evaluation_prepares_do_not_count(name: str, tmp_path: Path) -> None:
     for differences in on(name, jobs.loaders_of_each_epoch, str(tmp_path)):
         assert len(differences) == 6
@@ -120,6 +125,7 @@ def test_loaders_that_each_evaluation_prepares_do_not_count(name: str, tmp_path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", PLACES)
+@pytest.mark.gate("fsdp-True", "zero3-False", "tp-True", "pp-False")
 def test_a_prepared_model_loads_what_save_model_wrote(name: str, tied: bool, tmp_path: Path) -> None:
     for before, after in on(name, jobs.weights_loaded, str(tmp_path / "model"), tied=tied):
         assert before > 1e-3
@@ -130,6 +136,7 @@ def test_a_prepared_model_loads_what_save_model_wrote(name: str, tied: bool, tmp
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3", "tp"])
+@pytest.mark.gate("fsdp", "tp")
 def test_generate_of_an_encoder_and_decoder(name: str) -> None:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
