@@ -300,6 +300,7 @@ def test_a_run_is_resumed_in_the_plain_order_on_any_number_of_ranks(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 5], ids=["early", "late"])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.gate("*-early-0", "shuffled-late-2", "lazy-late-2", "own generators-late-2", "batches-late-2")
 def test_a_script_that_draws_between_batches_is_resumed(context: Any, name: str, stop: int, workers: int) -> None:
     """From the generator of the loader too, so that a sampler that draws late finds it in other states."""
 

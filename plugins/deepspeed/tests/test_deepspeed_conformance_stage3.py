@@ -24,6 +24,7 @@ class SecondPartition(Requirements):
     section: ClassVar = {"zero_stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
 
 
+@pytest.mark.gate("state.resumed_equals_uninterrupted")
 @pytest.mark.parametrize(
     "case", ["windows.ragged_windows", "clipping.clips_as_one_process_does", "state.resumed_equals_uninterrupted"]
 )

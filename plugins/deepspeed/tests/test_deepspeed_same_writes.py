@@ -93,6 +93,7 @@ def train(how: str, section: dict[str, Any] | None, unlike: bool = False) -> tup
     ("how", "steps"), [("forward", 0), ("data", 0), ("data in place", 0), ("frozen", 0), ("once", 8), ("one rank", 8)]
 )
 @pytest.mark.gate("*-0", "*-2")
+@pytest.mark.gate("forward-*-2", "data-*-0", "data in place-*-2", "frozen-*-0", "once-*-2", "one rank-*-0")
 def test_what_each_rank_writes_from_its_own_samples_is_refused(how: str, steps: int, stage: int) -> None:
     for done, said in spawn(train, RANKS, how, {"zero_stage": stage}):
         assert done == steps

@@ -31,5 +31,6 @@ class Replicas(Requirements):
         "state.resumed_equals_uninterrupted",
     ],
 )
+@pytest.mark.gate("clipping.*", "state.*")
 def test_replicas_of_shards(case: str, tmp_path: Path) -> None:
     run_case(case, Kit.of(Replicas, 4, tmp_path), 4)

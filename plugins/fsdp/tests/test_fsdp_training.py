@@ -166,6 +166,7 @@ def each_setting(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.gate("size", "keep", "offload", "checkpointing", "compile", "all")
 def test_settings(name: str, each_setting: list[Any], tmp_path: Any) -> None:
     found = [rank[name] for rank in each_setting] or spawn(train, 2, SETTINGS[name], str(tmp_path), 2)
     same(found, plain(2))

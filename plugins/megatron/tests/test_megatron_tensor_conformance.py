@@ -33,10 +33,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.gate("gradients.*", "state.*")
 def test_data_parallelism_around_it(case: str, tmp_path: Path) -> None:
     run_case(case, Kit.of(Requirements, 4, tmp_path), 4)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.gate("windows.*", "clipping.*")
 def test_sequence_parallelism(case: str, tmp_path: Path) -> None:
     run_case(case, Kit.of(Sequences, 2, tmp_path), 2)
