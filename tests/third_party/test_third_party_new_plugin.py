@@ -111,6 +111,7 @@ def test_its_types_are_clean(stranger, package):
 
 
 @pytest.mark.parametrize("config", ["pyproject.toml", ROOT / "pyproject.toml"], ids=["its own rules", "the house's"])
+@pytest.mark.gate("generated-its own rules", "written-the house's")
 def test_its_style_is_clean(package, config):
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
     for command in (["check"], ["format", "--check"]):

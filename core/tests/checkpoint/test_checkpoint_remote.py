@@ -95,6 +95,7 @@ def test_a_run_is_named_pruned_and_taken_up_in_the_memory_of_fsspec(blocking):
 
 
 @pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.gate("bucket-True", "s3-False")
 def test_a_run_of_several_processes_is_named_pruned_and_taken_up(scheme, blocking):
     for paths, seen, loaded, restored, _ in spawn(remote_jobs.named_job, 2, f"{scheme}://bucket/run", blocking):
         assert seen == [
@@ -110,6 +111,7 @@ def test_a_run_of_several_processes_is_named_pruned_and_taken_up(scheme, blockin
 @pytest.mark.parametrize(
     ("writer", "reader"), [(("sharded", 2), ("replicated", 3)), (("replicated", 2), ("sharded", 3))]
 )
+@pytest.mark.gate("bucket-writer0-*", "s3-writer1-*")
 def test_what_was_saved_comes_back_under_another_layout_and_world_size(scheme, writer, reader):
     url = f"{scheme}://bucket/ckpt"
     at_save, losses = spawn(remote_jobs.save_job, writer[1], url, writer[0])[0]

@@ -60,6 +60,7 @@ def test_no_two_ranks_draw_a_number(kwargs, world, ranks):
 
 
 @WAYS
+@pytest.mark.gate("here", "persistent")
 def test_a_run_repeats_and_another_seed_differs(kwargs, ranks):
     def run(seed):
         set_seed(seed)
@@ -72,6 +73,7 @@ def test_a_run_repeats_and_another_seed_differs(kwargs, ranks):
 
 
 @WAYS
+@pytest.mark.gate("here", "workers")
 def test_a_resumed_epoch_goes_on_in_its_numbers(kwargs, ranks):
     def made():
         return ranks(build(**kwargs), 2, use_seedable_sampler=True)
@@ -102,6 +104,7 @@ def test_the_scripts_generators_do_not_move(ranks):
 
 
 @WAYS
+@pytest.mark.gate("here", "persistent")
 def test_one_process_draws_what_torch_draws(kwargs, context):
     class Plain(Noisy):
         def __getitem__(self, index: int) -> list[float]:

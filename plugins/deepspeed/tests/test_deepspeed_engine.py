@@ -110,7 +110,7 @@ def ways(section: dict[str, Any], folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.gate("0", "3")
+@pytest.mark.gate("3")
 def test_transformers(stage: int, tmp_path: Path) -> None:
     expected, norms = plain_llama()
     for state, found in spawn(ways, 2, {"zero_stage": stage}, str(tmp_path), timeout=120)[0]:

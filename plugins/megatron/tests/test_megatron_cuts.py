@@ -212,6 +212,7 @@ def built_from_nothing(section: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.gate("2")
 def test_a_model_made_without_memory_is_the_eager_one_on_its_stages(degree: int) -> None:
     found = spawn(built_from_nothing, 2 * degree, {"tensor_parallel_size": degree, "num_micro_batches": 2})
     first, second = found[0], found[-1]
