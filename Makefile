@@ -10,6 +10,8 @@ XLA_VENV := .venv-xla
 XLA_PYTHON := $(XLA_VENV)/bin/python
 DECLARED := $(wildcard core/pyproject.toml kit/pyproject.toml plugins/*/pyproject.toml) requirements-build.txt requirements-dev.txt locks/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# uv brings certificates of its own, which lack that of a company's proxy; pip asks the system for them, and so shall uv.
+export UV_SYSTEM_CERTS := 1
 # Containers often set this, and then each process of thousands compiles what it imports, uv's packages too, which come
 # as sources. Empty is unset.
 export PYTHONDONTWRITEBYTECODE :=
@@ -32,7 +34,7 @@ $(BIN)/python:
 	"$(PYTHON)" -m venv $(VENV)
 
 # uv takes a third of pip's time. It reads none of pip's settings: pip finds a build of torch that the machine offers, and
-# takes over where an index or a certificate is set for pip alone.
+# takes over where an index is set for pip alone.
 $(STAMP): $(DECLARED) | $(BIN)/python
 	@echo "Installing into $(VENV): about a minute the first time."
 	$(BIN)/python -m pip install --quiet -r requirements-build.txt

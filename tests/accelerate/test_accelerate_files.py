@@ -266,6 +266,7 @@ SEE = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if
         ({"ZE_AFFINITY_MASK": "2,0", "ZE_ENABLE_PCI_ID_DEVICE_ORDER": "1"}, ["--num_processes", "2"]),
     ],
 )
+@pytest.mark.gate("variables0-*", "variables3-*")
 def test_commands_of_the_page_on_selection(tmp_path, variables, arguments):
     (tmp_path / "trainer-program.py").write_text(SEE)
     done = launch(tmp_path, *arguments, "trainer-program.py", **variables)

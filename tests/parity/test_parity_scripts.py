@@ -60,7 +60,7 @@ def chosen_of_layout(place):
     return names if os.environ.get("PARITY") == "all" else [name for name in names if place in layouts_of(name)]
 
 
-SOME = {"ddp-2": (0, 7), "fsdp-2": (1, 36), "deepspeed-3": (3, 36), "tp-2": (3, 36), "pp-2": (4, 36)}
+SOME = {"ddp-2": (0, 11), "fsdp-2": (1, 36), "deepspeed-3": (3, 36), "tp-2": (3, 36), "pp-2": (4, 36)}
 """Places of ``make test``, one for each engine: the first of its scripts, and which of those that follow. Under ZeRO
 stage 3 none that compiles, which takes a minute of a busy machine."""
 

@@ -165,6 +165,7 @@ accelerator.save_state(sys.argv[1], blocking=False)
 """
 
 
+@pytest.mark.gate("s3")
 def test_a_script_that_ends_with_a_save_ends_after_it(scheme):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LAST_LINE, f"{scheme}://bucket/last"]
@@ -176,6 +177,7 @@ def test_a_script_that_ends_with_a_save_ends_after_it(scheme):
 
 
 @pytest.mark.parametrize("part", [MANIFEST, "rng-00000", "tensors-00001"])
+@pytest.mark.gate("manifest.json", "tensors-*")
 def test_a_save_that_fails_leaves_nothing_and_the_checkpoint_before_stays(store, part):
     store.refuses = lambda method, name: method == "PUT" and part in name
     for text in spawn(remote_jobs.refused_job, 2, "bucket://bucket/ckpt"):

@@ -55,7 +55,8 @@ def by_slurm(script, environment, folder):
     return [started((script,), environment | task, folder) for task in tasks]
 
 
-@pytest.mark.parametrize("start", [by_torchrun, pytest.param(by_slurm, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", [by_torchrun, by_slurm])
+@pytest.mark.slow
 def test_ranks_that_come_apart_are_named_under_another_launcher(start, script, clean_environment, tmp_path):
     processes = start(script(APART), clean_environment(OMP_NUM_THREADS="1"), tmp_path)
     words = "".join(process.communicate(timeout=170)[1] for process in processes)

@@ -67,6 +67,7 @@ def run(installed, *command):
 
 
 @pytest.mark.parametrize(("name", "behind"), [("ancient", "drivetrain-ancient"), ("futuristic", "drivetrain")])
+@pytest.mark.gate("ancient-*")
 def test_a_script_that_asks_for_it_reads_both_numbers_and_what_to_upgrade(installed, name, behind):
     code = f"from drivetrain import Accelerator\nAccelerator(cpu=True, distributed_type={name!r})"
     done = run(installed, "-c", code)

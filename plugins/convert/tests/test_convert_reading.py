@@ -39,6 +39,7 @@ def made(kind, package, folder):
 
 
 @pytest.mark.parametrize("layout", ["safe", "pickled"])
+@pytest.mark.gate("safe")
 def test_a_folder_of_accelerate_goes_on(makers, tmp_path, layout):
     losses, numbers = made("accelerate", "accelerate", tmp_path / "theirs")
     # Safetensors do not keep the order of parameters, by which an optimizer numbers them.

@@ -211,7 +211,7 @@ def compare(found: Found, expected: Found, what: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "world"), [*((name, 3) for name in SECTIONS), ("stage2", 2), ("stage3", 2), ("stage3", 4)]
 )
-@pytest.mark.gate("stage0-3", "stage2-2", "stage3-3")
+@pytest.mark.gate("stage3-3")
 def test_paces_and_phases(variant: str, world: int, tmp_path: Path) -> None:
     expected = [scenario(One()) for scenario in SCENARIOS]
     kept = kept_gradients(One())

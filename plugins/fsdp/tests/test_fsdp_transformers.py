@@ -120,6 +120,7 @@ def found() -> list[dict[str, End]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.gate("untied", "tied-checkpointing")
 def test_a_llama_trains_and_speaks(name: str, found: list[dict[str, End]]) -> None:
     losses, logits, said, state = whole(CASES[name][0])
     assert losses[-1] < losses[0] - 0.1

@@ -178,7 +178,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", FOUR)
-@pytest.mark.gate("tp-pp", "fsdp-pp", "zero1-tp")
+@pytest.mark.gate("tp-pp", "zero1-tp")
 def test_a_combination_trains_as_one_process(layout, saved) -> None:
     trains_alike(layout, saved / layout)
 
@@ -202,6 +202,7 @@ def kept_after_the_cut(layout):
 
 
 @pytest.mark.parametrize("layout", ["pp", "tp-pp"])
+@pytest.mark.gate("tp-pp")
 def test_parameters_of_other_stages_are_freed_at_the_first_step(layout) -> None:
     """At once, and not where Python happens to look for cycles: a model may fill the memory."""
     for kept, mine in spawn(kept_after_the_cut, LAYOUTS[layout][0], layout):

@@ -36,6 +36,7 @@ def together(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", list(user_model_cases()))
+@pytest.mark.gate("brought.follows_plain_torch", "brought.resumes")
 def test_a_brought_model_passes_the_kit(case, together, tmp_path) -> None:
     if case not in together:
         run_case(case, kit_in(tmp_path), 2)

@@ -135,6 +135,7 @@ def held_in_training(section: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["tp-pp", "zbv", "split"],
 )
+@pytest.mark.gate("tp-pp")
 def test_what_is_shown_is_what_training_holds(world, section, tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"distributed_type": "megatron", "megatron": section}), encoding="utf-8")

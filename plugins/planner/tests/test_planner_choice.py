@@ -210,6 +210,7 @@ def test_offload_is_offered_where_nothing_fits_without(wide):
     assert "offload" not in run("memory", *wide, "--memory", "24GiB").output
 
 
+@pytest.mark.slow  # The memory of offload under ZeRO is held to a measured one in test_planner_memory.py.
 def test_zero_offloads_what_it_is_asked_for(wide, tmp_path):
     def found(stage, **keys):
         section = {"deepspeed": {"zero_stage": stage, "reduce_bucket_size": 2**21, **keys}}

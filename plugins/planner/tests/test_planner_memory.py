@@ -50,7 +50,7 @@ def test_one_process_by_torchs_own_allocator(model):
         ("pp 2, 1f1b, 4 micro-batches", 2),
     ],
 )
-@pytest.mark.gate("fsdp-3", "zero 2-2", "tp 2-2")
+@pytest.mark.gate("fsdp-3")
 def test_gpt2_under_each_backend(title, ranks):
     check("gpt2", title, ranks, tolerance=0.005, windows=2 if title.startswith(("tp", "pp")) else 1)
 

@@ -61,7 +61,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(SHARDED))
-@pytest.mark.gate("fsdp", "tp")
+@pytest.mark.gate("fsdp")
 def test_generation_that_ends_at_different_times_on_different_ranks(name: str, tmp_path: Path) -> None:
     if name == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
