@@ -71,7 +71,7 @@ test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pyte
 
 # What an engine's layouts show alike runs in one of them, and of large grids a part (the marker `turns`). Of what is named
 # to pytest itself all runs: .venv/bin/python -m pytest plugins/fsdp. `make reports` runs all conformance cases.
-test-all: $(STAMP)  ## the whole suite, half an hour on two cores
+test-all: $(STAMP)  ## the whole suite; on two cores most of an hour
 	$(PYTEST) --by-turns $(ARGS)
 
 test-repeat: $(STAMP)  ## run tests N=20 times while all cores are busy: ARGS="core/tests/launch -k hangups"

@@ -183,7 +183,7 @@ def trained_with_whole_statistics(at: Place) -> tuple[dict[str, Tensor], Tensor]
     ],
     ids=str,
 )
-@pytest.mark.gate("ddpx3", "deepspeedx2-zero_stage=3")
+@pytest.mark.gate("ddpx3", "fsdpx4", "deepspeedx2-zero_stage=3", "megatronx4-*")
 def test_batch_norms_take_statistics_of_the_global_batch(at):
     ranks = at.run(trained_with_whole_statistics)
     expected = trained_alone()

@@ -151,7 +151,7 @@ def take_turns(items: list[Any]) -> set[Any]:
 
 
 def _beyond_turns(groups: Iterable[Sequence[Any]]) -> Iterator[Any]:
-    """Return all of each group but one: the first of the first group, the second of the next, and so on."""
+    """Yield all of each group but one: the first of the first group, the second of the next, and so on."""
     for number, alike in enumerate(groups):
         yield from (item for place, item in enumerate(alike) if place != number % len(alike))
 

@@ -56,7 +56,7 @@ def by_slurm(script, environment, folder):
 
 
 @pytest.mark.parametrize("start", [by_torchrun, by_slurm])
-@pytest.mark.slow
+@pytest.mark.gate("by_torchrun")
 def test_ranks_that_come_apart_are_named_under_another_launcher(start, script, clean_environment, tmp_path):
     processes = start(script(APART), clean_environment(OMP_NUM_THREADS="1"), tmp_path)
     words = "".join(process.communicate(timeout=170)[1] for process in processes)

@@ -476,7 +476,7 @@ def together(commands: list[list[str]], environments: list[dict[str, str]], fold
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["trainer", "pytorch_job", "lws", "sagemaker", "flux"])
-@pytest.mark.slow
+@pytest.mark.gate("lws")
 def test_two_containers_train_together_without_a_launcher(kind, clean_environment, script, tmp_path):
     job, port = script(SCRIPT), free_port()
     environments = [clean_environment(**pods(kind, index, port)) for index in range(2)]

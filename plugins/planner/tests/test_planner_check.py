@@ -219,7 +219,6 @@ def test_a_run_that_is_too_short_says_so(folder):
     assert done.stderr.count("compares after 4 optimizer steps, and the run ended after 1 optimizer step\n") == 1
 
 
-@pytest.mark.slow
 def test_another_launcher_has_predicted_nothing(folder):
     (folder / "config.yaml").write_text(yaml.safe_dump({"use_cpu": True, "plan": {**PLAN, "check": True}}))
     environment = {**os.environ, "DRIVETRAIN_CONFIG_FILE": "config.yaml"}

@@ -151,7 +151,7 @@ def _adapter(folder: str, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.gate("fsdp-lora", "zero3-lora", "pp-lora")
+@pytest.mark.gate("ddp-lora", "fsdp-lora", "zero3-lora", "tp-lora", "pp-lora")
 @pytest.mark.turns(2)
 def test_losses_of_one_process_and_a_folder_that_peft_loads(name: str, kind: str, alone: Any, tmp_path: Path) -> None:
     config, ranks = BACKENDS[name]

@@ -80,7 +80,7 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-@pytest.mark.gate("fsdp, generate*-llama", "zero3-llama", "tp-llama")
+@pytest.mark.gate("ddp-llama", "fsdp, generate*-llama", "zero3-llama", "tp-llama")
 def test_generate_before_the_first_step(name: str, kind: str, alone: dict[str, Any]) -> None:
     if name.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")

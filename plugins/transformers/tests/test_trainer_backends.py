@@ -131,7 +131,7 @@ def test_best_model_is_loaded(of_backend: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
-@pytest.mark.gate("fsdp", "zero3", "pp")
+@pytest.mark.gate("ddp", "fsdp", "zero3", "tp", "pp")
 def test_resumes_what_another_backend_saved(name: str, folder: str, found: Any) -> None:
     expected = run("single", folder, found)[0]["shuffled"]
     config, processes, dp = BACKENDS[name]
