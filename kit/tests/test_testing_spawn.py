@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -50,6 +51,11 @@ def model_outlives_its_group(folder: str) -> int:
 
 def wrong_in_rank_1() -> None:
     assert os.environ["RANK"] != "1", "not me"
+
+
+def names_of_threads() -> list[str]:
+    """Of this process, as the operating system has them: C++'s are among them."""
+    return sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def raise_while_others_wait() -> None:
@@ -136,6 +142,15 @@ def test_first_failure_ends_ranks_that_wait_for_it() -> None:
     assert isinstance(caught.value.cause, ValueError)
 
 
+def test_store_of_a_failed_job_is_closed() -> None:
+    spawn(report, 1)  # what starts threads once has started them
+    threads = names_of_threads()
+    with pytest.raises(RankFailedError) as caught:
+        spawn(wrong_in_rank_1, 2)
+    assert caught.value.__traceback__ is not None  # and its frames are alive
+    assert names_of_threads() == threads
+
+
 def test_hang_is_ended_and_told_with_stacks() -> None:
     with pytest.raises(RankTimeoutError, match="rank 0 of 2 not done after 1 s") as caught:
         spawn(hang_in_rank_0, 2, timeout=1)
@@ -170,6 +185,10 @@ def test_ranks_are_fresh_and_leave_nothing() -> None:
     assert spawn(leave_a_mark, 1) == [1]
     assert "DRIVETRAIN_TEST_MARK" not in os.environ
     assert "RANK" not in os.environ
+
+
+def test_processes_of_a_rank_start_as_under_a_launcher() -> None:
+    assert spawn(multiprocessing.get_start_method, 1) == [multiprocessing.get_all_start_methods()[0]]
 
 
 def test_environment_is_added_and_removed() -> None:

@@ -110,15 +110,14 @@ def spawn(
             f"spawn cannot run {fn.__qualname__} on {world_size} ranks",
             cure="Give it a function at the top level of a module, and at least 1 rank.",
         )
-    with tempfile.TemporaryDirectory(prefix="drivetrain-spawn-") as folder:
-        store = _store_server()
+    with tempfile.TemporaryDirectory(prefix="drivetrain-spawn-") as folder, _store_server() as port:
         tasks = [
             worker.Task(
                 module=fn.__module__,
                 path=getattr(sys.modules.get(fn.__module__), "__file__", None),
                 qualname=fn.__qualname__,
                 arguments=pickle.dumps((args, kwargs)),
-                environment=_environment(rank, world_size, store.port, env or {}),
+                environment=_environment(rank, world_size, port, env or {}),
                 filters=pickle.dumps(list(warnings.filters)),
                 log=str(Path(folder) / f"rank-{rank}.log"),
                 deadline_seconds=timeout + 30,
@@ -144,11 +143,20 @@ class _Job:
         self.finished = False
 
 
-def _store_server() -> Any:
-    """A store server on a free port, held by this process: no other can take the port between choosing and using it."""
+@contextlib.contextmanager
+def _store_server() -> Iterator[int]:
+    """Serve a store on a free port, held by this process: no other can take it between choosing and using it.
+
+    The store ends with the block. The traceback of a failed rank must not keep it: where it became garbage of a cycle,
+    a forked process would collect it, and die, since the store's thread is not there.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented there
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        yield store.port
+    finally:
+        del store
 
 
 @contextlib.contextmanager

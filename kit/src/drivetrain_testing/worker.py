@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
@@ -86,6 +87,8 @@ def run(task: Task, report: Connection) -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
     faulthandler.dump_traceback_later(task.deadline_seconds, exit=True)
     _keep_destroyed_groups()
+    # Not this process's own method, the fork server's: a loader's workers start as they do under a launcher.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # Called by a thread that ends the rank while its main thread waits for others.
     sys.excepthook = lambda _kind, error, _trace: _end(_failed(error), report)
     _end(_outcome(task), report)

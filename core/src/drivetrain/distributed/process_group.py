@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +123,7 @@ def ensure_process_group(
         EnvironmentVariableError: the group that exists has another size than the launcher announced.
         BackendBlockedError: the communication backend is for accelerators, and this process trains on the CPU.
     """
+    _keep_in_forks()
     if dist.is_initialized():
         if dist.get_world_size() != process.world_size or dist.get_rank() != process.rank:
             raise EnvironmentVariableError(
@@ -151,6 +153,16 @@ def ensure_process_group(
         atexit.register(_destroy)
     _Groups.holders += 1
     return ProcessGroupHandle(chosen, counted=True)
+
+
+@cache
+def _keep_in_forks() -> None:
+    """From here on, let a forked process (a DataLoader worker) keep all garbage of this one.
+
+    A process group or store in a reference cycle, an engine's for instance, waits for the garbage collector. A fork in
+    between that collects it joins threads which only this process has: it hangs, or dies by SIGSEGV or SIGABRT.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _rendezvous_method() -> str:
