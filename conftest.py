@@ -8,8 +8,8 @@ import os
 # Ranks share few cores, and a process that is forked after OpenMP made its threads hangs in its next parallel loop.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A loader's worker forked from here leaves the garbage of earlier tests alone: it would join the threads of their stores,
-# which only this process has, and die. Drivetrain does the same where it forms a process group.
+# A loader's worker forked from here leaves the garbage of earlier tests alone. It would join the threads of their
+# stores, which only this process has, and die. Drivetrain does the same where it forms a process group.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # A program that a test starts buffers what it prints, as it does on a user's machine.

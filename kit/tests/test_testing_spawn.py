@@ -53,6 +53,10 @@ def wrong_in_rank_1() -> None:
     assert os.environ["RANK"] != "1", "not me"
 
 
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
 def names_of_threads() -> list[str]:
     """Of this process, as the operating system has them: C++'s are among them."""
     return sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
@@ -188,7 +192,7 @@ def test_ranks_are_fresh_and_leave_nothing() -> None:
 
 
 def test_processes_of_a_rank_start_as_under_a_launcher() -> None:
-    assert spawn(multiprocessing.get_start_method, 1) == [multiprocessing.get_all_start_methods()[0]]
+    assert spawn(start_method, 1) == [multiprocessing.get_all_start_methods()[0]]
 
 
 def test_environment_is_added_and_removed() -> None:
