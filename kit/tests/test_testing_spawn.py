@@ -58,7 +58,7 @@ def start_method() -> str:
 
 
 def names_of_threads() -> list[str]:
-    """Of this process, as the operating system has them: C++'s are among them."""
+    """Return the names of all threads of this process, those of C++ included."""
     return sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 

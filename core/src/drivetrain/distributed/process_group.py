@@ -157,7 +157,7 @@ def ensure_process_group(
 
 @cache
 def _keep_in_forks() -> None:
-    """From here on, let a forked process (a DataLoader worker) keep all garbage of this one.
+    """Keep processes forked from here on (a DataLoader's workers) from collecting garbage of this one.
 
     A process group or store in a reference cycle, an engine's for instance, waits for the garbage collector. A fork in
     between that collects it joins threads which only this process has: it hangs, or dies by SIGSEGV or SIGABRT.
