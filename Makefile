@@ -65,7 +65,7 @@ train: $(if $(wildcard $(STAMP)),$(STAMP),$(FIRST))  ## the main job: handwritte
 # file's fixtures prepare is prepared once. A part, in one process: .venv/bin/python -m pytest core/tests/data
 WORKERS := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 8 ? n : 8 )))
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o console_output_style=classic -p suite_progress -p suite_second_run \
-	--numprocesses $(WORKERS) --dist loadfile
+	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)  ## what a change usually breaks; ARGS="-x plugins/fsdp" are pytest's
 	$(PYTEST) -m "not slow" $(ARGS)
 

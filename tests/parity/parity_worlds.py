@@ -321,7 +321,7 @@ def train_in_rank(
     rank = os.environ["RANK"]
     # A script is run as users run theirs: a warning is printed.
     warnings.simplefilter("default")
-    for name in names:
+    for number, name in enumerate(names):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(f"---- {name}", flush=True)
         # torch.compile turns it off for the whole process, and an earlier script may have compiled.
@@ -334,6 +334,8 @@ def train_in_rank(
         with Path(folder, f"{name}.{rank}").open("wb") as file:
             pickle.dump(found, file)
         gc.collect()
+        if not number:
+            gc.freeze()  # What the first one has imported, which each collection after it would walk.
     faulthandler.cancel_dump_traceback_later()
 
 

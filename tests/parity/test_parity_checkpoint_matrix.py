@@ -226,13 +226,18 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def resumed(written):
-    """What each rank of a reader saw, for each writer; a reader's job runs when the first of its tests does."""
+def resumed(request, written):
+    """What each rank of a reader saw, for each writer whose test runs; a reader's job runs when its first test does."""
+    pairs = [
+        (item.callspec.params["reader"], item.callspec.params["writer"])
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     done: dict[Case, list[dict[Case, tuple[list[float], dict[str, object], list[float]]]]] = {}
 
     def of(reader: Case):
         if reader not in done:
-            paths = {case: path for case, (path, _) in written.items()}
+            paths = {case: path for case, (path, _) in written.items() if (reader, case) in pairs}
             done[reader] = spawn(read, reader.world_size, reader, paths, timeout=100)
         return done[reader]
 

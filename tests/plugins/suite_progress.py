@@ -2,14 +2,19 @@
 
 A pytest plugin for the suite of this repository: ``make test`` and ``make test-all`` name it with ``-p``. A dot for
 each test says nothing about which file hangs, and nothing at all in a log that is read later.
+
+Files run in the order of what they cost, the dearest first: a worker takes whole files, and one that began a long file
+last would be waited for. ``make test-all ARGS=--record-costs`` renews the record of it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Generator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any, final
 
 import psutil
@@ -23,9 +28,31 @@ QUIET_SECONDS = 15.0
 
 COST, LAST = "processor_seconds", "last_of_its_file"
 
+RECORD = Path(__file__).with_name("suite_costs.json")
+"""For each costly test file the seconds on the clock of what `make test` runs, and of what `make test-all` runs."""
+
+RECORDED_SECONDS = 10
+"""Seconds from which a file is in the record. Their order hardly matters for the others, which fill the gaps."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register ``--record-costs``."""
+    parser.addoption("--record-costs", action="store_true", help="write what each test file took, for later orders")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Put files that take long first, by the record; the order within a file stays."""
+    recorded = json.loads(RECORD.read_text())
+    which = 0 if config.option.markexpr == "not slow" else 1
+    known = {config.rootpath / file: seconds[which] for file, seconds in recorded.items()}
+    items.sort(key=lambda item: -known.get(item.path, 0))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the tests in a worker, and print in the process that starts the workers (or runs the tests itself)."""
+    if config.option.record_costs and not (config.option.by_turns and config.args_source.name == "TESTPATHS"):
+        raise pytest.UsageError("--record-costs is of the whole suite: make test-all ARGS=--record-costs")
     config.pluginmanager.register(Costs(), "suite-costs")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config), "suite-progress")
@@ -75,6 +102,7 @@ class Progress:
         self._total = self._ended = 0
         self._files: dict[str, Counter[str]] = {}
         self._seconds: dict[str, float] = {}
+        self._clock: dict[str, float] = {}
         self._costs: list[tuple[float, bool, str]] = []
 
     @pytest.hookimpl(optionalhook=True)
@@ -102,6 +130,7 @@ class Progress:
         file = report.nodeid.partition("::")[0]
         counts = self._files.setdefault(file, Counter())
         self._seconds[file] = self._seconds.get(file, 0.0) + report.duration
+        self._clock[report.nodeid] = self._clock.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             counts["failed"] += 1
             self._say(f"FAILED {report.nodeid}")
@@ -133,3 +162,15 @@ class Progress:
             terminalreporter.write_line(f"{seconds:6.1f} processor seconds, and not marked slow: {name}")
         total = sum(cost[0] for cost in self._costs)
         terminalreporter.write_line(f"{total:.0f} processor seconds in {len(self._costs)} tests")
+        if self._config.option.record_costs:
+            self._record()
+
+    def _record(self) -> None:
+        quick, whole = dict.fromkeys(self._files, 0.0), dict.fromkeys(self._files, 0.0)
+        for _, slow, name in self._costs:
+            file = name.partition("::")[0]
+            quick[file] += 0.0 if slow else self._clock[name]
+            whole[file] += self._clock[name]
+        kept = {file: [round(quick[file]), round(whole[file])] for file in sorted(whole)}
+        lines = [f'  "{file}": {seconds}' for file, seconds in kept.items() if seconds[1] >= RECORDED_SECONDS]
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -203,8 +203,10 @@ def runs_in_turn(folder: str) -> None:
         assert dict(os.environ) == environment
         assert nn.Linear.__init__.__name__ == "__init__"
         assert list(logging.getLogger("DeepSpeed").handlers) == handlers
+    import deepspeed.ops
     from deepspeed.runtime import torch_autocast
 
+    assert "__compatible_ops__" not in vars(deepspeed.ops), "compilers were started to see what could be built"
     assert not torch_autocast.TORCH_AUTOCAST_INITIALIZED
     assert not torch.distributed.is_initialized()
 

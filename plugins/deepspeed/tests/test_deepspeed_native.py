@@ -77,9 +77,9 @@ def plain_engine(stage: int, seed: int, dtype: str = "no", *, one_group: bool = 
     """An engine as a script for DeepSpeed alone makes it."""
     warnings.simplefilter("ignore")  # DeepSpeed's own, which concern its authors.
     import deepspeed
-    import deepspeed.ops
+    import deepspeed.comm.torch
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # Else it is compiled first.
+    deepspeed.comm.torch.build_shm_op = lambda: None  # Else it is compiled first.
     dist.init_process_group("gloo")
     model, optimizer = build(seed, one_group=one_group)
     config = {

@@ -47,11 +47,27 @@ class Storages(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.alive = {}
+        self.sizes = {}
         self.most = {"backward": 0, "step": 0}
         self.phase = ""
         self.bytes = 0
         self.known = 0
         """The most that a step before this one held."""
+        self.plain_resize = torch.UntypedStorage.resize_
+
+    def __enter__(self):
+        def resize(storage, size):
+            found = self.plain_resize(storage, size)
+            if storage._cdata in self.alive:
+                self.note(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        torch.UntypedStorage.resize_ = self.plain_resize
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Autograd keeps parts of tensors, which a script sees as what they are parts of.
@@ -60,30 +76,39 @@ class Storages(TorchDispatchMode):
             for leaf in tree_leaves(result):
                 # A pipeline knows the layers of other ranks by tensors without memory.
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor):
-                    storage = getattr(leaf, "_local_tensor", leaf).untyped_storage()
-                    number = storage._cdata
-                    if number not in self.alive:
-                        self.alive[number] = weakref.ref(storage, lambda _, number=number: self.alive.pop(number, None))
+                    self.note(getattr(leaf, "_local_tensor", leaf).untyped_storage())
             self.look()
         return result
 
+    def note(self, storage):
+        number, size = storage._cdata, storage.nbytes()
+        if number not in self.alive:
+            self.alive[number] = weakref.ref(storage, lambda _: self.forget(number))
+        self.bytes += size - self.sizes.get(number, 0)
+        self.sizes[number] = size
+
+    def forget(self, number):
+        if self.alive.pop(number, None) is not None:
+            self.bytes -= self.sizes.pop(number)
+
     def look(self):
-        self.bytes = self.sum()
-        if self.phase and self.bytes > self.most[self.phase]:
+        held = self.sum()
+        if self.phase and held > self.most[self.phase]:
             # On a busy machine gloo's threads may free what they have sent after several operators of this thread.
-            end = time.monotonic() + PATIENCE if 0 < NEAR * self.known < self.bytes else 0.0
-            while self.bytes > self.most[self.phase] and time.monotonic() < end:
+            end = time.monotonic() + PATIENCE if 0 < NEAR * self.known < held else 0.0
+            while held > self.most[self.phase] and time.monotonic() < end:
                 time.sleep(PATIENCE / 10)
-                self.bytes = self.sum()
-            self.most[self.phase] = max(self.most[self.phase], self.bytes)
-        return self.bytes
+                held = self.sum()
+            self.most[self.phase] = max(self.most[self.phase], held)
+        return held
 
     def sum(self):
-        found = [one() for one in list(self.alive.values())]
-        return sum(storage.nbytes() for storage in found if storage is not None)
+        return self.bytes
 
     def stepped(self, optimizer):
-        """An optimizer step has ended, or none was taken yet."""
+        """An optimizer step has ended, or none was taken yet: what was added up is what there is."""
+        there = [one() for one in list(self.alive.values())]  # Which gloo's threads cannot free from here on.
+        assert self.bytes == sum(storage.nbytes() for storage in there if storage is not None)
 
     def of_host(self):
         """Bytes in host memory, where that is told apart."""

@@ -76,7 +76,7 @@ _PARAMETER = ("_dp_group",)
 
 _PACKAGE: Mapping[str, tuple[str, ...]] = {
     "deepspeed.comm.comm": ("cdb",),
-    "deepspeed.ops": ("__compatible_ops__",),
+    "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.runtime.torch_autocast": ("TORCH_AUTOCAST_DTYPE", "TORCH_AUTOCAST_INITIALIZED"),
     "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
     "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),

@@ -21,7 +21,6 @@ from drivetrain_deepspeed import private_names
 from drivetrain_deepspeed.logs import Tamed
 
 _ACCELERATOR = "DS_ACCELERATOR"
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def load(kind: str) -> Any:
@@ -60,8 +59,9 @@ def surroundings(process: ProcessInfo) -> Iterator[None]:
     """Set up global state while DeepSpeed creates an engine or partitions a model, and restore it.
 
     * ``LOCAL_RANK``, which it reads from the environment.
-    * No shared-memory collectives: they are compiled when first used (half a minute, and an error without a compiler),
-      serve inference only, and crash with groups smaller than the job.
+    * No shared-memory collectives: DeepSpeed asks the compiler which of its ops it could build, and compiles this one
+      (half a minute, and an error without a compiler); it serves inference only, and crashes with groups smaller than
+      the job.
     * Barriers name the device of this rank, of which torch would warn otherwise; see :func:`_on_own_device`.
     * Values are not sent from rank 0 again, which ``prepare`` has done, and 0-d parameters can be sent.
     * ``torch.nn.functional.linear`` is as before afterwards; see :func:`linear_of_stage_3`.
@@ -77,8 +77,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
     parts = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
-    communication = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    collectives = importlib.import_module("deepspeed.comm.torch")
+    communication = collectives.TorchBackend
     return [
+        (collectives, "build_shm_op", lambda: None),
         (communication, "barrier", _on_own_device(communication.barrier)),
         (engine, "_broadcast_model", lambda _: None),
         (parts, "_zero_init_param", _cut_first(parts._zero_init_param)),  # noqa: SLF001
@@ -123,11 +125,8 @@ def _cut_first(theirs: Callable[[Any, Tensor], None]) -> Callable[[Any, Tensor],
 
 @contextmanager
 def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes, and DeepSpeed's op off, for a while."""
-    ops = importlib.import_module("deepspeed.ops").__compatible_ops__
-    op = ops.get(_SHARED_MEMORY_OP)
+    """Set attributes for a while."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    ops[_SHARED_MEMORY_OP] = False
     for owner, name, value in values:
         setattr(owner, name, value)
     try:
@@ -135,8 +134,6 @@ def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-        if op is not None:
-            ops[_SHARED_MEMORY_OP] = op
 
 
 class _Linear:
