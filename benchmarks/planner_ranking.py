@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain_planner.choosing import Candidate, choose, settings_of
@@ -50,7 +52,8 @@ def gpt2() -> nn.Module:
     """4 layers of 192."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=64, n_embd=192, n_layer=4, n_head=6))
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=64, n_embd=192, n_layer=4, n_head=6, **ends))
 
 
 def llama() -> nn.Module:
@@ -113,6 +116,8 @@ def timed(settings: dict[str, Any], model: str, steps: int) -> float:
         steps: that are timed.
     """
     torch.set_num_threads(1)
+    # Advice for each layout: that a mean over labels weighs by samples, of which all have as many here.
+    logging.getLogger("drivetrain").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.yaml")
         path.write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -120,16 +125,22 @@ def timed(settings: dict[str, Any], model: str, steps: int) -> float:
     make, batch = MODELS[model]
     network = make()
     network.train()
-    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-4))
-    given, taken = batch(), []
-    for _ in range(WARM_UP + steps):
-        begun = time.perf_counter()
-        for _ in range(accelerator.gradient_accumulation_steps):
-            with accelerator.accumulate(network):
-                accelerator.backward(network(**given).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        taken.append(time.perf_counter() - begun)
+    micro_batch = batch()
+    rows = len(micro_batch["labels"])
+    samples = [{name: values[row] for name, values in micro_batch.items()} for row in range(rows)]
+    # Each step reads a micro-batch for each process, whether they read samples of their own or the same ones.
+    loader = DataLoader(samples * (accelerator.num_processes * (WARM_UP + steps)), batch_size=rows)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    taken, begun = [], time.perf_counter()
+    for given in loader:
+        with accelerator.accumulate(network):
+            accelerator.backward(network(**given).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            taken.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
     accelerator.end_training()
     return median(taken[WARM_UP:])
 

@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections import Counter
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,23 @@ def published() -> str:
     return "\n".join([*rows, "", *told, "", *sources])
 
 
+def published_seconds() -> str:
+    """Predicted against published seconds of a step of the same runs, and how far their orders agree."""
+    folder = ROOT / "plugins/planner/tests"
+    file = json.loads((folder / "public_runs.json").read_text(encoding="utf-8"))
+    record = json.loads((folder / "public_memory.json").read_text(encoding="utf-8"))
+    rows = ["| run | predicted | published | published / predicted |", "|---|--:|--:|--:|"]
+    pairs = []
+    for row in file["rows"]:
+        if row["seconds"] is not None:
+            predicted, seconds = record[row["name"]]["seconds"], row["seconds"]
+            pairs.append((predicted, seconds))
+            rows.append(f"| {row['name']} | {predicted:.2f} s | {seconds:.2f} s | {seconds / predicted:.1f} |")
+    agree = [(one[0] - other[0]) * (one[1] - other[1]) > 0 for one, other in combinations(pairs, 2)]
+    tau = 2 * sum(agree) / len(agree) - 1
+    return "\n".join([*rows, "", f"Kendall's tau of the two orders is {tau:.2f}, over {len(pairs)} runs."])
+
+
 def on_device() -> str:
     """Predicted against measured memory of our own runs on an accelerator."""
     folder = ROOT / "plugins/planner/tests"
@@ -494,6 +512,7 @@ def documents() -> dict[Path, str]:
     counted_plans, published_plans = ROOT / "docs/how-to/planner-check.md", ROOT / "docs/how-to/planner-read.md"
     runs = renewed(published_plans.read_text(encoding="utf-8"), "published memory", published())
     runs = renewed(runs, "memory on a device", on_device())
+    ranking = ROOT / "docs/reference/planner-seconds.md"
     which = ROOT / "docs/how-to/which-backend.md"
     methods = ROOT / "docs/explanation/surface.md"
     numbering = renewed(launching.read_text(encoding="utf-8"), "launchers", launchers())
@@ -510,6 +529,7 @@ def documents() -> dict[Path, str]:
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
         counted_plans: renewed(counted_plans.read_text(encoding="utf-8"), "counted memory", planned()),
         published_plans: runs,
+        ranking: renewed(ranking.read_text(encoding="utf-8"), "published seconds", published_seconds()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
         tried: renewed(tried.read_text(encoding="utf-8"), "releases", releases()),

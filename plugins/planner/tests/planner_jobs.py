@@ -30,6 +30,9 @@ STEPS = 3
 MEASURED = 3
 """Steps that a census counts; the least counts, since what gloo's threads free late can only add."""
 
+LATE = 12
+"""Steps after which nothing compares the first ones."""
+
 NEAR, PATIENCE = 0.95, 0.2
 """From which part of the most that an earlier step held gloo's threads are waited for, and how many seconds."""
 
@@ -278,6 +281,76 @@ def censused(settings, model, optimizer="adamw", micro_batch=4, kind=Storages):
             measured.append({**most, "before": before, **storages.most})
     accelerator.end_training()
     return min(measured[STEPS - 1 :], key=lambda each: each["most"])
+
+
+class Copies(TorchDispatchMode):
+    """Adds up bytes that copies and the like read and write, once it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.on = False
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        count = COPIES.get(func.name().partition(".")[0]) if self.on else None
+        if count is not None:
+            self.bytes += count(args, kwargs, result)
+        return result
+
+
+def bytes_of(*values):
+    tensors = [getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _copy_(args, kwargs, result):
+    into, given = args[:2]
+    return 0 if into.data_ptr() == given.data_ptr() else bytes_of(into, given)
+
+
+COPIES = {
+    "aten::copy_": _copy_,
+    "aten::_foreach_copy_": lambda args, kwargs, result: bytes_of(args[0], args[1]),
+    "aten::_to_copy": lambda args, kwargs, result: bytes_of(args[0], result),
+    "aten::div_": lambda args, kwargs, result: 2 * bytes_of(result),
+    "aten::mul_": lambda args, kwargs, result: 2 * bytes_of(result),
+    "aten::mul": lambda args, kwargs, result: bytes_of(args[0], result) if "out" in kwargs else 0,
+    "aten::cat": lambda args, kwargs, result: bytes_of(args[0], result),
+    "aten::linalg_vector_norm": lambda args, kwargs, result: bytes_of(args[0]),
+    "fsdp::all_gather_copy_in": lambda args, kwargs, result: 2 * bytes_of(args[0]),
+    "fsdp::chunk_cat": lambda args, kwargs, result: bytes_of(args[0], kwargs["out"]),
+    "fsdp::split_with_sizes_copy": lambda args, kwargs, result: 2 * bytes_of(args[0]),
+}
+"""By operator what its call reads and writes. Gloo copies by the first, too: inside of its collectives none counts."""
+
+
+def copied(settings, model, optimizer="sgd", micro_batch=4):
+    """Bytes that copies and the like read and write in a step, when what a plugin does in its first steps is over."""
+    from planner_models import MODELS
+
+    from drivetrain import Accelerator
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.yaml")
+        path.write_text(yaml.safe_dump({**settings, "use_cpu": True}))
+        accelerator = Accelerator(config=str(path))
+    make, batches = MODELS[model]
+    torch.manual_seed(0)
+    network = make()
+    network, stepper = accelerator.prepare(network, optimizer_of(network, optimizer))
+    batch = batches(micro_batch)
+    with Copies() as copies:
+        for step in range(LATE + 1):
+            copies.on = step == LATE
+            for _ in range(accelerator.gradient_accumulation_steps):
+                with accelerator.accumulate(network):
+                    accelerator.backward(network(**batch).loss)
+                    stepper.step()
+                    stepper.zero_grad()
+    accelerator.end_training()
+    return copies.bytes
 
 
 def counted(settings, model, optimizer="adamw", micro_batch=4):

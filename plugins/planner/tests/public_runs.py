@@ -1,4 +1,4 @@
-"""Predicted against published memory of runs that others made on accelerators: run as a program, it writes the record.
+"""Predicted against published memory and seconds of others' runs on accelerators: run as a program, it writes a record.
 
     python plugins/planner/tests/public_runs.py [PART ...]
 
@@ -21,7 +21,8 @@ from torch import nn
 
 from drivetrain.api.programs import policy_for
 from drivetrain_planner import PlanRequest
-from drivetrain_planner.choosing import GROUP
+from drivetrain_planner.choosing import GROUP, seconds
+from drivetrain_planner.machines import find
 from drivetrain_planner.optimizers import optimizer_costs
 from drivetrain_planner.tracing import Example, Tracer
 
@@ -80,8 +81,8 @@ class Logits(nn.Module):
         return {"logits": self.model(**given).logits}
 
 
-def estimate(row):
-    """What a rank of the run would hold under our ``fsdp`` with recomputation."""
+def planned(row):
+    """What is asked for a row, and what a rank would hold and send under our ``fsdp`` with recomputation."""
     with torch.device("meta"):
         model = Logits(MODELS[row["model"]]())
     ids = torch.zeros(1, row["tokens"], dtype=torch.long)
@@ -106,7 +107,7 @@ def estimate(row):
     (fsdp,) = entry_points(group=GROUP, name="fsdp")
     (found,) = [each for each in fsdp.load()(request) if not each.last_resort]
     assert not found.refused, found.refused
-    return found
+    return request, found
 
 
 def rows():
@@ -115,7 +116,7 @@ def rows():
 
 
 def record():
-    """Bytes by name: ``peak`` of tensors, and ``reserved`` with what the allocator keeps beside them."""
+    """By name bytes, ``peak`` of tensors and ``reserved`` with what the allocator keeps, and ``seconds`` of a step."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
@@ -130,14 +131,16 @@ def main(asked):
         if asked and not any(part in row["name"] for part in asked):
             continue
         began = time.perf_counter()
-        found = estimate(row)
+        request, found = planned(row)
         told = {"peak": found.peak, "reserved": found.peak + found.trace.unused}
         kept = record()
         for each in rows():
             if like(each) == like(row):
-                kept[each["name"]] = told
+                taken = seconds(found, request, find(each["machine"]))
+                kept[each["name"]] = {**told, "seconds": round(sum(taken.values()), 3)}
                 error = "" if each["gib"] is None else f"{told['reserved'] / GIB / each['gib'] - 1:+.2%}"
-                sys.stdout.write(f"{each['name']}: published {each['gib']} {error}\n")
+                parts = {part: round(value, 3) for part, value in taken.items()}
+                sys.stdout.write(f"{each['name']}: published {each['gib']} {error}; {each['seconds']} s, {parts}\n")
         ordered = {each["name"]: kept[each["name"]] for each in rows() if each["name"] in kept}
         RECORD.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         parts = {part: round(size / GIB, 2) for part, size in found.memory.items()}

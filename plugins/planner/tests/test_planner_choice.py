@@ -19,7 +19,7 @@ from torch import nn
 from drivetrain.api import UsageError
 from drivetrain.api.programs import load_config
 from drivetrain_planner import Estimate, Traffic
-from drivetrain_planner.choosing import choose, weigh
+from drivetrain_planner.choosing import BESIDE, choose, weigh
 from drivetrain_planner.commands import plan
 from drivetrain_planner.machines import Link, find
 from drivetrain_planner.optimizers import optimizer_costs
@@ -269,6 +269,37 @@ def test_seconds_of_a_host_are_its_links_and_its_memorys():
     assert found["optimizer"] == 0
 
 
+def test_what_ranks_exchange_costs_more_on_a_cpu():
+    """There the cores that compute also copy and add up, and gloo reduces everything on every rank."""
+    scattered, reduced = (Traffic(operation, 4, 10**9, 1) for operation in ("reduce_scatter", "all_reduce"))
+    hidden = {}
+    for name in ("cpu", "h100x4"):
+        machine = replace(find(name), devices=4)
+        asked = replace(request_for("gpt2", 4), device_type=machine.device_type)
+        made = Estimate("one", "one", "one", 1, trace=asked.trace((), (), None), traffic=[reduced], copied=10**8)
+        found = weigh(made, asked, machine).seconds
+        hidden[name] = machine.traffic(reduced) - found["communication"]
+        assert found["copies"] == pytest.approx(10**8 / machine.bandwidth)
+        assert machine.traffic(scattered) == pytest.approx(machine.traffic(reduced) / (1 if name == "cpu" else 2), 0.02)
+    assert hidden["cpu"] == pytest.approx(0)
+    assert hidden["h100x4"] == pytest.approx((1 - BESIDE) * found["computation"])
+    assert "copies" not in weigh(replace(made, copied=0), asked, machine).seconds
+
+
+@pytest.mark.parametrize(
+    ("section", "operation", "overlaps"),
+    [
+        ({}, "all_reduce", False),
+        ({"reduce_scatter": False, "overlap_comm": True}, "all_reduce", True),
+        ({"config": {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}}, "reduce_scatter", False),
+    ],
+)
+def test_zero_2_reduces_as_its_configuration_says(section, operation, overlaps):
+    asked = request_for("gpt2", 2, sections={"deepspeed": {"zero_stage": 2, **section}})
+    first = estimates_of(asked, "zero 2").traffic[0]
+    assert (first.operation, first.overlaps) == (operation, overlaps)
+
+
 def test_json_has_every_layout(net):
     found = json.loads(run("choose", *net, "--machine", "cpu", "--processes", "3", "--json").stdout)
     assert {each["backend"] for each in found["fitting"]} >= {"ddp", "fsdp"}
@@ -365,6 +396,36 @@ def test_an_optimizers_state_is_counted(name, arguments, state):
     optimizer.step()
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     assert costs.state([each.nbytes for each in parameters]) == sum(each.nbytes for each in held)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "device_type", "moved"),
+    [
+        ("SGD", {}, "cpu", 3),  # Reads parameter and gradient, writes the parameter.
+        ("SGD", {}, "cuda", 3),  # The same in one kernel for all parameters.
+        ("SGD", {"momentum": 0.9}, "cpu", 8),  # Scales the momentum, adds the gradient, and steps by it.
+        ("AdamW", {"fused": True}, "cpu", 8),  # Reads and writes parameter, gradient and both moments at once.
+    ],
+)
+def test_what_a_step_reads_and_writes(name, arguments, device_type, moved):
+    assert optimizer_costs(name, arguments, device_type).moved == pytest.approx(moved, abs=0.001)
+
+
+def test_an_optimizer_in_several_kernels_moves_more():
+    assert optimizer_costs("AdamW").moved > 2 * optimizer_costs("AdamW", {"fused": True}).moved
+
+
+def test_the_simplest_of_those_that_are_as_fast_is_taken(monkeypatch):
+    asked = request_for("gpt2", 1)
+    made = {"backend": "single", "family": "one", "trace": asked.trace((), (), None)}
+    found = [
+        Estimate("quickest", rank=3, **made, accumulation=100),
+        Estimate("nearly", rank=2, **made, accumulation=102),
+        Estimate("simplest", rank=1, **made, accumulation=105),
+    ]
+    monkeypatch.setattr("drivetrain_planner.choosing.ask", lambda request: (found, []))
+    order = choose(asked, find("cpu")).fitting
+    assert [each.estimate.title for each in order] == ["nearly", "quickest", "simplest"]
 
 
 def test_state_of_another_shape_is_refused():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from planner_grid import ZERO, Combination, combinations, estimates_of
-from planner_jobs import censused, censused_on_device, counted
+from planner_jobs import censused, censused_on_device, copied, counted
 
 _MEGATRON = [each for each in combinations() if each.title.startswith(("tp", "pp"))]
 _EACH = list({(each.title, each.precision): each for each in _MEGATRON}.values())
@@ -149,3 +149,20 @@ def test_models_and_layouts(one):
     # A pipeline's rank holds up to 120 kB that are not predicted, which shows where it holds little.
     tolerance = 0.03 if "pp" in one.title else 0.01
     assert abs(estimate.peak / seen - 1) <= tolerance, (estimate.peak, seen, estimate.memory, estimate.moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "ranks", "windows"),
+    [("ddp", 3, 1), ("fsdp", 3, 1), ("fsdp", 2, 2), ("zero 1", 3, 2), ("zero 2", 3, 2), ("zero 3", 3, 1)],
+)
+def test_copies_of_the_engine(title, ranks, windows):
+    """Bytes that a rank's engine reads and writes beside the model and the optimizer."""
+    one = Combination("gpt2", title, ranks, windows=windows, optimizer="sgd")
+    estimate = one.estimate()
+    alone = Combination("gpt2", "single", 1, windows=windows, optimizer="sgd")
+    plain = alone.counts(alone.estimate(), copied)[0]
+    # Gloo reduces in place, and copies this rank's part from there.
+    own = sum(2 * each.bytes // ranks for each in estimate.traffic if each.operation == "reduce_scatter")
+    seen = max(one.counts(estimate, copied)) - plain - own
+    assert abs(estimate.copied / seen - 1) <= 0.05, (estimate.copied, seen)

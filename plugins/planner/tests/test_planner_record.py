@@ -6,14 +6,16 @@ the ranks again.
 
 from __future__ import annotations
 
+from itertools import combinations as combinations_of
+
 import device_runs
 import pytest
 from planner_grid import combinations, record
-from public_runs import GIB, estimate, rows
+from public_runs import GIB, planned, rows
 from public_runs import record as published
 
-from drivetrain_planner.choosing import SHARE
-from drivetrain_planner.machines import MACHINES
+from drivetrain_planner.choosing import SHARE, seconds
+from drivetrain_planner.machines import MACHINES, find
 
 
 def errors_of(found):
@@ -64,6 +66,14 @@ def test_published_runs_are_predicted():
     assert max(errors) <= 0.12
 
 
+def test_published_runs_are_put_in_order():
+    """By Kendall's tau of the predicted and the published seconds of a step."""
+    pairs = [(published()[row["name"]]["seconds"], row["seconds"]) for row in rows() if row["seconds"] is not None]
+    agree = [(one[0] - other[0]) * (one[1] - other[1]) > 0 for one, other in combinations_of(pairs, 2)]
+    assert len(pairs) >= 9
+    assert 2 * sum(agree) / len(agree) - 1 >= 0.8
+
+
 def test_every_published_row_is_predicted():
     assert set(published()) == {row["name"] for row in rows()}
 
@@ -79,9 +89,10 @@ def test_no_run_that_ended_for_lack_of_memory_is_said_to_fit():
 @pytest.mark.slow
 def test_a_published_run_is_predicted_as_the_record_says():
     row = rows()[0]
-    found = estimate(row)
+    request, found = planned(row)
     told = published()[row["name"]]
     assert (found.peak, found.peak + found.trace.unused) == (told["peak"], told["reserved"])
+    assert sum(seconds(found, request, find(row["machine"])).values()) == pytest.approx(told["seconds"], abs=0.001)
 
 
 def test_runs_on_an_accelerator_are_predicted():

@@ -46,6 +46,8 @@ def estimates(request: PlanRequest) -> list[Estimate]:
             accumulation=accumulation,
             trace=trace,
             traffic=[Traffic("all_reduce", ranks, gradients, max(1, gradients // _BUCKET))],
+            # Into buckets, and back where they are not the gradients themselves: each is read and written.
+            copied=2 * gradients * (1 if section.gradient_as_bucket_view else 2),
             stepped=sum(trained),
         )
     ]

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from math import ceil, prod
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,13 @@ class _Layout(ABC):
         return {part: held.get(part, 0) + offloaded.get(part, 0) for part in {**held, **offloaded}}, {}
 
     def made(
-        self, ledger: Ledger, held: dict[str, int], host: dict[str, int], stepped: int, traffic: list[Traffic]
+        self,
+        ledger: Ledger,
+        held: dict[str, int],
+        host: dict[str, int],
+        stepped: int,
+        traffic: list[Traffic],
+        copied: int,
     ) -> Estimate:
         """The estimate, after the replay."""
         in_host = self.offload > Offload.NOTHING and self.apart
@@ -187,10 +193,15 @@ class _Layout(ABC):
             accumulation=self.accumulation,
             trace=self.trace,
             traffic=traffic,
+            copied=copied,
             stepped=0 if in_host else stepped,
             stepped_in_host=stepped if in_host else 0,
             remarks=[*self.remarks(), *self.of_host()],
         )
+
+    def _normed(self, part: int) -> int:
+        """Bytes that the norm of a rank's gradients reads and writes: it is of a copy in float64."""
+        return part + 2 * part * 8 // self.itemsize
 
     def of_host(self) -> list[str]:
         """Return what is to be known of offload."""
@@ -242,12 +253,26 @@ class _Stage12(_Layout):
         reductions = 1 if self.stage == 1 else self.accumulation
         calls = max(1, gradients // max(1, self.bucket()))
         traffic = [
-            Traffic("reduce_scatter", ranks, reductions * gradients, reductions * calls, overlaps=self.stage == 2),
+            Traffic(self._reduces_by, ranks, reductions * gradients, reductions * calls, overlaps=self._overlaps),
             Traffic("all_gather", ranks, flat, 1, overlaps=False),
         ]
         if self.offload and self.apart:
             traffic += self._copies(part, whole)
-        return self.made(ledger, held, host, part, traffic)
+        # Each reduction copies gradients into the bucket, divides it, joins the slices of all ranks, and copies this
+        # rank's back, and out. A step joins these.
+        copied = reductions * (6 * gradients + 4 * part) + 2 * part + self._normed(part)
+        return self.made(ledger, held, host, part, traffic, copied)
+
+    @property
+    def _reduces_by(self) -> Literal["all_reduce", "reduce_scatter"]:
+        """Collective that reduces a bucket: unless the configuration says otherwise every rank gets all of it."""
+        said = [look_up(self.values, (_ZERO, key)) for key in ("reduce_scatter", "use_multi_rank_bucket_allreduce")]
+        return "reduce_scatter" if said[0] is not False and said[1] is False else "all_reduce"
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether backward goes on while a bucket is reduced."""
+        return look_up(self.values, (_ZERO, "overlap_comm")) is True
 
     def _offloaded(self, held: dict[str, int], part: int, states: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes by kind on the device, and those in host memory.
@@ -419,8 +444,9 @@ class _Stage3(_Layout):
         gathered = sum(one.numel() * one.element_size() for one in self.trained)
         gradients = sum(trace.gradients.values())
         calls = len(self.trained)
+        gathers = self.accumulation * 2 * (gathered - always) + always
         traffic = [
-            Traffic("all_gather", ranks, self.accumulation * 2 * (gathered - always) + always, 2 * calls),
+            Traffic("all_gather", ranks, gathers, 2 * calls),
             Traffic(
                 "reduce_scatter",
                 ranks,
@@ -430,7 +456,12 @@ class _Stage3(_Layout):
         ]
         if self.offload and self.apart:
             traffic += self._copies(part, always // ranks)
-        return self.made(ledger, held, host, part, traffic)
+        # Gradients are copied into the bucket, arranged by rank, and divided, and this rank's parts copied out; a step
+        # joins and scales these. Shards are joined for a message, and parameters are made of it. Of those that stay
+        # gathered, the rank's parts are copied when a script may have written them.
+        copied = self.accumulation * (6 * gradients + 2 * part) + 4 * part + self._normed(part)
+        copied += 2 * ((gathers - always) * (ranks + 1) + always) // ranks
+        return self.made(ledger, held, host, part, traffic, copied)
 
     def _copies(self, part: int, always: int) -> list[Traffic]:
         """Copies of a step over the link to host memory.

@@ -196,6 +196,7 @@ class _Layout:
             accumulation=self._accumulation,
             trace=trace,
             traffic=self._traffic(),
+            copied=self._copied(),
             stepped=sum(stepped),
             stepped_in_host=sum(self._shards) if self.apart else 0,
             remarks=self._remarks(),
@@ -208,15 +209,27 @@ class _Layout:
             return ["here the host's memory is the device's, so that offload frees nothing"]
         return []
 
-    def _traffic(self) -> list[Traffic]:
-        steps = self._accumulation
+    def _gathered(self) -> int:
+        """Whole bytes of all gathers of a step."""
         inner = sum(unit.message for name, unit in self._units.items() if not self.freed_after_forward(name))
         outer = sum(unit.message for name, unit in self._units.items() if self.freed_after_forward(name))
+        return self._accumulation * (2 * outer + inner)
+
+    def _copied(self) -> int:
+        """Bytes that are read and written to make messages of shards and gradients, and parameters of messages."""
+        if self._ranks == 1:
+            return 0
+        reductions = 1 if self._section.accumulate_without_sync else self._accumulation
+        arranged = reductions * sum(unit.reduced for unit in self._units.values())
+        return 2 * (self._gathered() + self._gathered() // self._ranks + arranged)
+
+    def _traffic(self) -> list[Traffic]:
+        steps = self._accumulation
         calls = len(self._units)
         reduced = sum(unit.reduced for unit in self._units.values())
         reductions = 1 if self._section.accumulate_without_sync else steps
         traffic = [
-            Traffic("all_gather", self._ranks, steps * (2 * outer + inner), steps * (2 * calls - 1)),
+            Traffic("all_gather", self._ranks, self._gathered(), steps * (2 * calls - 1)),
             Traffic("reduce_scatter", self._ranks, reductions * reduced, reductions * calls),
         ]
         if self._replicas > 1:

@@ -22,8 +22,12 @@ memory (Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for w
 CUTTING = ("pp", "cp", "tp")
 """Mesh axes along which a model or its samples are cut, so that these ranks read the same samples."""
 
+_TIE = 0.03
+"""Fraction by which a layout may take longer than the fastest and count as fast; then the simpler one wins."""
+
 BESIDE = 0.3
-"""Fraction of the shorter of computation and communication that overlap does not hide."""
+"""Fraction of the shorter of computation and communication that overlap does not hide. On a CPU all of it: the cores
+that compute also add up what they exchange."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ def choose(request: PlanRequest, machine: Machine) -> Choice:
         candidates = [each for each in candidates if not each.estimate.last_resort]
     fitting = [each for each in candidates if not each.verdict]
     # What host memory is used for takes longest to move and to update, and is known worst.
-    fitting.sort(key=lambda each: (bool(each.estimate.host), _rounded(each.time), each.estimate.rank))
+    fitting.sort(key=lambda each: (bool(each.estimate.host), each.time, each.estimate.rank))
+    alike = [each for each in fitting if _as_fast(each, fitting[0])]
+    fitting[: len(alike)] = sorted(alike, key=lambda each: (each.estimate.rank, each.time))
     return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
 
 
@@ -180,8 +186,9 @@ def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[
     """Seconds of an optimizer step by part.
 
     Returns:
-        ``computation``; ``communication`` that is not hidden; ``optimizer``, on the device; where a rank waits for
-        others, ``waiting``; where host memory is used, ``host copies`` that are not hidden, and ``host optimizer``.
+        ``computation``; ``communication`` that is not hidden; ``optimizer``, on the device; ``copies`` of the engine on
+        the device; where a rank waits for others, ``waiting``; where host memory is used, ``host copies`` that are not
+        hidden, and ``host optimizer``.
     """
     trace = estimate.trace
     assert trace is not None, estimate.title
@@ -189,19 +196,20 @@ def seconds(estimate: Estimate, request: PlanRequest, machine: Machine) -> dict[
     copies = [each for each in estimate.traffic if each.operation == "host_copy"]
     messages = [each for each in estimate.traffic if each.operation != "host_copy"]
     with_messages, exposed = _beside(compute, messages, machine)
-    # Reads parameters, gradients and state, writes parameters and state.
-    moved = 3 + 2 * request.optimizer.per_element
     found = {
         "computation": compute,
         "communication": exposed,
-        "optimizer": estimate.stepped * moved / machine.bandwidth,
+        "optimizer": estimate.stepped * request.optimizer.moved / machine.bandwidth,
     }
+    if estimate.copied:
+        found["copies"] = estimate.copied / machine.bandwidth
     if estimate.idle:
         found["waiting"] = compute * estimate.idle / (1 - estimate.idle)
     if copies:
         found["host copies"] = _beside(with_messages, copies, machine)[1]
     if estimate.stepped_in_host:
-        # The processes of a machine share its host.
+        # Reads parameters, gradients and state, writes parameters and state. A machine's processes share its host.
+        moved = 3 + 2 * request.optimizer.per_element
         found["host optimizer"] = estimate.stepped_in_host * moved * request.ranks_per_node / machine.host_bandwidth
     return found
 
@@ -210,13 +218,14 @@ def _beside(busy: float, traffic: Sequence[Traffic], machine: Machine) -> tuple[
     """Seconds of what runs together, and those that traffic adds to what is busy."""
     beside = sum(machine.traffic(each) for each in traffic if each.overlaps)
     alone = sum(machine.traffic(each) for each in traffic if not each.overlaps)
-    together = max(busy, beside) + BESIDE * min(busy, beside)
+    shown = 1.0 if machine.device_type == "cpu" else BESIDE
+    together = max(busy, beside) + shown * min(busy, beside)
     return together, alone + together - busy
 
 
-def _rounded(time: float) -> float:
-    """Two digits: layouts that differ by less are as fast, and the simpler one wins."""
-    return float(f"{time:.1e}")
+def _as_fast(one: Candidate, fastest: Candidate) -> bool:
+    """Whether the seconds of a layout are those of the fastest, and both use host memory or neither does."""
+    return bool(one.estimate.host) == bool(fastest.estimate.host) and one.time <= (1 + _TIE) * fastest.time
 
 
 def gib(size: int) -> str:

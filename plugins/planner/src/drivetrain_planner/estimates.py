@@ -136,6 +136,7 @@ class OptimizerCosts:
         step_current: bytes that a step needs for a moment, for each byte of the parameter that it updates.
         step_previous: the same for each byte of the parameter before, whose temporaries are still there.
         step_all: the same for each byte of all parameters together (``foreach`` implementations).
+        moved: bytes that the kernels of a step read and write, for each byte of the parameters.
         elementwise: each element's update depends on that element alone, so that the optimizer may step on parts.
     """
 
@@ -145,6 +146,7 @@ class OptimizerCosts:
     step_current: float
     step_previous: float
     step_all: float
+    moved: float
     elementwise: bool
 
     def state(self, sizes: Sequence[int]) -> int:
@@ -273,6 +275,8 @@ class Estimate:
         accumulation: micro-batches of one optimizer step.
         trace: of one micro-batch.
         traffic: of one optimizer step.
+        copied: bytes that the engine reads and writes on the device in one optimizer step beside the model and the
+            optimizer: into and out of buckets and gathered tensors, and for norms.
         stepped: bytes of parameters that this rank's optimizer updates on the device.
         stepped_in_host: bytes of parameters that it updates in host memory.
         last_resort: nobody asked for it; it is offered in case that no other layout fits.
@@ -293,6 +297,7 @@ class Estimate:
     accumulation: int = 1
     trace: Trace | None = None
     traffic: Sequence[Traffic] = ()
+    copied: int = 0
     stepped: int = 0
     stepped_in_host: int = 0
     last_resort: bool = False

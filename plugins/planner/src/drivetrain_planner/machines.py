@@ -74,14 +74,18 @@ class Machine:
         return total
 
     def traffic(self, one: Traffic) -> float:
-        """Seconds of one kind of communication in a step: latency of its calls, and bytes of a ring."""
+        """Seconds of one kind of communication in a step: latency of its calls, and bytes of a ring.
+
+        On a CPU gloo reduces everything on every rank, of which each keeps its part.
+        """
         if one.operation == "host_copy":
             return one.calls * self.host.latency + one.bytes / self.host.bandwidth
         if one.ranks < 2:
             return 0.0
         link = self.inside if one.ranks <= self.devices else self.outside
         share = (one.ranks - 1) / one.ranks
-        sent = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(one.operation, 1.0)
+        scattered = 2 * share if self.device_type == "cpu" else share
+        sent = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": scattered}.get(one.operation, 1.0)
         return one.calls * link.latency + sent * one.bytes / link.bandwidth
 
 
@@ -95,6 +99,11 @@ MACHINES = {
         *(Link(2e-5, 300e9), Link(4e-5, 40e9)),
         host=_PCIE_5,
     ),
+    "b200": Machine(
+        *("b200", "cuda", 180 * 10**9, 1, 650e12, 1250e12, 6.4e12, 4e-6),
+        *(Link(2e-5, 600e9), Link(4e-5, 40e9)),
+        host=_PCIE_5,
+    ),
     "h200": Machine(
         *("h200", "cuda", 141 * 10**9, 1, 300e12, 550e12, 3.8e12, 4e-6),
         *(Link(2e-5, 300e9), Link(4e-5, 40e9)),
@@ -106,21 +115,25 @@ MACHINES = {
     "a100-40gb": Machine(
         *("a100-40gb", "cuda", 40 * 10**9, 1, 110e12, 220e12, 1.2e12, 5e-6), Link(2e-5, 200e9), Link(4e-5, 20e9)
     ),
+    "a6000": Machine(
+        *("a6000", "cuda", 48 * _GIB, 1, 45e12, 85e12, 0.61e12, 5e-6), Link(3e-5, 12e9), Link(5e-5, 1e9)
+    ),
     "rtx4090": Machine(
         *("rtx4090", "cuda", 24 * _GIB, 1, 60e12, 140e12, 0.85e12, 5e-6), Link(3e-5, 12e9), Link(5e-5, 1e9)
     ),
     "cpu": Machine(
         *("cpu", "cpu", 16 * _GIB, 1, 4e10, 2e10, 8e9, 1e-5),
-        *(Link(2e-4, 1e9), Link(5e-4, 1e8)),
+        *(Link(1.5e-3, 1e9), Link(2e-3, 1e8)),
         context=0,
         host=Link(1e-5, 8e9),
         host_bandwidth=8e9,
     ),
 }
 """Machines by name: about half of the makers' peaks in arithmetic, and four fifths of their memory bandwidth; float32
-of NVIDIA devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are.
+of NVIDIA devices is TF32. They rank layouts, and do not promise seconds; a file says what yours are. A message between
+two processes on a CPU takes as long as it took between two that compute meanwhile, on two cores.
 
-Links to host memory are four fifths of PCI Express with 16 lanes: 63 GB/s of generation 5 (H100, H200), 31.5 of
+Links to host memory are four fifths of PCI Express with 16 lanes: 63 GB/s of generation 5 (B200, H100, H200), 31.5 of
 generation 4 (the others). The step in host memory is slower than that memory: of LLaMA-7B on eight A800 beside two Xeon
 8358, ZeRO 2 with ``offload_optimizer`` was published to take 20 s longer for a step of 64 samples than without
 (1.81 and 4.19 samples/s; gist chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a), in which AdamW reads and writes 28 bytes for

@@ -67,14 +67,14 @@ def measure(
             ) from problem
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(count)]
     worst = {key: (max if key in ("launch", "context") else min)(each[key] for each in ranks) for key in _KEYS}
-    small, large = (max(each[key] for each in ranks) for key in ("small", "large"))
+    small, following, large = (max(each[key] for each in ranks) for key in ("small", "next", "large"))
     base = MACHINES["cpu" if kind == "cpu" else "h100"]
     return replace(
         base,
         name=ranks[0]["name"],
         device_type=kind,
         devices=count,
-        inside=link(count, small, large, ranks[0]["message"]) if count > 1 else base.inside,
+        inside=replace(link(count, following, large, ranks[0]["message"]), latency=small) if count > 1 else base.inside,
         host=Link(max(each["host_start"] for each in ranks), min(each["host_copy"] for each in ranks)),
         host_bandwidth=count * min(each["host_step"] for each in ranks),
         **{**worst, "memory": int(worst["memory"]), "context": int(worst["context"])},
@@ -146,9 +146,15 @@ def _measured(device: torch.device, seconds: float, size: int) -> dict[str, Any]
     found["launch"] = _timed(lambda: [tiny.add_(1) for _ in range(100)], device, seconds) / 100
     found |= _of_host(device, seconds)
     message = 2**23 if cpu else 2**28
-    for key, bytes_ in (("small", _SMALL_MESSAGE), ("large", message)):
-        sent = torch.zeros(bytes_ // 4, device=device)
-        found[key] = _timed(lambda one=sent: dist.all_reduce(one), device, seconds, together=True)  # type: ignore[misc]
+    # Between two messages of a step ranks compute, end at different times, and on a CPU gloo sleeps: two to four times
+    # what a message takes right after another. The bandwidth is that of messages of which each follows another.
+    first, second, out = (torch.ones(size, size, device=device) for _ in range(3))
+    small, large = (torch.zeros(bytes_ // 4, device=device) for bytes_ in (_SMALL_MESSAGE, message))
+    found["small"] = _timed(
+        lambda: dist.all_reduce(small), device, seconds, together=True, before=lambda: torch.mm(first, second, out=out)
+    )
+    found["next"] = _timed(lambda: dist.all_reduce(small), device, seconds, together=True)
+    found["large"] = _timed(lambda: dist.all_reduce(large), device, seconds, together=True)
     return {**found, "message": message}
 
 
@@ -194,7 +200,14 @@ class _tf32:  # noqa: N801 (a context)
         torch.set_float32_matmul_precision(self._before)
 
 
-def _timed(function: Callable[[], Any], device: torch.device, seconds: float, *, together: bool = False) -> float:
+def _timed(
+    function: Callable[[], Any],
+    device: torch.device,
+    seconds: float,
+    *,
+    together: bool = False,
+    before: Callable[[], Any] | None = None,
+) -> float:
     """Median seconds of a call, over as many as fill the time.
 
     Args:
@@ -202,13 +215,16 @@ def _timed(function: Callable[[], Any], device: torch.device, seconds: float, *,
         device: waits for it after each call.
         seconds: in all.
         together: it is collective, so that all ranks make as many calls, the number that rank 0 takes for the time.
+        before: is done before each call, and not timed.
     """
 
     def once() -> float:
+        if before is not None:
+            before()
+            _wait(device)
         begun = time.perf_counter()
         function()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        _wait(device)
         return time.perf_counter() - begun
 
     first = min(once() for _ in range(3))
@@ -219,3 +235,9 @@ def _timed(function: Callable[[], Any], device: torch.device, seconds: float, *,
         calls = int(agreed.item())
     dist.barrier()
     return median(once() for _ in range(calls))
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for what was started on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

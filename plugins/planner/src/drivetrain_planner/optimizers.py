@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.api import UsageError
 from drivetrain_planner.estimates import OptimizerCosts
@@ -59,17 +62,14 @@ def optimizer_costs(name: str, arguments: dict[str, Any] | None = None, device_t
         step_current=max(of_one - each, 0) / size,
         step_previous=max(of_two - of_one - each, 0) / size,
         step_all=each / size,
+        moved=_moved(kind, given) / size,
         elementwise=kind in ELEMENTWISE,
     )
 
 
 def _count(kind: type[Optimizer], arguments: dict[str, Any], parameters: int) -> tuple[int, int, int]:
     """Bytes of state of a parameter's shape, other bytes of state, bytes that the second step needs for a moment."""
-    made = [nn.Parameter(torch.ones(_ROWS, _COLUMNS)) for _ in range(parameters)]
-    optimizer: Any = kind(made, **arguments)
-    for each in made:
-        each.grad = torch.ones_like(each)
-    optimizer.step()
+    optimizer, made = _stepped(kind, arguments, parameters)
     shaped = other = 0
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     for value in states:
@@ -90,3 +90,45 @@ def _count(kind: type[Optimizer], arguments: dict[str, Any], parameters: int) ->
         optimizer.step()
         census.record("end")
     return shaped // parameters, other // parameters, census.events[-1].most
+
+
+def _stepped(kind: type[Optimizer], arguments: dict[str, Any], parameters: int) -> tuple[Any, list[nn.Parameter]]:
+    """Return an optimizer after its first step, which makes its state, and its parameters."""
+    made = [nn.Parameter(torch.ones(_ROWS, _COLUMNS)) for _ in range(parameters)]
+    optimizer: Any = kind(made, **arguments)
+    for each in made:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return optimizer, made
+
+
+def _moved(kind: type[Optimizer], arguments: dict[str, Any]) -> int:
+    """Return the bytes that a step on one parameter reads and writes."""
+    optimizer, _ = _stepped(kind, arguments, 1)
+    with _Moves() as moves:
+        optimizer.step()
+    return int(moves.bytes)
+
+
+class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes that kernels read and write: of their arguments, of those they write to, and of new results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema  # noqa: SLF001 (which arguments an operator writes to)
+        if all(each.alias_info is None or each.alias_info.is_write for each in schema.returns):
+            written = [
+                (kwargs or {}).get(argument.name, args[place] if place < len(args) else None)
+                for place, argument in enumerate(schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            fresh = result if all(each.alias_info is None for each in schema.returns) else None
+            touched = tree_leaves((args, kwargs, written, fresh))
+            self.bytes += sum(one.numel() * one.element_size() for one in touched if isinstance(one, Tensor))
+        return result

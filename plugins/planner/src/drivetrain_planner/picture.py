@@ -84,7 +84,7 @@ def _decorate(axes: Axes, shown: Sequence[Candidate], choice: Choice, unit: str,
     memory = choice.machine.memory
     allowed, most = SHARE * memory / scale, max(each.bytes + each.unused for each in shown) / scale
     # A bar far beyond the device, or a device far larger than any bar, must not squeeze the others out of sight.
-    right = 1.08 * max(most, allowed if allowed < 6 * most else 0)
+    right = 1.08 * max(most, allowed if allowed < 3 * most else 0)
     axes.set_xlim(0, right)
     top: dict[str, Any] = {"fontsize": 8, "va": "bottom", "transform": axes.get_xaxis_transform()}
     ends_here = memory / scale <= right
