@@ -390,7 +390,7 @@ def surface() -> str:
                 # Where it is an operation's name: a method's name may be an English word, or a letter of one.
                 text = re.sub(rf"(aten\.|`|, and ){re.escape(method)}(?=[.`]| (?:reads|joins) )", r"\1(it)", text)
                 words.setdefault(plain(text), []).append(f"`{method}` ({place})")
-        rows.append(f"| `{method}` | " + " | ".join(told) + " |")
+        rows.append("| `" + method.replace("|", "\\|") + "` | " + " | ".join(told) + " |")
     total = ["| | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
     total += [
         f"| {ending} | " + " | ".join(str(counts[place][ending]) for place in places) + " |"

@@ -2,13 +2,15 @@
 
 A script trains one step, calls one method of a parameter (or of the model, or its optimizer), and trains two more.
 What the method returns, the weights and the losses are compared with plain torch. Arguments are the first of a list
-with which the method runs on a plain tensor.
+with which the method runs on a plain tensor. Operators, attributes, assignments and functions that take a parameter are
+written as a script writes them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from parity_common import Result, Script, build, loader, mean, result
 from parity_worlds import PLACES, Matrix, together
@@ -209,6 +212,55 @@ def _of_tensor(name: str, accelerator: Any) -> Result:
     return _train(accelerator, call)
 
 
+_EXPRESSIONS = """
+p + plain ; plain + p ; p - 1 ; 1 - p ; p * 2 ; 2 * p ; p / 2 ; 1 / p ; p // 0.07 ; p % 0.07 ; p ** 2 ; 2 ** p ; -p
++p ; abs(p) ; p @ plain ; plain @ p ; ~(p > 0.2) ; (p > 0.2) & (p < 0.3) ; (p > 0.2) | (p < 0.1)
+(p > 0.2) ^ (p < 0.3) ; p == plain ; p != plain ; p < plain ; p <= plain ; p > plain ; p >= plain ; p[0] ; p[-1]
+p[0, 1] ; p[1:3] ; p[:, 1] ; p[..., 0] ; p[None] ; p[::2] ; p[rows] ; p[:, rows] ; p[p > 0.2] ; p[rows, rows]
+p[torch.tensor(1)] ; len(p) ; list(p) ; 0.5 in p ; list(reversed(p)) ; sum(p) ; max(p[0]) ; sorted(p[0])
+bool(p.sum() > 0) ; float(p.sum()) ; int(p.sum()) ; complex(p.sum()) ; f'{p.mean():.2f}' ; round(float(p.mean()), 3)
+list(range(p[0].argmax() + 1)) ; [row.sum() for row in p] ; math.sqrt(p.mean()) ; np.asarray(p.detach())
+np.array(p.detach())[0] ; np.mean(p.detach().numpy()) ; copy.copy(p) ; copy.deepcopy(p)
+pickle.loads(pickle.dumps(p.detach())) ; isinstance(p, nn.Parameter) ; isinstance(p, Tensor) ; hash(p) == hash(p)
+p in {p: 1} ; {p: 2}[p] ; p.T ; p.mT ; p.H ; p.mH ; p.real ; p.shape ; p.shape[0] ; p.ndim ; p.dtype ; p.device.type
+p.layout ; p.itemsize ; p.nbytes ; p.is_leaf ; p.requires_grad ; p.grad is None ; p.grad_fn is None ; p.is_sparse
+p.data ; p.data.mean() ; p.data[0] ; p.name ; p.output_nr ; p.retains_grad ; p.is_cpu ; p.is_meta ; p.is_quantized
+p.is_nested ; p.is_cuda ; torch.cat([p, plain]) ; torch.stack([p, p]) ; torch.where(p > 0.2, p, plain)
+torch.einsum('ij,kj->ik', p, plain) ; F.linear(plain, p) ; torch.equal(p, p) ; F.cosine_similarity(p, plain)
+F.mse_loss(p, plain) ; torch.norm(p) ; torch.linalg.norm(p) ; torch.dist(p, p) ; torch.linalg.matrix_norm(p, 'nuc')
+torch.linalg.svdvals(p) ; torch.allclose(p, plain) ; torch.numel(p) ; torch.is_tensor(p) ; torch.zeros_like(p)
+torch.full_like(p, 2.0) ; torch.empty_like(p).shape ; torch.rand_like(p).shape ; torch.histc(p, 4)
+torch.topk(p.flatten(), 3).values ; torch.outer(p[0], p[1]) ; torch.tensor(p[0].tolist()) ; torch.as_tensor(p)
+torch.Tensor(p) ; torch.block_diag(p, p) ; torch.vstack([p, p]) ; nn.utils.parameters_to_vector([p])
+nn.utils.get_total_norm([p]) ; torch._foreach_norm([p, p])
+"""
+EXPRESSIONS = [text for line in _EXPRESSIONS.split("\n")[1:-1] for text in line.split(" ; ")]
+"""Expressions of a parameter ``p``, of ``plain``, which has other values, and of three ``rows``."""
+
+_STATEMENTS = """
+p[0] = 1 ; p[rows] = 0.5 ; p[p > 0.2] = 0 ; p[:, 1] = plain[0] ; p[0, 1] = 2 ; p[1:3] = plain[1:3] ; p[...] = plain
+p += 1 ; p += plain ; p -= plain ; p *= 0.5 ; p /= 2 ; p **= 2 ; p %= 0.07 ; p //= 0.07 ; p.data = plain
+p.data[0] = 1 ; p.data += 1 ; p.data *= 0.5 ; p.data[:] = plain ; p.data[p > 0.2] = 0 ; p.grad = torch.zeros_like(p)
+p.grad = plain.clone() ; p.requires_grad = True ; p.mine = 3 ; p[0] += 1 ; p.copy_(plain) ; p.data.copy_(plain)
+torch.add(p, 1, out=p) ; torch.mul(p, plain, out=p) ; nn.init.zeros_(p) ; nn.init.constant_(p, 0.3) ; nn.init.eye_(p)
+nn.init.xavier_uniform_(p) ; nn.init.normal_(p, std=0.02) ; nn.init.kaiming_uniform_(p) ; nn.init.orthogonal_(p)
+nn.init.trunc_normal_(p) ; torch._foreach_mul_([p], 0.5) ; torch._foreach_add_([p], [plain])
+nn.utils.vector_to_parameters(p.flatten() / 2, [p])
+"""
+STATEMENTS = [text for line in _STATEMENTS.split("\n")[1:-1] for text in line.split(" ; ")]
+"""Statements that write to the same."""
+
+
+def _of_script(compiled: Any, accelerator: Any) -> Result:
+    def call(model: Any, _optimizer: Any) -> list[float]:
+        names = {"p": model.inner[2].weight, "plain": _like(2).flip(0) / 3, "rows": torch.tensor([0, 2, 1])}
+        modules = {"F": F, "Tensor": Tensor, "copy": copy, "math": math, "nn": nn, "np": np, "pickle": pickle}
+        with torch.no_grad():
+            return numbers(eval(compiled, {"torch": torch, **modules, **names}))
+
+    return _train(accelerator, call)
+
+
 def _names(values: Any) -> list[float]:
     return numbers([name for name, _ in values])
 
@@ -342,6 +394,8 @@ def load() -> dict[str, Script]:
     found: dict[str, Callable[[Any], Result]] = {
         f"Tensor.{name}": partial(_of_tensor, name) for name in METHODS if name not in WITHOUT_ARGUMENTS
     }
+    for kind, mode, texts in (("Expression", "eval", EXPRESSIONS), ("Statement", "exec", STATEMENTS)):
+        found |= {f"{kind}.{text}": partial(_of_script, compile(text, text, mode)) for text in texts}
     found |= {f"Module.{name}": partial(_of_module, name) for name in MODULE}
     found |= {f"Optimizer.{name}": partial(_of_optimizer, name) for name in OPTIMIZER}
     return {name: Script(name, train) for name, train in found.items()}

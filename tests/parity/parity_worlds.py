@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from parity_common import Result, Script, load
@@ -328,10 +329,10 @@ def train_in_rank(
         torch.distributions.Distribution.set_default_validate_args(True)
         found: Result | Outcome
         try:
-            found = _train(scripts[name], config, Path(folder, name))
+            found = _train(scripts[name], config, Path(folder, quote(name, safe="")))
         except RefusedByAll as refused:
             found = refused.outcome
-        with Path(folder, f"{name}.{rank}").open("wb") as file:
+        with Path(folder, f"{quote(name, safe='')}.{rank}").open("wb") as file:
             pickle.dump(found, file)
         gc.collect()
         if not number:
@@ -378,7 +379,7 @@ def _results(names: Iterable[str], world_size: int, folder: str) -> dict[str, li
     """By rank, results of the scripts that every rank finished; or how each ended that no rank did."""
     found = {}
     for name in names:
-        files = [Path(folder, f"{name}.{rank}") for rank in range(world_size)]
+        files = [Path(folder, f"{quote(name, safe='')}.{rank}") for rank in range(world_size)]
         if all(file.exists() for file in files):
             found[name] = [pickle.loads(file.read_bytes()) for file in files]
     return found

@@ -262,3 +262,64 @@ def test_a_parameter_of_one_element_scales_a_loss() -> None:
     for found in spawn(tempered, WORLD):
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=1e-6, msg=name)
+
+
+def set_gradients(step: Any) -> Any:
+    """Train a step beside a gradient that the script has set, and return the weight."""
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model = built()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(accelerator, model, ROWS[accelerator.process_index * 2 :][:2])
+    optimizer.step()
+    whole = model.weight.full_tensor().detach()
+    accelerator.end_training()
+    return whole
+
+
+def sets_a_plain_gradient(accelerator: Any, model: Any, x: Tensor) -> None:
+    model.weight.grad = torch.ones(5, 4)
+    accelerator.backward(model(x).pow(2).mean())
+
+
+def sets_none_first(accelerator: Any, model: Any, x: Tensor) -> None:
+    model.weight.grad = torch.ones(5, 4)
+    model.weight.grad = None
+    accelerator.backward(model(x).pow(2).mean())
+
+
+def copies_into_it(accelerator: Any, model: Any, x: Tensor) -> None:
+    accelerator.backward(model(x).pow(2).mean())
+    model.weight.grad.copy_(torch.ones(5, 4))
+
+
+def test_a_plain_gradient_is_refused_with_what_to_write() -> None:
+    with pytest.raises(RankFailedError, match=r"p\.grad of a sharded parameter was set to a plain tensor") as caught:
+        spawn(set_gradients, WORLD, sets_a_plain_gradient)
+    assert "Write `p.grad = None` before the backward, or after one `p.grad.copy_(value)`" in str(caught.value)
+
+
+def test_what_it_advises_sets_the_gradient() -> None:
+    plain = built()
+    plain(ROWS).pow(2).mean().backward()
+    for whole in spawn(set_gradients, WORLD, sets_none_first):
+        torch.testing.assert_close(whole, plain.weight - 0.1 * plain.weight.grad, rtol=0, atol=1e-5)
+    for whole in spawn(set_gradients, WORLD, copies_into_it):
+        torch.testing.assert_close(whole, plain.weight - 0.1, rtol=0, atol=1e-6)
+
+
+def multiplied(factor: Tensor) -> Any:
+    """Write a product with a plain tensor into a sharded parameter."""
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model = accelerator.prepare(built())
+    with torch.no_grad():
+        found = torch.mul(model.weight, factor, out=model.weight)
+    whole = model.weight.full_tensor()
+    accelerator.end_training()
+    return found is not None, whole
+
+
+def test_a_product_with_a_plain_tensor_is_written_to_a_shard() -> None:
+    factor = torch.arange(20.0).reshape(5, 4)
+    for returned, whole in spawn(multiplied, WORLD, factor):
+        assert returned
+        torch.testing.assert_close(whole, built().weight.detach() * factor, rtol=0, atol=0)

@@ -46,7 +46,13 @@ from drivetrain_fsdp.hooks import GradientHooks
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, gets_gradients, plan, shard
-from drivetrain_fsdp.tensors import ShardedTensor, as_sharded, explain_missing_gradients, plain_gradients
+from drivetrain_fsdp.tensors import (
+    ShardedTensor,
+    as_sharded,
+    explain_missing_gradients,
+    plain_gradients,
+    refuse_plain_gradients,
+)
 from drivetrain_fsdp.whole import WholeParameters
 from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 from drivetrain_sharding import (
@@ -493,7 +499,12 @@ class FSDPBackend(DistributedBackend):
         """Back-propagate through every prepared model that the loss depends on."""
         for trainable in self.trainables:
             trainable.before_backward()
-        self._engine.backward(loss, factor)
+        try:
+            self._engine.backward(loss, factor)
+        except AssertionError as problem:
+            for trainable in self.trainables:
+                refuse_plain_gradients(trainable.module.parameters(), problem)
+            raise
         for trainable in self.trainables:
             trainable.after_backward()
 

@@ -328,6 +328,24 @@ class _ExplainedBackward:
         )
 
 
+def refuse_plain_gradients(parameters: Iterable[Tensor], problem: Exception) -> None:
+    """Raise in words where a script has set a gradient that is no DTensor, to which FSDP cannot add.
+
+    Args:
+        parameters: of a sharded model.
+        problem: what FSDP raised.
+
+    Raises:
+        UsageError: a sharded parameter has a plain gradient.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and not isinstance(parameter.grad, DTensor | None):
+            raise UsageError(
+                "p.grad of a sharded parameter was set to a plain tensor, to which fsdp cannot add a gradient",
+                cure="Write `p.grad = None` before the backward, or after one `p.grad.copy_(value)`.",
+            ) from problem
+
+
 @contextmanager
 def plain_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Context in which gradients are plain DTensors, which are faster; only this package's code may run in it."""
@@ -347,6 +365,8 @@ def _without_rule(
     """Run an operation on full tensors that DTensor refused. Collective over all ranks."""
     if changes is not None:
         return _change_whole(func, args, kwargs, changes)
+    if isinstance(kwargs.get("out"), ShardedTensor):
+        return _compute_into(func, args, kwargs)
     if func._schema.is_mutable:  # noqa: SLF001
         return _change_wholes(func, args, kwargs, problem)
     mixed = _mixes((args, kwargs))
@@ -550,6 +570,17 @@ def _change_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pro
             each.copy_(whole)
 
 
+def _compute_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Compute an operation from full tensors, and keep this rank's shard in ``out``. Collective over all ranks."""
+    out: ShardedTensor = kwargs["out"]
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+    whole = torch.empty(out.shape, dtype=out.dtype, device=_device(out))
+    func(*whole_args, **{**whole_kwargs, "out": whole})
+    _from_first_rank(whole)  # plain values among the arguments may differ from rank to rank
+    _write(out, whole)
+    return out
+
+
 def _copy(changes: ShardedTensor, values: Any) -> ShardedTensor:
     """Copy rank 0's values, as ``prepare`` does: other ranks may have different ones. Collective over all ranks."""
     whole = torch.empty(changes.shape, dtype=changes.dtype, device=_device(changes)).copy_(values)
@@ -634,4 +665,5 @@ __all__ = [
     "explain_missing_gradients",
     "keep_placements_of_gradients",
     "plain_gradients",
+    "refuse_plain_gradients",
 ]

@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, final
+from typing import Any, NoReturn, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +237,14 @@ class Elsewhere(FakeTensor):
             "accelerator.get_state_dict(model) for values. Copy a model for an average of its weights after its first "
             "forward. pipeline_parallel_size: 1 keeps all parameters on every rank.",
         )
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise self.refused("its value was printed")
+        return str(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise self.refused("torch.save, pickle or copy.copy was given it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = Elsewhere.of(self._copied(), getattr(self, "fqn", ""))
