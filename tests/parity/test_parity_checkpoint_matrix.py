@@ -227,7 +227,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(request, written):
-    """What each rank of a reader saw, for each writer whose test runs; a reader's job runs when its first test does."""
+    """Return what each rank of a reader saw, for each writer whose test runs; its job runs when its first test does."""
     pairs = [
         (item.callspec.params["reader"], item.callspec.params["writer"])
         for item in request.session.items

@@ -82,7 +82,7 @@ class Logits(nn.Module):
 
 
 def planned(row):
-    """What is asked for a row, and what a rank would hold and send under our ``fsdp`` with recomputation."""
+    """Return the request of a row, and the estimate of our ``fsdp`` with recomputation."""
     with torch.device("meta"):
         model = Logits(MODELS[row["model"]]())
     ids = torch.zeros(1, row["tokens"], dtype=torch.long)
@@ -116,7 +116,7 @@ def rows():
 
 
 def record():
-    """By name bytes, ``peak`` of tensors and ``reserved`` with what the allocator keeps, and ``seconds`` of a step."""
+    """Return by name bytes, ``peak`` of tensors and ``reserved`` with the allocator's, and ``seconds`` of a step."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 

@@ -43,7 +43,7 @@ def stock(base: str) -> Any:
 
 @pytest.fixture(scope="module")
 def ours(request: pytest.FixtureRequest, base: str) -> Any:
-    """What each rank finds at a place, computed once in one group of ranks for the tests that run."""
+    """Return what each rank finds at a place, computed once in one group of ranks for the tests that run."""
     tests = [item for item in request.session.items if item.path == request.path]
     found: dict[str, list[Any]] = {}
 

@@ -34,7 +34,6 @@ def load(kind: str) -> Any:
             warnings.simplefilter("ignore", category)
         package = importlib.import_module("deepspeed")
         accelerators: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
-        importlib.import_module("deepspeed.ops")
         if accelerators.get_accelerator().device_name() != kind:
             accelerators.ds_accelerator = None
             accelerators.get_accelerator()

@@ -80,9 +80,7 @@ class ShardedTensor(DTensor):
             return _whole(args[0]).item()
         out = kwargs.get("out")
         if isinstance(out, ShardedTensor) and not any(isinstance(one, DTensor) for one in pytree.tree_leaves(args)):
-            whole = torch.empty(out.shape, dtype=out.dtype, device=_device(out))
-            _write(out, func(*args, **{**kwargs, "out": whole}))
-            return out
+            return _compute_into(func, args, kwargs)
         args = _with_all_dims(func, args)
         changes = _changes(func, args)
         if changes is not None:
