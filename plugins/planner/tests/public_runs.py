@@ -12,12 +12,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain.api.programs import policy_for
 from drivetrain_planner import PlanRequest
@@ -53,24 +57,40 @@ def qwen3_moe():
     return Qwen3MoeForCausalLM(config)
 
 
+def llama3():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131072, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
 MODELS = {
     "qwen3-0.6b": partial(
         qwen3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
     ),
     "qwen3-4b": partial(qwen3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
     "qwen3-30b-a3b": qwen3_moe,
+    "llama-3.1-8b": llama3,
 }
 
 
-def of_logits(output, batch):
-    """prime-rl's supervised loss: of each token, from float32 logits that stay in a variable until backward ends."""
+def mean_of_each(output, batch):
+    """Return prime-rl's supervised loss: of each token, from float32 logits that stay in a variable in backward."""
     logits = output["logits"]
     each = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"].view(-1), reduction="none")
     return each.mean()
 
 
+def mean_of_all(output, batch):
+    """Return torchtitan's loss, from logits that are made float32 for it and released before backward."""
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1).float(), batch["labels"].flatten(0, 1))
+
+
 class Logits(nn.Module):
-    """Returns logits alone, as prime-rl's head does."""
+    """Returns logits alone, as the heads of the published runs do."""
 
     def __init__(self, model):
         super().__init__()
@@ -81,31 +101,100 @@ class Logits(nn.Module):
         return {"logits": self.model(**given).logits}
 
 
+class Selective(nn.Module):
+    """Recomputes a layer but its attention and each second matrix product, as torchtitan's option ``op`` does."""
+
+    kept = (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+    )
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(
+            self.layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts, **kwargs
+        )
+
+    def contexts(self):
+        products = Counter()
+
+        def policy(ctx, func, *_args, **_kwargs):
+            keep = func in self.kept
+            if func is torch.ops.aten.mm.default:
+                products[ctx.is_recompute] += 1
+                keep = products[ctx.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+
+def selective(model):
+    """Return logits alone, of a model whose layers are recomputed selectively."""
+    model.model.layers = nn.ModuleList(Selective(layer) for layer in model.model.layers)
+    model._no_split_modules = [Selective.__name__]
+    return Logits(model)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop as its source shows it.
+
+    Args:
+        wrap: makes the module whose forward the loop calls.
+        loss: of its output and the batch.
+        kept: the loop has the output in a variable while backward runs.
+        samples: of a micro-batch.
+        micro_batches: of a step.
+        section: of ``fsdp``.
+    """
+
+    wrap: Callable[[nn.Module], nn.Module]
+    loss: Callable[..., torch.Tensor]
+    kept: bool
+    samples: int
+    micro_batches: int
+    section: dict[str, bool]
+
+
+LOOPS = {
+    # Gradients of every micro-batch are reduced.
+    "prime-rl": Loop(
+        Logits, mean_of_each, True, 1, 2, {"activation_checkpointing": True, "accumulate_without_sync": False}
+    ),
+    "torchtitan": Loop(selective, mean_of_all, False, 2, 1, {"activation_checkpointing": False}),
+}
+
+
 def planned(row):
-    """Return the request of a row, and the estimate of our ``fsdp`` with recomputation."""
+    """Return the request of a row, and the estimate of our ``fsdp``."""
+    loop = LOOPS[row["loop"]]
     with torch.device("meta"):
-        model = Logits(MODELS[row["model"]]())
-    ids = torch.zeros(1, row["tokens"], dtype=torch.long)
+        model = loop.wrap(MODELS[row["model"]]())
+    ids = torch.zeros(loop.samples, row["tokens"], dtype=torch.long)
     policy = policy_for("bf16")
-    tracer = Tracer(model, Example((), {"input_ids": ids}, {"labels": ids}, of_logits), policy, "cuda")
+    example = Example((), {"input_ids": ids}, {"labels": ids}, loop.loss, loop.kept)
+    tracer = Tracer(model, example, policy, "cuda")
     request = PlanRequest(
         model=model,
         world_size=row["ranks"],
         ranks_per_node=min(8, row["ranks"]),
         device_type="cuda",
         precision=policy,
-        micro_batch=1,
-        global_batch=2 * row["ranks"],
+        micro_batch=loop.samples,
+        global_batch=loop.samples * loop.micro_batches * row["ranks"],
         optimizer=optimizer_costs("AdamW", {}, "cuda"),
-        # Gradients of every micro-batch are reduced.
-        sections={"fsdp": {"activation_checkpointing": True, "accumulate_without_sync": False}},
+        sections={"fsdp": loop.section},
         trace=tracer.trace,
         arguments=((), {"input_ids": ids}),
         run=tracer.run,
     )
     # Of this backend alone: the others would trace models of this size for layouts that nobody compares.
     (fsdp,) = entry_points(group=GROUP, name="fsdp")
-    (found,) = [each for each in fsdp.load()(request) if not each.last_resort]
+    # Sharded over all ranks; over several machines `fsdp` offers replicas of a machine's shards, too.
+    found = min((each for each in fsdp.load()(request) if not each.last_resort), key=lambda each: each.peak)
     assert not found.refused, found.refused
     return request, found
 
