@@ -31,7 +31,8 @@ html_theme = "furo"
 html_title = f"Drivetrain {release}"
 html_static_path = ["site/static"]
 html_css_files = ["drivetrain.css"]
-html_js_files = ["copy.js", "wrap.js"]
+html_js_files = ["copy.js", "layout.js", "wrap.js"]
+pygments_dark_style = "github-dark"
 # Sphinx opens it from where the command is typed, unlike its other paths.
 html_search_scorer = str(HERE / "site/scorer.js")
 html_copy_source = False
@@ -40,5 +41,6 @@ html_theme_options = {
     "navigation_with_keys": True,
     # Until the distributions are published; one text for all pages, so it holds no link of a page.
     "announcement": 'Not on a package index yet. Where a page says <code>pip install "drivetrain[NAME]"</code>, type '
-    "<code>pip install --editable core --editable plugins/NAME</code> in a clone.",
+    "<code>pip install --editable core --editable plugins/NAME</code> in a clone "
+    "(Install says what some of them need beside it).",
 }

@@ -116,7 +116,7 @@ def parity() -> str:
                 rows.append(f"| `{name}`: {says} | " + " | ".join(cells) + " |")
             if whole:
                 partial.append(f"- `{name}` is empty where data are shared out: {whole}.")
-        shown += ["", f"**{purpose(path).rstrip('.')}**"]
+        shown += ["", f"## {purpose(path).rstrip('.')}"]
         if rows:
             shown += ["", "| script | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|", *rows]
         if alike:

@@ -127,6 +127,8 @@ PARTS = {
     "other": "#bdbdbd",
 }
 """Of the bars, in the colours of `drivetrain plan choose --plot`."""
+MOST = 0.8 * 40e9 / 2**30
+"""GiB of a card of 40 GB that a plan may take."""
 
 
 def draw_layouts(page: Path, path: Path) -> None:
@@ -148,9 +150,10 @@ def draw_layouts(page: Path, path: Path) -> None:
     names = [row[0].removeprefix("layout ") for row in rows if len(row) == len(head)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
+    axes.axvline(MOST, color="black", linestyle="--", linewidth=1, label=f"80 % of a card, {MOST:.1f} GiB")
     axes.set(title="What a rank holds: a Llama of 1.1 billion parameters on eight cards", xlabel="GiB on each rank")
     axes.margins(x=0.08)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", framealpha=1)
     _save(figure, path)
 
 

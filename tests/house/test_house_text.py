@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 
@@ -35,6 +36,19 @@ def sources(texts):
 def test_no_path_of_anybodys_machine(texts):
     found = [(name, word) for name, text in texts.items() for word in MACHINE if word in text]
     assert found == []
+
+
+def test_every_page_is_in_the_list_of_pages(texts):
+    """Else the site is not built: Sphinx warns of a page without a place, and its warnings are errors there."""
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in texts if re.fullmatch(r"docs/.*\.md", name)}
+    listed = {"index"}
+    for name in pages:
+        folder = name.rpartition("/")[0]
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", texts[f"docs/{name}.md"], re.DOTALL):
+            for line in block.splitlines():
+                entry = f"{folder}/{line}".lstrip("/")
+                listed |= set(fnmatch.filter(pages, entry)) if line and not line.startswith(":") else set()
+    assert sorted(pages - listed) == []
 
 
 def test_nothing_is_left_to_do(texts):
