@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.data.loader import prepare_data_loader
 from drivetrain.errors import UsageError
@@ -175,3 +174,30 @@ def test_the_users_loader_stays_usable(ranks, numbers):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [batch.tolist() for batch in made] == [[0, 1], [2, 3], [4, 5]]
+
+
+class Counted(IterableDataset):
+    def __iter__(self):
+        yield from range(8)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["read", "left"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("data", [lambda: range(8), Counted], ids=["map", "iterable"])
+def test_a_dropped_loader_needs_no_garbage_collector(data, world, whole, ranks):
+    """Where it does, torch's persistent workers are waited for 5 s each: their queues end before they are told."""
+    dropped = []
+    gc.collect()
+    gc.disable()
+    try:
+        for loader in ranks(lambda: DataLoader(data(), batch_size=2, num_workers=1, persistent_workers=True), world):
+            passed = iter(loader)
+            next(passed)
+            for _ in passed if whole else ():
+                pass
+            dropped += [weakref.ref(loader), weakref.ref(loader._source)]
+            del passed
+        del loader
+        assert [one() for one in dropped] == [None] * len(dropped)
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import entry_points
 
 import pytest
@@ -18,7 +19,9 @@ from drivetrain_planner.optimizers import optimizer_costs
 estimates = _point.load()
 
 
+@cache
 def layouts(model, ranks, **section):
+    """Layouts of a model under a section; several tests look at one of them."""
     return estimates(request_for(model, ranks, sections={"megatron": section}))
 
 
@@ -58,6 +61,7 @@ def ranks_of_one(model):
     return single(request_for(model, 1))
 
 
+@pytest.mark.slow
 def test_every_product_of_degrees_is_offered():
     found = [each.title.partition(", ")[0] for each in layouts("gpt2", 4)]
     assert found == ["pp 2", "pp 4", "tp 2", "tp 2 x pp 2", "tp 4"]
@@ -145,7 +149,7 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
             {"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b", "num_micro_batches": 1},
             "interleaved_1f1b does not take 1 micro-batch, and the schedule that training takes in its place",
         ),
-        ("gpt2", 2, {"pipeline_parallel_size": 2, "split_points": ["nowhere"]}, "is not a module of the model"),
+        ("gpt2", 2, {"pipeline_parallel_size": 2, "split_points": ("nowhere",)}, "is not a module of the model"),
         ("gpt2", 4, {"pipeline_parallel_size": 4, "num_micro_batches": 2}, "does not take 2 micro-batches"),
         (
             "gpt2",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.data.kept_batches import KeptBatches
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Pass:
     """One iteration of a prepared loader, and the batch that it yielded last.
 

@@ -116,13 +116,17 @@ class Cursor:
         fresh: the next pass begins at ``position``; otherwise a pass has begun there, and the next one begins the next
             epoch.
         restored: ``position`` comes from a checkpoint.
-        owner: the pass that may move the position; a newer pass takes it over.
+        owner: the pass that may move the position; a newer pass takes it over. Not kept alive: it refers to the loader.
     """
 
     position: Position
     fresh: bool = True
     restored: bool = False
-    owner: object = None
+    owner: ref[Pass] | None = None
+
+    def is_moved_by(self, one: Pass) -> bool:
+        """Whether this pass may move the position."""
+        return self.owner is not None and self.owner() is one
 
 
 FORMAT = 3
@@ -310,7 +314,7 @@ class PreparedDataLoader(DataLoader[Any]):
                     following, is_last = (ahead, ahead_shown), ahead is None
                 else:
                     is_last, beyond = not item.follows, item.beyond
-                if cursor.owner is this_pass:
+                if cursor.is_moved_by(this_pass):
                     self._advance(item, is_last)
                 if not item.hidden:
                     if self.end_of_dataloader is not is_last:
@@ -432,7 +436,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if source.num_streams > 1:
                 consumed, discard = 0, skip
             cursor.position = replace(position.at(epoch, consumed), mark=mark, order=order)
-        cursor.fresh, cursor.restored, cursor.owner = False, False, this_pass
+        cursor.fresh, cursor.restored, cursor.owner = False, False, ref(this_pass)
         return skip, discard
 
     def _advance(self, item: Item, is_last: bool) -> None:
@@ -448,7 +452,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _finish(self, this_pass: Pass) -> None:
         cursor = self._cursor
-        if cursor.owner is this_pass:
+        if cursor.is_moved_by(this_pass):
             cursor.position, cursor.fresh = cursor.position.at(cursor.position.epoch + 1), True
 
     def _synchronise_randomness(self) -> None:

@@ -588,8 +588,18 @@ class Planned(Iterator[Any]):
                     return True, None
         return False, beyond
 
+    def end(self) -> None:
+        """Refer to nothing of the loader, now that the pass has ended.
+
+        torch's iterator keeps the plan as long as its workers, which may be for ever. In a circle of references it is
+        left to the garbage collector, in which its queues end before the workers hear of it: each is waited for 5 s.
+        """
+        self._ended = True
+        self._ahead.clear()
+        del self._plan, self._has, self._expect
+
     def _look(self) -> bool:
-        following = next(self._plan, None)
+        following = None if self._ended else next(self._plan, None)
         if following is None:
             self._ended = True
             return False
@@ -726,22 +736,25 @@ class MapSource(Source):
 
     def _items(self, batches: Iterator[Any], planned: Planned) -> Generator[Item, None, None]:
         given = planned.given
-        for first in batches:
-            batch, rows = first, given.popleft()
-            while not self._has(rows):
-                # Nothing is fetched for these, and they come before a batch of this rank in no plan of ours.
+        try:
+            for first in batches:
+                batch, rows = first, given.popleft()
+                while not self._has(rows):
+                    # Nothing is fetched for these, and they come before a batch of this rank in no plan of ours.
+                    yield Item(None, rows)
+                    rows = given.popleft()
+                if self._in_rounds and self._dp_rank is None:
+                    # The other ranks' batches of this round follow; their rows are the same.
+                    others = sum(size > 0 for size in rows.loaded) - 1
+                    batch = [first, *(next(batches) for _ in range(others))]
+                    for _ in range(others):
+                        given.popleft()
+                follows, beyond = planned.follows()
+                yield Item(batch, rows, follows=follows, beyond=beyond)
+            for rows in given:
                 yield Item(None, rows)
-                rows = given.popleft()
-            if self._in_rounds and self._dp_rank is None:
-                # The other ranks' batches of this round follow; their rows are the same.
-                others = sum(size > 0 for size in rows.loaded) - 1
-                batch = [first, *(next(batches) for _ in range(others))]
-                for _ in range(others):
-                    given.popleft()
-            follows, beyond = planned.follows()
-            yield Item(batch, rows, follows=follows, beyond=beyond)
-        for rows in given:
-            yield Item(None, rows)
+        finally:
+            planned.end()
 
     def _has(self, rows: Rows) -> bool:
         return any(rows.loaded) if self._dp_rank is None else rows.loaded[self._dp_rank] > 0
