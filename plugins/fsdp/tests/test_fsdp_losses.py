@@ -323,3 +323,37 @@ def test_a_product_with_a_plain_tensor_is_written_to_a_shard() -> None:
     for returned, whole in spawn(multiplied, WORLD, factor):
         assert returned
         torch.testing.assert_close(whole, built().weight.detach() * factor, rtol=0, atol=0)
+
+
+class Mixed(nn.Module):
+    """A complex parameter in a module whose other ones are real, so that fsdp leaves it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.rotation = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x.to(torch.complex64) @ self.rotation
+        return product.real.sin() + product.imag.cos() + self.layer(x)
+
+
+def steps_a_complex_parameter() -> Any:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model: Any = Mixed()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = accelerator.process_index
+    accelerator.backward(model(ROWS[2 * rank : 2 * rank + 2]).pow(2).mean())
+    optimizer.step()
+    stepped = model.rotation.detach().clone()
+    accelerator.end_training()
+    return stepped
+
+
+def test_the_gradient_of_a_complex_parameter_beside_real_ones_is_complex() -> None:
+    plain = Mixed()
+    plain(ROWS).pow(2).mean().backward()
+    assert plain.rotation.grad is not None
+    for stepped in spawn(steps_a_complex_parameter, WORLD):
+        torch.testing.assert_close(stepped, plain.rotation.detach() - 0.1 * plain.rotation.grad, rtol=0, atol=1e-5)

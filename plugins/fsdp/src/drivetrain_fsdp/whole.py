@@ -49,22 +49,24 @@ class WholeParameters:
 
     def reduce(self) -> None:
         """Average the gradients accumulated since the last call over the data-parallel ranks. Collective over them."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        exact = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        like = [_as_real(parameter.detach()) for parameter in self.parameters]
+        sizes = [each.numel() for each in like]
+        exact = any(each.dtype == torch.float64 for each in like)
         dtype = torch.float64 if exact else torch.float32
         parts = []
-        for parameter in self.parameters:
+        for parameter, each in zip(self.parameters, like, strict=True):
             grad = parameter.grad
-            parts.append((torch.zeros_like(parameter) if grad is None else grad).detach().to(dtype).flatten())
+            parts.append((torch.zeros_like(each) if grad is None else _as_real(grad.detach())).to(dtype).flatten())
         device = self.parameters[0].device
         # The last numbers tell whether a parameter was used: an unused one keeps no gradient.
         used = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters], dtype=dtype)
         mean = collectives.all_reduce(torch.cat([*parts, used.to(device)]), "mean", self._topology)
         *means, used = torch.split(mean, [*sizes, len(sizes)])
-        for parameter, grad, was_used in zip(self.parameters, means, used.tolist(), strict=True):
+        for parameter, each, grad, was_used in zip(self.parameters, like, means, used.tolist(), strict=True):
             total = self._aside.pop(id(parameter), None)
             if was_used:
-                fresh = grad.view(parameter.shape).to(parameter.dtype)
+                fresh = grad.view(each.shape).to(each.dtype)
+                fresh = torch.view_as_complex(fresh) if parameter.is_complex() else fresh
                 total = fresh if total is None else total.add_(fresh)
             parameter.grad = total
         self._reached.clear()
@@ -80,6 +82,11 @@ class WholeParameters:
                 self._aside.pop(id(parameter), None)
                 if parameter.grad is None:
                     self._reached.discard(id(parameter))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as a real one with a last dim of two, any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _note(reached: set[int], number: int, *_: Any) -> None:
