@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError
-from drivetrain_sharding import Recording, deferred
+from drivetrain_sharding import Recording, deferred, recording_of
 
 SIDE = 70
 """Squared it is more than deferred.SMALL."""
@@ -110,6 +112,24 @@ def test_a_generator_of_ones_own() -> None:
     real, empty, recording = both(make)
     assert isinstance(empty, Tensor)
     assert torch.equal(recording.value(empty), real)
+
+
+def test_a_recording_lives_as_long_as_its_tensors() -> None:
+    recording = Recording()
+    freed = weakref.ref(recording)
+    with deferred(recording):
+        table = nn.Embedding(SIDE, SIDE)
+        with torch.no_grad():
+            table.weight.copy_(torch.full((SIDE, SIDE), 2.0))
+    del recording
+    gc.collect()
+    found = recording_of(table.weight)
+    assert found is not None
+    assert torch.equal(found.value(table.weight), torch.full((SIDE, SIDE), 2.0))
+    del found
+    table.weight = nn.Parameter(torch.ones(SIDE, SIDE))  # as prepare gives it values
+    gc.collect()
+    assert freed() is None, "it keeps a copy of what the parameter was given"
 
 
 def test_what_cannot_be_recorded_says_so() -> None:

@@ -414,7 +414,6 @@ class FSDPBackend(DistributedBackend):
         agree = self._any if settings.precision.loss_scaling else None
         self._engine = TorchEngine(settings.precision, device, agree)
         self.scaler = self._engine.scaler
-        self._recordings: list[Recording] = []
         self.trainables: list[FSDPTrainable] = []
         self.shards = sizes["dp_shard"] > 1
         """Parameters are cut."""
@@ -424,16 +423,14 @@ class FSDPBackend(DistributedBackend):
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Construct without memory; ``prepare`` gives each rank its shards of the ordinary initial values."""
-        recording = Recording()
-        self._recordings.append(recording)
-        return deferred(recording)
+        return deferred(Recording())
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         module, settings = original_module(model), self.settings
         self._refuse(module)
         if training:
             refuse_max_norm(module)
-        filling = Filling(module, self._recordings, self.section.weights)
+        filling = Filling(module, self.section.weights)
         former = FormerParameters(module)
         hooks = GradientHooks(module)
         cast_parameters(module, settings.precision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from drivetrain.api import Topology, UsageError
 from drivetrain_fsdp.shards import Reader, from_rank_zero, part_like, replace_buffer, replace_parameter
 from drivetrain_fsdp.weights import WeightFiles, check_shape, complain_about_missing, names_of, saved_name
-from drivetrain_sharding import Recording
+from drivetrain_sharding import Recording, recording_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class Filling:
 
     Args:
         module: as it was constructed.
-        recordings: of every ``init_context`` so far.
         weights: files to read instead of initialising, or ``None``; read only when the module has empty tensors.
 
     Raises:
@@ -38,9 +36,9 @@ class Filling:
         CheckpointMismatchError: the files are not those of this module.
     """
 
-    def __init__(self, module: nn.Module, recordings: Sequence[Recording], weights: str | None) -> None:
-        self._parameters = _empty(dict(module.named_parameters(remove_duplicate=False)), recordings)
-        self._buffers = _empty(dict(module.named_buffers(remove_duplicate=False)), recordings)
+    def __init__(self, module: nn.Module, weights: str | None) -> None:
+        self._parameters = _empty(dict(module.named_parameters(remove_duplicate=False)))
+        self._buffers = _empty(dict(module.named_buffers(remove_duplicate=False)))
         self._files = WeightFiles(weights) if weights is not None and self else None
         if self._files is not None:
             missing = []
@@ -88,10 +86,10 @@ class Filling:
         return from_rank_zero(full, empty.made, topology)
 
 
-def _empty(tensors: dict[str, Tensor], recordings: Sequence[Recording]) -> list[_Empty]:
+def _empty(tensors: dict[str, Tensor]) -> list[_Empty]:
     found = []
     for names, tensor in names_of({name: each for name, each in tensors.items() if each.is_meta}).values():
-        recording = next((each for each in recordings if each.knows(tensor)), None)
+        recording = recording_of(tensor)
         if recording is None:
             raise UsageError(
                 f"{names[0]} lies on the meta device, and how it would have been initialised is not known",

@@ -92,7 +92,6 @@ class MegatronBackend(DistributedBackend):
         in_shards = mesh.dp_size > 1 and self.section.data_parallel != "ddp"
         cut = [self.mesh[axis] for axis, is_cut in (("tp", sizes["tp"] > 1), ("dp", in_shards)) if is_cut]
         self._trial = OptimizerTrial(cut, pipelined=self._pipeline is not None)
-        self._recordings: list[Recording] = []
         self._meeting = Meeting(self.topology, settings.process_group.timeout_seconds)
         self._wholes: list[weakref.ref[WholeState]] = []
         if any(sizes[axis] > 1 for axis in ("tp", "dp_shard")):
@@ -103,9 +102,7 @@ class MegatronBackend(DistributedBackend):
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Construct without memory; ``prepare`` gives each rank its parts of what an ordinary construction gives."""
-        recording = Recording()
-        self._recordings.append(recording)
-        return deferred(recording)
+        return deferred(Recording())
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
         settings = self.settings
@@ -114,7 +111,7 @@ class MegatronBackend(DistributedBackend):
             # The full model may not fit on the device; each rank moves its own stages once they are known.
             settings = replace(settings, place_on_device=False)
         home = torch.device(self.topology.device if settings.place_on_device else "cpu")
-        filling = Filling(original_module(model), self._recordings)
+        filling = Filling(original_module(model))
         if filling:
             settings = replace(settings, place_on_device=False)
         module = place_model(model, optimizers, settings, self.topology)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.api import Topology, UsageError
-from drivetrain_sharding import Recording, temporary
+from drivetrain_sharding import Recording, recording_of, temporary
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,14 @@ class Filling:
 
     Args:
         module: as it was constructed.
-        recordings: of every ``init_context`` so far.
 
     Raises:
         UsageError: tensors on meta that were made outside of ``init_context``.
     """
 
-    def __init__(self, module: nn.Module, recordings: Sequence[Recording]) -> None:
-        self._parameters = _empty(module.named_parameters(remove_duplicate=False), recordings)
-        self._buffers = _empty(module.named_buffers(remove_duplicate=False), recordings)
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = _empty(module.named_parameters(remove_duplicate=False))
+        self._buffers = _empty(module.named_buffers(remove_duplicate=False))
 
     def __bool__(self) -> bool:
         return bool(self._parameters or self._buffers)
@@ -72,7 +71,7 @@ class Filling:
                 module.get_submodule(path).register_parameter(leaf, parameter)
 
 
-def _empty(named: Iterable[tuple[str, Tensor]], recordings: Sequence[Recording]) -> list[_Empty]:
+def _empty(named: Iterable[tuple[str, Tensor]]) -> list[_Empty]:
     found: dict[int, _Empty] = {}
     for name, tensor in named:
         if not tensor.is_meta:
@@ -80,7 +79,7 @@ def _empty(named: Iterable[tuple[str, Tensor]], recordings: Sequence[Recording])
         if id(tensor) in found:
             found[id(tensor)].names.append(name)
             continue
-        recording = next((each for each in recordings if each.knows(tensor)), None)
+        recording = recording_of(tensor)
         if recording is None:
             raise UsageError(
                 f"{name} lies on the meta device, and how it would have been initialised is not known",

@@ -1,7 +1,7 @@
 """Helpers for backends that shard parameters: optimizers, deferred initialization, checks over ranks."""
 
 from drivetrain_sharding.assignment import AssignmentRefusal, refuse_assignment
-from drivetrain_sharding.deferred_init import Recording, deferred, temporary
+from drivetrain_sharding.deferred_init import Recording, deferred, recording_of, temporary
 from drivetrain_sharding.elementwise import (
     ELEMENTWISE,
     NEEDS_CLOSURE,
@@ -43,6 +43,7 @@ __all__ = [
     "laid_out_as",
     "needs_closure",
     "needs_owners",
+    "recording_of",
     "refuse_as_data",
     "refuse_assignment",
     "step_hooks",

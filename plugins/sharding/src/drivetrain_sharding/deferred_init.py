@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 
 @dataclass(frozen=True)
 class _Ref:
-    """A reference to a tensor on recorded memory: its storage and its layout."""
+    """A reference to a tensor on recorded memory: the number of its storage, and its layout."""
 
     key: int
     dtype: torch.dtype
@@ -84,18 +85,18 @@ class _Step:
     random: Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
-    """The operations on meta tensors, in order."""
+    """The operations on meta tensors, in order. It lives as long as a tensor that was recorded, or its context."""
 
     steps: list[_Step] = field(default_factory=list)
-    _kept: dict[int, Any] = field(default_factory=dict)
-    """Every storage by its address: kept alive, so that no other gets that address."""
+    _sizes: list[int] = field(default_factory=list)
+    """Bytes of every storage."""
     _writers: dict[int, list[int]] = field(default_factory=dict)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether this tensor's memory was recorded here."""
-        return tensor.is_meta and _address(tensor) in self._kept
+        return recording_of(tensor) is self
 
     def value(self, tensor: Tensor) -> Tensor:
         """The tensor's current value, on the CPU, in newly allocated memory. Replays what it depends on too."""
@@ -103,20 +104,20 @@ class Recording:
 
     def ref(self, tensor: Tensor, *, new: bool = False) -> _Ref:
         """A recorded meta tensor's ref; ``new`` begins to record its memory."""
-        key = _address(tensor)
-        if new:
-            self._kept.setdefault(key, tensor.untyped_storage())
-        elif key not in self._kept:
+        if new and not self.knows(tensor):
+            _RECORDED[tensor.untyped_storage()] = self, len(self._sizes)
+            self._sizes.append(tensor.untyped_storage().nbytes())
+        elif not self.knows(tensor):
             raise UnsupportedError(
                 "a meta tensor made elsewhere has no value that could be given to it later",
                 cure="Make every tensor of the model inside of init_empty_weights, without device='meta'.",
             )
+        _, key = _RECORDED[tensor.untyped_storage()]
         return _Ref(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def covers(self, ref: _Ref) -> bool:
         """Whether a ref spans all of its memory."""
-        size: int = self._kept[ref.key].nbytes()
-        return prod(ref.size) * ref.dtype.itemsize == size
+        return prod(ref.size) * ref.dtype.itemsize == self._sizes[ref.key]
 
     def add(self, step: _Step) -> None:
         """Append one operation."""
@@ -132,7 +133,7 @@ class Recording:
             if not isinstance(value, _Ref):
                 return value
             if value.key not in memory:
-                memory[value.key] = temporary(self._kept[value.key].nbytes()).untyped_storage()
+                memory[value.key] = temporary(self._sizes[value.key]).untyped_storage()
             return torch.empty(0, dtype=value.dtype).set_(memory[value.key], value.offset, value.size, value.stride)
 
         for number in self._needed(wanted.key):
@@ -169,6 +170,16 @@ class Recording:
                 if step.overwrites:
                     break
         return sorted(needed)
+
+
+_RECORDED: WeakKeyDictionary[torch.UntypedStorage, tuple[Recording, int]] = WeakKeyDictionary()
+"""Where each storage that a tensor still has was recorded, and its number there."""
+
+
+def recording_of(tensor: Tensor) -> Recording | None:
+    """Return the recording of a tensor's memory; ``None`` if it has memory or was made outside of :func:`deferred`."""
+    found = _RECORDED.get(tensor.untyped_storage()) if tensor.is_meta else None
+    return None if found is None else found[0]
 
 
 @contextmanager
@@ -251,7 +262,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [
             recording.ref(each, new=True) if isinstance(each, Tensor) else each for each in tree_flatten(made)[0]
         ]
-        targets = {_address(each) for each in written}
+        targets = {recording.ref(each).key for each in written}
         writes = targets | ({each.key for each in results if isinstance(each, _Ref)} - set(keys))
         if not writes:
             return made  # A view, on memory that is known.
@@ -262,7 +273,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         overwrites = not targets or (
             _name(function) in _OVERWRITES
             and recording.covers(recording.ref(written[0]))
-            and keys.count(_address(written[0])) == 1
+            and keys.count(recording.ref(written[0]).key) == 1
         )
         reads = set(keys) - targets if overwrites else set(keys)
         recording.add(
@@ -274,7 +285,7 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw as many numbers as the real operation draws, into temporary memory."""
 
         def scratch(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.is_meta and _address(value) in targets:
+            if isinstance(value, Tensor) and value.is_meta and self._recording.ref(value).key in targets:
                 return temporary_like(value.shape, value.stride(), value.dtype)
             return self._now(value)
 
@@ -292,12 +303,6 @@ class _Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Replace the generator argument by the default generator, whose state a replay sets."""
     return {**kwargs, "generator": None} if "generator" in kwargs else kwargs
-
-
-def _address(tensor: Tensor) -> int:
-    """An identifier of a storage that is unique while it is alive; meta storages have no data pointer."""
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
-    return address
 
 
 def _name(function: Any) -> str:
