@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +130,89 @@ class Breaking(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-LIVES = ("in windows", "an error in backward", "an interrupt", "a break from workers", "two models")
+def evaluated_alone(accelerator: Accelerator) -> Refs:
+    """A model that has no optimizer, and that nobody has frozen."""
+    model, _, loader, _, refs = made()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    refs |= {name: weakref.ref(one) for name, one in model.named_parameters()}
+    with torch.no_grad():
+        model.eval()(loader.dataset[:8][0])
+    return refs
+
+
+def read_in_one_loop(accelerator: Accelerator) -> Refs:
+    """Two loaders."""
+    model, optimizer, loader, _, refs = made()
+    other: Any = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=8)
+    prepared: Any = accelerator.prepare(model, optimizer, loader, other)
+    model, optimizer, loader, other = prepared
+    refs |= {f"prepared {index}": weakref.ref(one) for index, one in enumerate(prepared)}
+    for (x, y), (more,) in zip(loader, other, strict=True):
+        accelerator.backward(F.cross_entropy(model(x + more), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return refs
+
+
+def kept_for_later(accelerator: Accelerator) -> Refs:
+    """A last batch of another size than the others, whose output nothing trains on."""
+    model, optimizer, _, _, refs = made()
+    loader: Any = DataLoader(TensorDataset(torch.randn(15, 8)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    refs |= {name: weakref.ref(one) for name, one in model.named_parameters()}
+    *_, (x,) = loader
+    model(x)
+    return refs
+
+
+def with_a_closure(accelerator: Accelerator) -> Refs:
+    """An optimizer that engines refuse which cut parameters, when the model is cut already."""
+    model, *_, refs = made()
+    with suppress(DrivetrainError):
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    return refs
+
+
+class Scaled(nn.Module):
+    """A model with a parameter that no engine cuts, and that fsdp reduces by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def scaled(accelerator: Accelerator) -> Refs:
+    """A forward and backward of :class:`Scaled`, which cannot be cut into stages."""
+    model: Any = Scaled()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    refs: Refs = {"model": weakref.ref(model), "optimizer": weakref.ref(optimizer)}
+    with suppress(DrivetrainError):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(F.cross_entropy(model(torch.randn(4, 8)), torch.arange(4)))
+    return refs
+
+
+BY_THEMSELVES = {
+    "evaluation alone": evaluated_alone,
+    "two loaders": read_in_one_loop,
+    "a kept batch": kept_for_later,
+    "a refused optimizer": with_a_closure,
+    "a number as a parameter": scaled,
+}
+LIVES = (
+    *("in windows", "an error in backward", "an interrupt", "a break from workers", "two models"),
+    *BY_THEMSELVES,
+)
 
 
 def live(accelerator: Accelerator, life: str) -> Refs:
     """A trial that ends as its name says; all strong references end with the call."""
+    if life in BY_THEMSELVES:
+        return BY_THEMSELVES[life](accelerator)
     model, optimizer, loader, scheduler, refs = made()
     if life == "a break from workers":
         data = loader.dataset
@@ -182,12 +261,11 @@ def still_alive(refs: Refs) -> list[str]:
 
 
 def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
-    """What is alive after each of ten trials."""
+    """What is alive after each trial; each life is tried twice."""
     settings = {**config, "use_cpu": True, "gradient_accumulation_steps": 2}
     accelerator = Accelerator(config=load_config(overrides=settings, environ={}))
     alive: list[str] = []
-    for trial in range(10):
-        life = which[trial % len(which)]
+    for life in (*which, *which):
         refs = live(accelerator, life)
         accelerator.free_memory()
         alive += [f"after {life}: {name}" for name in still_alive(refs)]

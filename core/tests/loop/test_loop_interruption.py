@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import torch
@@ -42,3 +43,25 @@ def test_ranks_agree_on_the_step_when_one_of_them_hears(tmp_path):
 def test_the_last_step_of_a_pass_ends_with_the_pass(tmp_path):
     # Heard in the last but one of six steps, so that there is no further batch to be asked for.
     assert spawn(told_on_one_rank, 2, str(tmp_path), 5) == [(6, 75, True)] * 2
+
+
+def left_after_a_step(folder):
+    accelerator = Accelerator(cpu=True, distributed_type="single", save_on_interrupt=True, project_dir=folder)
+
+    def train():
+        model = nn.Linear(2, 1)
+        loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        for (x,) in loader:
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            break
+        return weakref.ref(loader)
+
+    loader = train()
+    accelerator.free_memory()
+    return loader() is None
+
+
+def test_a_loop_that_is_left_after_a_step_keeps_no_loader(tmp_path):
+    assert spawn(left_after_a_step, 1, str(tmp_path)) == [True]

@@ -186,14 +186,14 @@ class ActiveLoaders:
             if len(self._uneven) > _KEPT:
                 del self._uneven[next(iter(self._uneven))]
         if not self._passes or self._passes[-1] is not one:
-            self.leave(one)
-            self._passes.append(one)
+            self._passes = [*(each for each in self._passes if each is not one), one]
 
     def leave(self, one: Pass) -> None:
         """Remove an iteration that has ended in any way."""
         if self.kept.current:
             self.kept.end()
         self._passes = [each for each in self._passes if each is not one]
+        self._together = [each for each in self._together if each is not one]
 
     def _state_of_several(self) -> LoopState:
         moved = _of_innermost_loop([each for each in self._passes if each.serial > self._seen])
@@ -201,7 +201,7 @@ class ActiveLoaders:
             moved[0].partners.update(id(each.loader) for each in moved[1:])
             self._together, self._seen = moved, self._serial
         else:
-            moved = [each for each in self._together if each in self._passes] or self._passes[-1:]
+            moved = self._together or self._passes[-1:]
         rows, conflict = _rows_of(moved)
         shares = tuple(each.rows for each in moved if each.rows is not None) if conflict else ()
         first = moved[0]

@@ -324,7 +324,7 @@ class PreparedDataLoader(DataLoader[Any]):
                     self._show(this_pass, item.rows)
                     next_index += 1
                     yield self._on_device(item, shown, move)
-                    if interruption is not None and interruption.stepped_in is self:
+                    if interruption is not None and interruption.stepped_in == self.number:
                         interruption.step_ends()
                 if following is None:
                     # After the script has done with the batch, when torch would read the next.

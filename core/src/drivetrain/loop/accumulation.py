@@ -1120,6 +1120,8 @@ class TrainingLoop:
         for kept in (self.models, self.optimizers, self.called, self.unprepared, self._windows):
             kept.clear()
         self._factors.clear()
+        if self.kept is not None:
+            self.kept.outputs.clear()
         for known in (self._looked_at, self._judged, self._searched, self._holds_none, self._linear_hooks):
             known.clear()
         self.manual.reset()

@@ -67,8 +67,8 @@ class Interruption:
         self._heard: signal.Signals | None = None
         self._asked = self._announced = False
         self._steps = 0
-        self.stepped_in: Any = None
-        """The loader whose batch the last step trained on, until the step's end."""
+        self.stepped_in: int | None = None
+        """Number of the loader whose batch the last step trained on, until the step's end."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "save_on_interrupt takes signals, which only the main thread of a process can",
@@ -94,7 +94,7 @@ class Interruption:
         if current is None:
             self.step_ends()
         else:
-            self.stepped_in = current.loader
+            self.stepped_in = current.loader.number
 
     def step_ends(self) -> None:
         """Save and end the run when the ranks have agreed on this step. Collective over all ranks, then.

@@ -232,9 +232,6 @@ class DeepSpeedTrainable(Trainable):
             self._take_in()
             self._carried = [state.carry(each) for each in self.optimizers]
             state.dissolve()
-        for handle in self._refusing:
-            handle.remove()
-        self._refusing = []
         self._destroy()
         self._before = before
 
@@ -290,6 +287,9 @@ class DeepSpeedTrainable(Trainable):
         self._backend.forget(self)
 
     def _destroy(self) -> None:
+        for handle in self._refusing:
+            handle.remove()
+        self._refusing = []
         if self._guard is not None:
             self._guard.release()
             plain_loads(self.module)

@@ -372,6 +372,7 @@ class FSDPTrainable(TorchTrainable):
         for undo in self._sharded.undo:
             undo()
         self._sharded.undo.clear()
+        self._hooks.release()
         self._backend.forget(self)
 
     def _settle(self) -> None:

@@ -20,6 +20,8 @@ from drivetrain_fsdp.shards import box_of
 
 Hooks = dict[int, Callable[[Any], Any]]
 
+_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+
 
 class GradientHooks:
     """Hooks of one model's parameters, whether set before ``prepare`` or after it.
@@ -55,11 +57,14 @@ class GradientHooks:
         self._may_register = may_register
         for name, parameter in module.named_parameters():
             self._parameters[name] = parameter
-            for method, kept in (
-                ("register_hook", self._before),
-                ("register_post_accumulate_grad_hook", self._after),
-            ):
+            for method, kept in zip(_METHODS, (self._before, self._after), strict=True):
                 setattr(parameter, method, partial(self._register, name, kept, method))
+
+    def release(self) -> None:
+        """Undo :meth:`watch`, so that a parameter which only a graph still refers to does not keep the engine alive."""
+        for parameter in self._parameters.values():
+            for method in _METHODS:
+                vars(parameter).pop(method, None)
 
     @property
     def active(self) -> bool:
@@ -124,7 +129,7 @@ def _may() -> None:
 
 def refuse_hooks(parameter: Tensor) -> None:
     """Make hooks raise on a parameter that is gathered for one forward: they would get this rank's gradient only."""
-    for method in ("register_hook", "register_post_accumulate_grad_hook"):
+    for method in _METHODS:
         setattr(parameter, method, _refuse)
 
 

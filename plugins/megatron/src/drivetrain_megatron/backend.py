@@ -164,8 +164,8 @@ class MegatronBackend(DistributedBackend):
             trainable.add_optimizer(optimizer)
         if cut_by_tensor:
             former.close(module, "megatron put one that is cut over tensor-parallel ranks")
-        if isinstance(trainable, MegatronTrainable) and self.topology.dp_size > 1 and training:
-            trainable.lay_out(self.section.data_parallel, self.mesh)
+        if isinstance(trainable, MegatronTrainable):
+            self._add_replica(trainable, training=training)
         if self._in_parts:
             part = partial(_part_by_name, module)
             trainable.whole = WholeState(
@@ -173,6 +173,12 @@ class MegatronBackend(DistributedBackend):
             )
             self._wholes.append(weakref.ref(trainable.whole))
         return trainable
+
+    def _add_replica(self, trainable: MegatronTrainable, *, training: bool) -> None:
+        """Lay a model out over the data-parallel ranks. Called last, since one that is refused is never released."""
+        if self.topology.dp_size > 1 and training:
+            trainable.lay_out(self.section.data_parallel, self.mesh)
+        self._replicas.add(trainable.module)
 
     def _refuse_hooks(self, module: nn.Module) -> None:
         """Hooks that run when a gradient is accumulated are right where each stage has its parameters for itself."""

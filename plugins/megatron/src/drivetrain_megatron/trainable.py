@@ -67,7 +67,6 @@ class MegatronTrainable(Trainable):
         self._former, self._cut = former, cut
         self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
         self._linear = gradient_hooks.LinearHooks(module)
-        replicas.add(module)
         self._syncs = True
         self.whole: WholeState | None = None
         """Gathers the full state dict, if this rank holds a part of it."""
