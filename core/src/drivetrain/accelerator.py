@@ -702,7 +702,8 @@ class Accelerator(ProcessControl):
     def free_memory(self, *objects: Any) -> list[None]:
         """Drop all prepared objects so that their memory can be freed; returns one ``None`` for each object.
 
-        What is warned of, or looked at, once for each model begins anew with the next one.
+        What is warned of, or looked at, once for each model begins anew with the next one. Objects and hooks that were
+        registered for checkpoints stay, an :class:`EMA` apart, with all that they refer to.
         """
         self._loop.release()
         self._preparer.clear()

@@ -368,3 +368,25 @@ def test_transformers_loads_what_zero3_saves(tmp_path):
     assert "lm_head.weight" not in index["weight_map"]
     assert all(load_file(path) for path in (tmp_path / "model").glob("*.safetensors"))
     assert "DS_ACCELERATOR" not in os.environ
+
+
+def saved_with_a_hook(folder):
+    accelerator = start("deepspeed", zero_stage=3)
+    model = Net()
+    model, _ = accelerator.prepare(model, *optimizers(model, "one group"))
+    seen = []
+
+    def keep_others(models, weights, _):
+        seen.append((models == [model], sorted(weights[0])))
+        weights.pop()
+
+    accelerator.register_save_state_pre_hook(keep_others)
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return seen
+
+
+def test_save_hooks_run_where_ranks_have_parts(tmp_path):
+    assert spawn(saved_with_a_hook, 2, tmp_path / "run") == [[(True, sorted(Net().state_dict()))]] * 2
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert not any("table" in name for name in manifest["tensors"])

@@ -83,8 +83,13 @@ class RunCheckpoints:
         return handle
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Register objects of the user's, which must have ``state_dict`` and ``load_state_dict``."""
-        self.averages += [each for each in objects if isinstance(each, EMA) and each not in self.averages]
+        """Register objects of the user's, which must have ``state_dict`` and ``load_state_dict``.
+
+        A new average replaces those that do not fit their model any more.
+        """
+        averages = [each for each in objects if isinstance(each, EMA) and each not in self.averages]
+        if averages:
+            self.averages = [*(each for each in self.averages if each.fits), *averages]
         objects = [each for each in objects if not isinstance(each, EMA)]
         wrong = [
             type(each).__name__
@@ -213,7 +218,9 @@ class RunCheckpoints:
     def _run_save_hooks(self, folder: Path) -> set[int]:
         """Run the script's save hooks; returns the models that they removed from the list."""
         models = list(self._preparer.models)
-        weights = [plain_state_dict(model) for model in models]
+        # As they are: a parameter of which a rank has a part may refuse to be detached.
+        live = not self._backend.capabilities.replicated
+        weights = [plain_state_dict(model, keep_vars=live) for model in models]
         kept = list(weights)
         for hook in list(self.save_hooks.values()):
             hook(models, kept, str(folder))

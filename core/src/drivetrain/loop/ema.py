@@ -137,6 +137,11 @@ class EMA:
     # ---- checkpoint -------------------------------------------------------------------------------------------------
 
     @property
+    def fits(self) -> bool:
+        """Whether there is an average of each tensor of the model, which the script may have changed since."""
+        return not self._values or self._values.keys() >= self._trainable.live_tensors().keys()
+
+    @property
     def module(self) -> nn.Module:
         """The model."""
         return self._trainable.module

@@ -160,8 +160,8 @@ class WholeState:
         """Put gathered tensors in host memory into a state dict. Collective over all ranks."""
         call = f"state_dict() of {type(module).__name__}"
         cure = (
-            "Call it on all processes, before `if accelerator.is_main_process:`, or write "
-            "accelerator.get_state_dict(model) or accelerator.save_model(model, folder) there."
+            "On all processes, before `if accelerator.is_main_process:`, call it, accelerator.get_state_dict(model) or "
+            "accelerator.save_model(model, folder)."
         )
         self._meeting.come(call, f"{self._number}:{path}", cure)
         whole = {name: one.cpu() for name, one in self._gather(self._wanted(module, path))}
