@@ -16,7 +16,7 @@ from drivetrain.backends.base import DistributedBackend
 from drivetrain.backends.local_gradients import LocalGradients
 from drivetrain.backends.torch_engine import TorchEngine, TorchTrainable, place_model
 from drivetrain.distributed import collectives
-from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.errors import BackendBrokenError, UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import hooks_of, try_hook
 from drivetrain.topology import Topology
 
@@ -34,6 +34,10 @@ class ReplicatedBackend(DistributedBackend):
         self.scaler = self.engine.scaler
         self._trained: list[ReplicatedTrainable] = []
         self._joining, self._rounds = False, 0
+        self._averaged: list[int] = []
+        """The parameters of the last means, by identity."""
+        self._means = torch.zeros(0, dtype=torch.float64)
+        """The sum of each of these means."""
         return self.topology
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, training: bool = True) -> Trainable:
@@ -72,7 +76,9 @@ class ReplicatedBackend(DistributedBackend):
         for each in reached:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
-        self.average([each.grad for each in reached if each.grad is not None])
+        gradients = [each.grad for each in reached if each.grad is not None]
+        self.average(gradients)
+        self._averaged, self._means = [id(each) for each in reached], _sums(gradients)
         for one in waiting:
             one.local.reduced()
 
@@ -80,6 +86,7 @@ class ReplicatedBackend(DistributedBackend):
         """Return those that have a gradient on some rank; the others keep none, as on one process. Collective.
 
         Raises:
+            BackendBrokenError: the last means are not the same on all ranks.
             UnsupportedError: a gradient is sparse.
             UsageError: the replicas differ.
         """
@@ -88,23 +95,39 @@ class ReplicatedBackend(DistributedBackend):
         flags = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float64)
         sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in parameters)
         # A rank that has run out of batches does not follow the others' steps.
-        sums = [] if self._joining else [each.detach().double().sum() for each in parameters]
-        total = float(torch.stack(sums).sum()) if sums else 0.0
-        said = torch.cat([torch.tensor([total, -total, float(sparse)], dtype=torch.float64), flags])
-        largest, negated_least, some_sparse, *somewhere = self.reduce(said, "max").tolist()
+        total = 0.0 if self._joining else float(_sums(parameters).sum())
+        told = torch.tensor([total, -total, float(sparse)], dtype=torch.float64)
+        means = self._means
+        said = self.reduce(torch.cat([told, means, -means, flags]), "max")
+        told, largest, negated_least, somewhere = torch.split(said, [len(told), len(means), len(means), len(flags)])
+        self._refuse_means(largest != -negated_least)
+        most, negated_most, some_sparse = told.tolist()
         if some_sparse:
             raise UnsupportedError(
                 f"a parameter has a sparse gradient, and {name_of(self)} averages dense ones",
                 cure="Leave sparse=True out of nn.Embedding, and step it by a dense optimizer.",
             )
-        if largest != -negated_least:
+        if most != -negated_most:
             raise UsageError(
                 "the script, a hook or a forward has written to parameters after prepare, and their values are not "
                 "the same on all ranks",
                 cure="Write the same values on every rank, outside of forward: call drivetrain.utils.set_seed(0) "
                 "before drawing random ones, or use drivetrain.utils.broadcast.",
             )
-        return [each for each, some in zip(parameters, somewhere, strict=True) if some]
+        return [each for each, some in zip(parameters, somewhere.tolist(), strict=True) if some]
+
+    def _refuse_means(self, differ: Tensor) -> None:
+        """Raise where :meth:`average` left a rank with other gradients than the others, which their steps then took."""
+        if not differ.any():
+            return
+        names = {id(each): name for one in self._trained for name, each in one.module.named_parameters()}
+        wrong = [names.get(key, "?") for key, other in zip(self._averaged, differ.tolist(), strict=True) if other]
+        raise BackendBrokenError(
+            f"average left gradients that are not the same on all ranks: of {', '.join(wrong[:3])}"
+            f"{f' and {len(wrong) - 3} others' if wrong[3:] else ''}",
+            whose=f"{type(self).__module__}.{type(self).__qualname__}",
+            cure="Let it write the mean over the ranks into every gradient that it is given.",
+        )
 
     @contextmanager
     def join(self, trainables: Sequence[Trainable]) -> Iterator[None]:
@@ -139,6 +162,13 @@ class ReplicatedBackend(DistributedBackend):
     def stop(self) -> None:
         self._trained = []
         self._group.release()
+
+
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each tensor, in float64 on the CPU, and a number for one that is not finite."""
+    whole = [torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in tensors]
+    empty = torch.zeros(0, dtype=torch.float64)
+    return torch.stack([each.double().sum() for each in whole]).nan_to_num().cpu() if whole else empty
 
 
 @final
