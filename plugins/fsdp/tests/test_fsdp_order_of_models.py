@@ -66,3 +66,31 @@ def test_another_order_after_the_first_steps_is_found_beside_the_training() -> N
     assert "in optimizer step 28" in said
     assert "rank 0: backward at test_fsdp_order_of_models.py:42, models called in the order 0, 1" in said
     assert "rank 1: backward at test_fsdp_order_of_models.py:42, models called in the order 1, 0" in said
+
+
+def evaluate(distributed_type: str, *, everywhere: bool) -> float:
+    """Call a model in evaluation, on the main process alone or on every rank."""
+    settings = {"distributed_type": distributed_type, "use_cpu": True, "process_group": {"timeout_seconds": 6}}
+    accelerator = Accelerator(config=load_config(overrides=settings, environ={}))
+    torch.manual_seed(0)
+    model = accelerator.prepare(tower(First))
+    said = 0.0
+    if everywhere or accelerator.is_main_process:
+        with torch.no_grad():
+            said = model.eval()(torch.ones(2, 4)).sum().item()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return said
+
+
+def test_a_model_that_the_main_process_alone_evaluates_is_named() -> None:
+    torch.manual_seed(0)
+    expected = pytest.approx(tower(First)(torch.ones(2, 4)).sum().item())
+    with pytest.raises(RankFailedError) as caught:
+        spawn(evaluate, 2, "fsdp", everywhere=False)
+    assert isinstance(caught.value.cause, UnsupportedError), caught.value
+    said = str(caught.value.cause)
+    assert said.startswith("rank 0 gathers the parameters of First at test_fsdp_order_of_models.py:")
+    assert "(model First), and rank 1 has not come within" in said
+    assert spawn(evaluate, 2, "fsdp", everywhere=True) == [expected] * 2
+    assert spawn(evaluate, 2, "ddp", everywhere=False) == [expected, 0.0]

@@ -29,6 +29,9 @@ _PAUSE_SECONDS = 0.0002, 0.02
 _LOOK_SECONDS = 0.5
 """Between two looks whether the ranks that are waited for wait in another engine."""
 
+_AHEAD_SECONDS = 2.0
+"""Part of a time-out that is left when a rank stops waiting."""
+
 _LOOKS = 4
 """Number of polls after which a rank stops waiting for the positions of others."""
 
@@ -99,15 +102,17 @@ class SameOrder:
         reached, both would wait for ever.
 
         Raises:
-            UnsupportedError: a rank waits for this one elsewhere.
-            DistStoreError: ranks have not arrived within the store's time-out.
+            UnsupportedError: a rank waits for this one elsewhere, or has not come within the time-out of the process
+                group.
         """
-        begun = time.monotonic()
+        begun, seconds = time.monotonic(), store.timeout.total_seconds()
+        # A moment before the ranks that wait in another call reach theirs, and end the job with less to say.
+        limit = max(seconds / 2, seconds - _AHEAD_SECONDS)
         pause, look, looks = _PAUSE_SECONDS[0], begun + _LOOK_SECONDS, 0
         while not store.check(list(keys)):
             now = time.monotonic()
-            if now - begun > store.timeout.total_seconds():
-                store.wait(list(keys), timedelta(milliseconds=1))  # raises what the store says of a time-out
+            if now - begun > limit:
+                self._refuse_absence(store, keys, action, now - begun)
             if now > look:
                 look, looks = now + _LOOK_SECONDS, looks + 1
                 mine = f"in model {self._prefix.rpartition('/')[2]} ({self._model}) {action} at {_script_line()}"
@@ -115,6 +120,17 @@ class SameOrder:
                 self._refuse_standstill(store, keys, last=looks > _LOOKS)
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS[1])
+
+    def _refuse_absence(self, store: Any, keys: Sequence[str], action: str, waited: float) -> NoReturn:
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(absent)} have"
+        raise UnsupportedError(
+            f"rank {self._rank} {action} at {_script_line()} (model {self._model}), and {who} not come within "
+            f"{waited:.0f} s",
+            cure="Run the forward and backward of a model on every rank, in evaluation too, and not under "
+            "`if accelerator.is_main_process:`: its parameters are gathered from all of them. Under "
+            "distributed_type: ddp a rank may evaluate by itself.",
+        )
 
     def _refuse_standstill(self, store: Any, keys: Sequence[str], *, last: bool) -> None:
         """Raise where a rank waits in another engine: once all ranks have said where they are, or at the last look."""
