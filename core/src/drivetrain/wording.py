@@ -60,7 +60,7 @@ def likely_cause(message: str) -> str:
         "Likely cause, where no rank ended before with an error of its own: ranks have not run the same submodules in "
         "this step, or one made no backward, so that what they send each other does not match. Run every submodule on "
         "every rank, in the same order, and choose by a mask afterwards what counts (`torch.where`, or weight 0 in the "
-        "loss), or use distributed_type: ddp, which allows ranks to differ. desync_watchdog: true finds calls of the "
+        "loss); under distributed_type: ddp ranks may run different ones. desync_watchdog: true finds calls of the "
         "script that differ."
     )
 

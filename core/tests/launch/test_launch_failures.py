@@ -149,6 +149,8 @@ PART = """
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(30):
+        if sys.argv[1] == "ends" and step == 25 and accelerator.process_index == 1:
+            sys.exit(0)
         if sys.argv[1] == "none" and step == 25 and accelerator.process_index == 1:
             import time
             time.sleep(60)
@@ -178,3 +180,11 @@ def test_ranks_that_part_after_the_compared_steps_are_told_why(launch, script, b
     # Some engines still compare what they do then.
     assert "ranks have not run the same submodules" in done.stderr
     assert "Run every submodule on every rank" in done.stderr
+
+
+def test_a_rank_that_ended_without_an_error_is_the_cause(launch, script):
+    pytest.importorskip("drivetrain_ddp")
+    done = launch(SETTINGS.format(timeout=20) + " distributed_type=ddp", script(PART), "ends")
+    assert done.returncode, done.stderr
+    assert "Rank 1 had ended without an error while rank 0 still trained." in done.stderr
+    assert "Likely cause" not in done.stderr

@@ -79,7 +79,7 @@ def test_two_ranks_save_themselves_and_go_on_as_if_nothing_had_been(launch, laun
         words = stop(process, how, log, at_least)
         assert process.returncode == code, words
         assert "this run saved itself in out/interrupted and stops" in words
-        assert words.endswith("the run saved itself and stopped; started again, it goes on\n")
+        assert "the run saved itself and stopped; started again, a script that loads its newest checkpoint" in words
     assert len(losses(tmp_path, "cut")) < 12
     resumed = launch(settings, path, "cut", "resume", "finish")
     assert resumed.returncode == 0, resumed.stderr

@@ -93,7 +93,7 @@ def test_a_launch_chooses_once_and_keeps_the_choice(folder):
     assert "fsdp" in again.stdout.lower()
     other = launch(folder, "--config", "config.yaml", "--num_processes", "3")
     assert other.returncode != 0
-    assert "was chosen for another model, batch or machine" in other.stderr
+    assert "than the configuration describes now (num_processes is 3, and was 2)" in other.stderr
 
 
 def test_a_configuration_without_a_model_says_what_to_write(folder):

@@ -240,13 +240,16 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
         whole: do not shorten a traceback with lines, or with so many of them, that they cannot be read on a terminal.
     """
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
-    trace = first.trace.rstrip() if whole else _shortened((first.ours or first.trace).rstrip())
+    cause = _cause(failures)
+    # It is a note of the exception, too, where the failing call knew it.
+    noted = (first.ours or first.trace).replace(likely_cause(first.message) or "\0", "").rstrip()
+    trace = first.trace.rstrip() if whole else _shortened(noted)
     # The sentences of our errors are long, and stand above already.
     how = f"{first.message.partition(':')[0].rpartition('.')[2]} (exit code {first.shell_code})"
     lines = [trace]
     lines += [f"rank {first.rank} failed: {how if first.ours and trace else first}{first.remark}"]
     lines += [f"rank {it.rank} {_ending(it, first)}{it.remark}" for it in others]
-    return "\n".join(line for line in (*lines, _behind(failures), _cause(first)) if line)
+    return "\n".join(line for line in (*lines, _behind(failures), cause) if line)
 
 
 def where_they_were(logs: Path, ranks: Container[int] | None = None) -> str:
@@ -291,8 +294,9 @@ _HINTS = {
 """Maps errors of Python and torch that often end a training to what to do about them."""
 
 
-def _cause(first: Failure) -> str:
+def _cause(failures: list[Failure]) -> str:
     """Describe the probable cause, unless the first rank ended by an error of this library, which explains itself."""
+    first = failures[0]
     if first.exit_code == -signal.SIGKILL and not first.message:
         return (
             "Signal 9 comes from the system, most often, when host memory is short (`dmesg` says so): fewer workers of "
@@ -303,7 +307,15 @@ def _cause(first: Failure) -> str:
         return hint
     # It aborts where sizes differ, and writes the reason to the terminal alone; NCCL's own watchdog does likewise.
     aborted = not first.message and first.exit_code == -signal.SIGABRT
-    return likely_cause("a collective operation failed" if aborted else first.message)
+    guessed = likely_cause("a collective operation failed" if aborted else first.message)
+    ended = [str(it.rank) for it in failures if it.exit_code == 0]
+    if not guessed or not ended:
+        return guessed
+    who = f"Rank {ended[0]}" if len(ended) == 1 else f"Ranks {', '.join(ended)}"
+    return (
+        f"{who} had ended without an error while rank {first.rank} still trained. Every rank must make as many steps "
+        "as the others: look for a `sys.exit`, `return` or `break` that not all of them reach."
+    )
 
 
 def _behind(failures: list[Failure]) -> str:

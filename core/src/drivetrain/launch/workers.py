@@ -279,7 +279,7 @@ def run_workers(
             say(where_they_were(streams.records, running))
             say(f"stopped by {ending.received.name}; no worker is left\n")
         elif ending.how == "finished" and ending.code:
-            say("the run saved itself and stopped; started again, it goes on\n")
+            say("the run saved itself and stopped; started again, a script that loads its newest checkpoint goes on\n")
             ending = Ending(ending.code, "interrupted", "saved itself and stopped")
     others = rendezvous.leave(ending.how, ending.why)
     for sentence in others:

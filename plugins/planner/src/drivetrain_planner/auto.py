@@ -17,6 +17,7 @@ from drivetrain.api.programs import ResolvedConfig
 MODEL_CURE = "Write plan: {model: train.py:make_model, batch: train.py:batch}."
 
 _MARK = "# chosen for "
+_TOLD = "# which is of "
 
 
 def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
@@ -32,13 +33,16 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
             cure=MODEL_CURE,
         )
     path = Path(plan.file)
-    digest = _digest(resolved)
+    told = _told(resolved)
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
     if path.exists():
         text = path.read_text(encoding="utf-8")
         if not text.startswith(_MARK + digest):
             raise UsageError(
-                f"{path} was chosen for another model, batch or machine than the configuration describes now",
-                cure=f"Remove it to choose again, or train with it: --config {path}.",
+                f"{path} was chosen for another model, batch or machine than the configuration describes now"
+                f"{_differences(text, told)}",
+                cure=f"Remove it to choose again, train with it (--config {path}), or give this configuration a file "
+                "of its own: plan: {file: other.auto.yaml}.",
             )
         sys.stderr.write(f"distributed_type: auto is {path}, which an earlier launch has chosen.\n")
         return _read(path, text)
@@ -48,7 +52,8 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
     found = _choose(resolved)
     best = found.best
     settings = settings_of(best, found.request)
-    path.write_text(f"{_MARK}{digest}\n{yaml.safe_dump(settings, sort_keys=False)}", encoding="utf-8")
+    head = f"{_MARK}{digest}\n{_TOLD}{json.dumps(told, sort_keys=True)}\n"
+    path.write_text(head + yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     sys.stderr.write("\n".join((*lines(found), f"distributed_type: auto is {path}; keep it, or remove it.", "")))
     return settings
 
@@ -63,11 +68,24 @@ def _choose(resolved: ResolvedConfig) -> Any:
     return choose(request(asked_by(resolved, processes or machine.devices), machine), machine)
 
 
-def _digest(resolved: ResolvedConfig) -> str:
-    """Return a digest of everything that a choice depends on, except the code of the model."""
+def _told(resolved: ResolvedConfig) -> dict[str, Any]:
+    """Return everything that a choice depends on, except the code of the model, by key."""
     config = resolved.config
-    told = [config.plan.model_dump(mode="json"), config.num_processes, config.mixed_precision, config.use_cpu]
-    return hashlib.sha256(json.dumps([told, resolved.sections], sort_keys=True).encode()).hexdigest()[:16]
+    told = {f"plan.{key}": value for key, value in config.plan.model_dump(mode="json").items()}
+    told |= {key: getattr(config, key) for key in ("num_processes", "mixed_precision", "use_cpu")}
+    return json.loads(json.dumps(told | resolved.sections))  # type: ignore[no-any-return]
+
+
+def _differences(text: str, told: dict[str, Any]) -> str:
+    """Return which keys differ from those that stand in a file; empty where it is of an older release or was edited."""
+    line = next((line for line in text.splitlines() if line.startswith(_TOLD)), "")
+    try:
+        before = json.loads(line.removeprefix(_TOLD) or "{}")
+    except ValueError:
+        return ""
+    keys = [key for key in {**before, **told} if before.get(key) != told.get(key)] if before else []
+    words = [f"{key} is {json.dumps(told.get(key))}, and was {json.dumps(before.get(key))}" for key in keys]
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def _read(path: Path, text: str) -> Mapping[str, Any]:
