@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 
 def on_first_use(package: str, homes: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package whose names are imported on first use.
+    """Return the ``__getattr__`` of a package whose names are imported on first use, and list them in its ``dir()``.
 
     Args:
         package: its ``__name__``, for the message about a name that it does not have.
@@ -22,4 +23,6 @@ def on_first_use(package: str, homes: Mapping[str, Iterable[str]]) -> Callable[[
         home = import_module(home_of[name])
         return getattr(home, name) if hasattr(home, name) else import_module(f"{home_of[name]}.{name}")
 
+    module = sys.modules[package]
+    module.__dir__ = lambda: sorted({*vars(module), *home_of})  # type: ignore[method-assign]
     return find

@@ -17,14 +17,16 @@ from drivetrain.errors import UsageError
 class LocalGradients:
     """Tracks the parameters that a backward has reached since gradients were last reduced.
 
-    An engine makes one for each model, calls :meth:`reduced` after it has reduced the model's gradients, and answers
-    ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed, too, and
-    ``torch.autograd.grad`` with parameters as inputs raises :class:`UsageError`: what it returns is never reduced.
-    With ``create_graph=True`` too: a penalty on the norm of such gradients would be the mean of the ranks' norms.
+    An engine makes one for each model, calls :meth:`reduced` after it has reduced the model's gradients, and on several
+    processes answers ``Trainable.has_unreduced_gradients`` by :meth:`exist`. A plain ``loss.backward()`` is noticed,
+    too, and ``torch.autograd.grad`` with parameters as inputs raises :class:`UsageError`: what it returns is never
+    reduced. With ``create_graph=True`` too: a penalty on the norm of such gradients would be the mean of the ranks'
+    norms.
 
     Args:
         module: the model.
-        reduces: whether the script expects gradients over all ranks; false on one process and inside ``no_sync``.
+        reduces: whether the script expects gradients over all ranks; false on one process and inside ``no_sync``. It is
+            asked for the refusal of ``torch.autograd.grad`` alone.
         begun: called at the first gradient of each backward that reaches the model, also of one that the script began.
     """
 

@@ -160,8 +160,8 @@ class WholeState:
         """Put gathered tensors in host memory into a state dict. Collective over all ranks."""
         call = f"state_dict() of {type(module).__name__}"
         cure = (
-            "On all processes, before `if accelerator.is_main_process:`, call it, accelerator.get_state_dict(model) or "
-            "accelerator.save_model(model, folder)."
+            "Call it on all processes, before `if accelerator.is_main_process:`; so are "
+            "accelerator.get_state_dict(model) and accelerator.save_model(model, folder), which writes on the main one."
         )
         self._meeting.come(call, f"{self._number}:{path}", cure)
         whole = {name: one.cpu() for name, one in self._gather(self._wanted(module, path))}
