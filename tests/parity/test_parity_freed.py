@@ -261,7 +261,7 @@ def still_alive(refs: Refs) -> list[str]:
 
 
 def lives(config: Mapping[str, Any], which: tuple[str, ...]) -> list[str]:
-    """What is alive after each trial; each life is tried twice."""
+    """Return what is alive after each trial; each life is tried twice."""
     settings = {**config, "use_cpu": True, "gradient_accumulation_steps": 2}
     accelerator = Accelerator(config=load_config(overrides=settings, environ={}))
     alive: list[str] = []

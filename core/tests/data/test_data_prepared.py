@@ -185,7 +185,7 @@ class Counted(IterableDataset):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("data", [lambda: range(8), Counted], ids=["map", "iterable"])
 def test_a_dropped_loader_needs_no_garbage_collector(data, world, whole, ranks):
-    """Where it does, torch's persistent workers are waited for 5 s each: their queues end before they are told."""
+    """Check that no circle of references holds it: torch waits 5 s for each persistent worker that one holds."""
     dropped = []
     gc.collect()
     gc.disable()

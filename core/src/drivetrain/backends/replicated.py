@@ -165,7 +165,7 @@ class ReplicatedBackend(DistributedBackend):
 
 
 def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of each tensor, in float64 on the CPU, and a number for one that is not finite."""
+    """Return the sum of each tensor, in float64 on the CPU; ``nan`` becomes 0, which can be compared over ranks."""
     whole = [torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in tensors]
     empty = torch.zeros(0, dtype=torch.float64)
     return torch.stack([each.double().sum() for each in whole]).nan_to_num().cpu() if whole else empty

@@ -242,7 +242,7 @@ def explain(failures: list[Failure], *, whole: bool = False) -> str:
     first, others = failures[0], sorted(failures[1:], key=lambda failure: failure.rank)
     cause = _cause(failures)
     # It is a note of the exception, too, where the failing call knew it.
-    noted = (first.ours or first.trace).replace(likely_cause(first.message) or "\0", "").rstrip()
+    noted = (first.ours or first.trace).replace(likely_cause(first.message), "").rstrip()
     trace = first.trace.rstrip() if whole else _shortened(noted)
     # The sentences of our errors are long, and stand above already.
     how = f"{first.message.partition(':')[0].rpartition('.')[2]} (exit code {first.shell_code})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -17,11 +16,10 @@ from drivetrain.api.programs import ResolvedConfig
 MODEL_CURE = "Write plan: {model: train.py:make_model, batch: train.py:batch}."
 
 _MARK = "# chosen for "
-_TOLD = "# which is of "
 
 
 def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
-    """The keys of a chosen layout: of the file that an earlier launch wrote, else chosen now and written there.
+    """Return the keys of a chosen layout: of the file that an earlier launch wrote, else chosen now and written there.
 
     Raises:
         UsageError: ``plan:`` says too little, no layout fits, or the file was chosen for something else.
@@ -34,13 +32,12 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
         )
     path = Path(plan.file)
     told = _told(resolved)
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
     if path.exists():
         text = path.read_text(encoding="utf-8")
-        if not text.startswith(_MARK + digest):
+        if (before := _told_by(text)) != told:
             raise UsageError(
                 f"{path} was chosen for another model, batch or machine than the configuration describes now"
-                f"{_differences(text, told)}",
+                f"{_differences(before, told)}",
                 cure=f"Remove it to choose again, train with it (--config {path}), or give this configuration a file "
                 "of its own: plan: {file: other.auto.yaml}.",
             )
@@ -52,8 +49,8 @@ def chosen(resolved: ResolvedConfig) -> Mapping[str, Any]:
     found = _choose(resolved)
     best = found.best
     settings = settings_of(best, found.request)
-    head = f"{_MARK}{digest}\n{_TOLD}{json.dumps(told, sort_keys=True)}\n"
-    path.write_text(head + yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    text = f"{_MARK}{json.dumps(told, sort_keys=True)}\n{yaml.safe_dump(settings, sort_keys=False)}"
+    path.write_text(text, encoding="utf-8")
     sys.stderr.write("\n".join((*lines(found), f"distributed_type: auto is {path}; keep it, or remove it.", "")))
     return settings
 
@@ -76,13 +73,16 @@ def _told(resolved: ResolvedConfig) -> dict[str, Any]:
     return json.loads(json.dumps(told | resolved.sections))  # type: ignore[no-any-return]
 
 
-def _differences(text: str, told: dict[str, Any]) -> str:
-    """Return which keys differ from those that stand in a file; empty where it is of an older release or was edited."""
-    line = next((line for line in text.splitlines() if line.startswith(_TOLD)), "")
+def _told_by(text: str) -> dict[str, Any]:
+    """Return what a file says that it was chosen for; empty where its first line does not say it any more."""
+    line = text.partition("\n")[0]
     try:
-        before = json.loads(line.removeprefix(_TOLD) or "{}")
-    except ValueError:
-        return ""
+        return dict(json.loads(line.removeprefix(_MARK)))
+    except (TypeError, ValueError):
+        return {}
+
+
+def _differences(before: dict[str, Any], told: dict[str, Any]) -> str:
     keys = [key for key in {**before, **told} if before.get(key) != told.get(key)] if before else []
     words = [f"{key} is {json.dumps(told.get(key))}, and was {json.dumps(before.get(key))}" for key in keys]
     return f" ({'; '.join(words)})" if words else ""

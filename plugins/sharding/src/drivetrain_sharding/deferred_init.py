@@ -173,7 +173,7 @@ class Recording:
 
 
 _RECORDED: WeakKeyDictionary[torch.UntypedStorage, tuple[Recording, int]] = WeakKeyDictionary()
-"""Where each storage that a tensor still has was recorded, and its number there."""
+"""Maps each recorded storage, as long as a tensor has it, to its recording and its number there."""
 
 
 def recording_of(tensor: Tensor) -> Recording | None:
