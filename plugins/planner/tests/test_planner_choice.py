@@ -19,7 +19,7 @@ from torch import nn
 from drivetrain.api import UsageError
 from drivetrain.api.programs import load_config
 from drivetrain_planner import Estimate, Traffic
-from drivetrain_planner.choosing import BESIDE, choose, weigh
+from drivetrain_planner.choosing import BESIDE, SHARE, choose, weigh
 from drivetrain_planner.commands import plan
 from drivetrain_planner.machines import Link, find
 from drivetrain_planner.optimizers import optimizer_costs
@@ -426,6 +426,52 @@ def test_the_simplest_of_those_that_are_as_fast_is_taken(monkeypatch):
     monkeypatch.setattr("drivetrain_planner.choosing.ask", lambda request: (found, []))
     order = choose(asked, find("cpu")).fitting
     assert [each.estimate.title for each in order] == ["nearly", "quickest", "simplest"]
+
+
+def test_variants_are_asked_for_where_one_could_be_chosen(monkeypatch):
+    request, machine = request_for("gpt2", 1), find("cpu")
+    made = {"backend": "single", "family": "one", "trace": request.trace((), (), None)}
+    asked = []
+
+    def variants_of(title, *offered):
+        def variants(time, memory):
+            asked.append(title)
+            assert (time, memory) == (machine, round(SHARE * machine.memory))
+            for each in offered:
+                asked.append(each.title)
+                yield each
+
+        return variants
+
+    def estimate(title, **given):
+        return Estimate(title, rank=1, **{**made, **given})
+
+    quicker = estimate("quicker", accumulation=100, idle=0.1)
+    found = [
+        estimate("waits", accumulation=100, idle=0.5, variants=variants_of("waits", quicker, estimate("not needed"))),
+        # Without waiting it would take as long as what fits.
+        estimate("hopeless", accumulation=400, idle=0.5, variants=variants_of("hopeless", estimate("never"))),
+        estimate("fits", accumulation=190),
+        estimate("too large", memory={"all": 2**50}, accumulation=50, variants=variants_of("too large")),
+    ]
+    monkeypatch.setattr("drivetrain_planner.choosing.ask", lambda request: (found, []))
+    choice = choose(request, machine)
+    assert [each.estimate.title for each in choice.fitting] == ["quicker", "fits", "hopeless"]
+    assert [each.estimate.title for each in choice.rejected] == ["too large"]
+    assert asked == ["too large", "waits", "quicker"]
+
+
+def test_variants_that_cannot_be_estimated_leave_the_layout(monkeypatch):
+    request = request_for("gpt2", 1)
+
+    def variants(time, memory):
+        raise RuntimeError("no idea")
+
+    own = Estimate("own", "single", "one", 1, trace=request.trace((), (), None), idle=0.5, variants=variants)
+    monkeypatch.setattr("drivetrain_planner.choosing.ask", lambda request: ([own], []))
+    choice = choose(request, find("cpu"))
+    assert choice.best.estimate.title == "own"
+    assert choice.complaints == ["variants of own could not be estimated: RuntimeError('no idea')"]
 
 
 def test_state_of_another_shape_is_refused():

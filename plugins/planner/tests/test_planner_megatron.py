@@ -126,6 +126,46 @@ def test_a_backward_in_two_parts_leaves_no_rank_waiting_as_long():
     assert flops[0] == pytest.approx(flops[1], rel=0.02)
 
 
+PLENTY = 2**40
+
+SMOOTH = replace(find("cpu", 2), launch=0.0)
+"""A machine on which half as many samples take half as long."""
+
+
+def test_what_the_section_leaves_open_is_searched():
+    own = layout("llama", 2, pipeline_parallel_size=2)
+    assert own.title == "pp 2, 1f1b, 2 micro-batches"
+    request = request_for("llama", 2)
+    found = list(own.variants(SMOOTH, PLENTY))
+    assert found
+    for each in found:
+        assert each.title != own.title
+        assert weigh(each, request, SMOOTH).time < weigh(own, request, SMOOTH).time
+        assert each.rank > own.rank
+        assert each.variants is None
+        assert layout("llama", 2, **each.settings["megatron"]).memory == each.memory
+
+
+def test_what_the_section_says_is_kept():
+    own = layout("llama", 2, pipeline_parallel_size=2, schedule="1f1b")
+    (only,) = own.variants(SMOOTH, PLENTY)
+    assert only.title == "pp 2, 1f1b, 4 micro-batches"
+    own = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4)
+    assert {each.settings["megatron"]["num_micro_batches"] for each in own.variants(SMOOTH, PLENTY)} == {4}
+    own = layout("llama", 2, pipeline_parallel_size=2, schedule="zero_bubble", stages_per_rank=1, num_micro_batches=4)
+    assert not list(own.variants(SMOOTH, PLENTY))
+
+
+def test_a_pipeline_that_is_too_large_is_searched_for_one_that_fits():
+    own = layout("llama", 2, pipeline_parallel_size=2)
+    less = own.peak - 1
+    found = list(own.variants(SMOOTH, less))
+    assert any(each.peak <= less for each in found), [(each.title, each.peak) for each in found]
+    # Smaller parts, of which as many are held.
+    assert {each.settings["megatron"]["num_micro_batches"] for each in found} == {4}
+    assert not list(own.variants(SMOOTH, own.resident["parameters"]))
+
+
 def test_a_tied_table_is_on_the_first_and_the_last_stage():
     gpt2 = layout("gpt2", 2, pipeline_parallel_size=2)
     single = next(iter(ranks_of_one("gpt2")))

@@ -166,3 +166,15 @@ def test_copies_of_the_engine(title, ranks, windows):
     own = sum(2 * each.bytes // ranks for each in estimate.traffic if each.operation == "reduce_scatter")
     seen = max(one.counts(estimate, copied)) - plain - own
     assert abs(estimate.copied / seen - 1) <= 0.05, (estimate.copied, seen)
+
+
+@pytest.mark.slow
+def test_copies_of_replicas_under_tensor_parallelism():
+    """Four ranks copy what two do, and what averaging gradients takes."""
+    two, four = (
+        Combination("gpt2", title, ranks, optimizer="sgd") for title, ranks in (("tp 2", 2), ("tp 2, 2 replicas", 4))
+    )
+    estimate = four.estimate()
+    seen = max(four.counts(estimate, copied)) - max(two.counts(two.estimate(), copied))
+    assert two.estimate().copied == 0
+    assert abs(estimate.copied / seen - 1) <= 0.05, (estimate.copied, seen)

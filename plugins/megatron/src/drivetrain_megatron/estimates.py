@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from functools import cached_property, partial
+from math import inf, prod
 from typing import Any, final
 
 import torch
@@ -35,16 +35,28 @@ from drivetrain_megatron.pipeline.skeleton import traced
 from drivetrain_megatron.pipeline.transport import can_split
 from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
 from drivetrain_megatron.planner.actions import Action, ActionLists, Kind
-from drivetrain_megatron.planner.catalogue import find
+from drivetrain_megatron.planner.catalogue import SCHEDULES, find
 from drivetrain_megatron.planner.costs import Costs
 from drivetrain_megatron.planner.engine_lists import action_lists, messages_asked_for
+from drivetrain_megatron.planner.search import Batch, improvements
 from drivetrain_megatron.planner.simulate import simulate
 from drivetrain_megatron.replicas import buckets
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.plan import Plan, make_plan
 from drivetrain_megatron.tensor_parallel import simulate_tensor_parallel
-from drivetrain_planner import Bench, Estimate, Ledger, PlanRequest, Trace, TraceEvent, Traffic, Work, replay_whole
+from drivetrain_planner import (
+    Bench,
+    Estimate,
+    Ledger,
+    PlanRequest,
+    TimeModel,
+    Trace,
+    TraceEvent,
+    Traffic,
+    Work,
+    replay_whole,
+)
 
 _CPU = torch.device("cpu")
 _FLOPS_PER_BYTE = 100
@@ -231,8 +243,7 @@ class _Layout(ABC):
         if self.degrees.data > 1:
             each: list[Tensor] = [torch.empty(sizes[name], dtype=torch.uint8, device="meta") for name in names]
             most = max((sum(one.nbytes for one in bucket) for bucket in buckets(each)), default=0)
-            # A bucket, and its mean.
-            ledger.during("reduction buffers", 2 * most)
+            ledger.during("reduction buffers", most)
         ledger.during("optimizer step", self.request.optimizer.step([sizes[name] for name in names]))
 
     def of_replicas(self, gradients: int) -> list[Traffic]:
@@ -240,6 +251,10 @@ class _Layout(ABC):
         if self.degrees.data == 1:
             return []
         return [Traffic("all_reduce", self.degrees.data, gradients, max(1, gradients // _BUCKET), overlaps=False)]
+
+    def copied(self, gradients: int) -> int:
+        """Bytes that averaging replicas reads and writes: into a bucket, its division, and back from there."""
+        return 6 * gradients if self.degrees.data > 1 else 0
 
     def of_ring(self, sent: Sequence[tuple[str, int]], times: int) -> list[Traffic]:
         """Collectives of the axis ``tp``, for which computation waits."""
@@ -302,6 +317,7 @@ class _Tensor(_Layout):
             accumulation=self.accumulation,
             trace=trace,
             traffic=[*self.of_ring(ring.sent, self.accumulation), *self.of_replicas(gradients)],
+            copied=self.copied(gradients),
             stepped=sum(sizes[name] for name in trained),
         )
 
@@ -351,9 +367,13 @@ class _Traced:
     @property
     def costs(self) -> tuple[float, float, float]:
         """Return the costs of a forward, a backward for the input and one for the weights."""
-        forward, backward = _cost(self.trace.forward), _cost(self.trace.backward)
         if not self.parts.get("W"):
-            return forward, backward, 0.0
+            return _cost(self.trace.forward), _cost(self.trace.backward), 0.0
+        return self.split_costs(_cost)
+
+    def split_costs(self, cost: Callable[[Sequence[Work]], float]) -> tuple[float, float, float]:
+        """Return the costs of a forward and of both parts of a backward, whether or not the schedule has two."""
+        forward, backward = cost(self.trace.forward), cost(self.trace.backward)
         # Of a matrix product both cost the same. The first stage computes all of it with that of the weights.
         share = 0.0 if self.first else 0.5
         return forward, share * backward, (1 - share) * backward
@@ -367,9 +387,13 @@ def _cost(kernels: Sequence[Work]) -> float:
 class _Pipeline(_Layout):
     """Each rank runs some of the stages, on micro-batches that a schedule orders."""
 
-    def __init__(self, made: _Model, degrees: Degrees) -> None:
+    def __init__(
+        self, made: _Model, degrees: Degrees, section: MegatronConfig | None = None, *, varied: bool = False
+    ) -> None:
         super().__init__(made, degrees)
-        section, ranks = self.section, degrees.pipeline
+        self._varied = varied or made.request.mesh is not None
+        self.section = section = section or made.section
+        ranks = degrees.pipeline
         self._stages_per_rank = stages_per_rank(section)
         self._wanted = section.num_micro_batches or ranks * self._stages_per_rank
         # Fewer samples than are wanted make fewer micro-batches, for which training takes a plainer schedule.
@@ -432,10 +456,46 @@ class _Pipeline(_Layout):
             accumulation=self.accumulation,
             trace=_of_rank(lists, each, busiest),
             traffic=self._traffic(lists, each, stages, busiest, sum(trained)),
+            copied=self.copied(sum(trained)),
             stepped=sum(trained),
             idle=timeline.idle[busiest],
             remarks=["that the model may be computed one micro-batch at a time is tried when training begins"],
+            variants=None if self._varied else partial(self._variants, lists, each, stages, ledger.most),
         )
+
+    def _variants(
+        self, lists: ActionLists, each: Sequence[_Traced], stages: _Stages, most: int, time: TimeModel, memory: int
+    ) -> Iterator[Estimate]:
+        """Yield this layout under schedules and micro-batch counts that the section leaves open and that wait less."""
+        said = self.section.model_fields_set
+        open_counts = self.section.num_micro_batches is None
+        if {"schedule", "stages_per_rank"} <= said and not open_counts:
+            return
+        costs = _costs_on(time, each, stages)
+        timeline = simulate(lists, costs)
+        # What is not activations of the simulation stays as it is.
+        simulated = memory - (most - max(timeline.peak_bytes))
+        found = improvements(
+            Batch(costs, self._parts, self.request.micro_batch if open_counts else None),
+            self.degrees.pipeline,
+            action_lists,
+            seconds=timeline.duration if most <= memory else inf,
+            memory=simulated,
+            # GPipe takes as long as 1F1B and holds more, where there is a micro-batch for each rank.
+            schedules=[self._schedule] if "schedule" in said else [name for name in SCHEDULES if name != "gpipe"],
+            counts=None if open_counts else [self._parts],
+            stages_per_rank=self.section.stages_per_rank if "stages_per_rank" in said else None,
+        )
+        for candidate in found:
+            changes = {"schedule": candidate.schedule, "num_micro_batches": candidate.num_micro_batches}
+            if find(candidate.schedule).stages_per_rank is None:
+                changes["stages_per_rank"] = candidate.stages_per_rank
+            section = self.section.model_copy(update=changes)
+            try:
+                estimate = _Pipeline(self.made, self.degrees, section, varied=True).estimate()
+            except DrivetrainError:
+                continue  # The model cannot be run so: this layout stays as it is.
+            yield replace(estimate, rank=estimate.rank + 1)
 
     def _check(self) -> None:
         """Raise what training would, and where a schedule is not replayed."""
@@ -803,6 +863,23 @@ def _costs(stages: Sequence[_Traced]) -> Costs:
     forward, backward, weights = zip(*(stage.costs for stage in stages), strict=True)
     nothing = (0.0,) * len(stages)
     return Costs(forward, backward, weights, tuple(float(stage.kept) for stage in stages), nothing)
+
+
+def _costs_on(time: TimeModel, stages: Sequence[_Traced], cut: _Stages) -> Costs:
+    """Return the stages' costs in seconds; what kernels' launches take of them does not shrink with a micro-batch."""
+    forward, backward, weights = zip(*(stage.split_costs(time.work) for stage in stages), strict=True)
+    launches = (replace(each, flops=0, bytes=0) for stage in stages for each in stage.trace.forward)
+    sent = max((_bytes(crossing.metas) for crossing in cut.way.crossings), default=0)
+    nothing = (0.0,) * len(stages)
+    return Costs(
+        forward,
+        backward,
+        weights,
+        tuple(float(stage.kept) for stage in stages),
+        nothing,
+        transfer=time.traffic(Traffic("send", 2, sent, 1)),
+        overhead=time.work(list(launches)) / len(stages),
+    )
 
 
 def _of_rank(lists: ActionLists, stages: Sequence[_Traced], rank: int) -> Trace:

@@ -123,7 +123,7 @@ class Replicas:
         flat = torch.cat([*parts, present.to(parts[0].device)])
         dist.all_reduce(flat, group=self._group)
         counts = flat[-len(bucket) :]
-        flat = flat / self._size
+        flat.div_(self._size)
         somewhere = counts.tolist() if lacking else None  # Reading it waits for the device.
         start = 0
         for index, one in enumerate(bucket):

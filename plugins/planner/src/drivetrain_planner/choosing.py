@@ -103,12 +103,50 @@ def choose(request: PlanRequest, machine: Machine) -> Choice:
     candidates = [weigh(each, request, machine) for each in estimates]
     if any(not each.verdict and not each.estimate.last_resort for each in candidates):
         candidates = [each for each in candidates if not each.estimate.last_resort]
+    candidates, failed = _with_variants(candidates, request, machine)
+    complaints += failed
     fitting = [each for each in candidates if not each.verdict]
     # What host memory is used for takes longest to move and to update, and is known worst.
     fitting.sort(key=lambda each: (bool(each.estimate.host), each.time, each.estimate.rank))
     alike = [each for each in fitting if _as_fast(each, fitting[0])]
     fitting[: len(alike)] = sorted(alike, key=lambda each: (each.estimate.rank, each.time))
     return Choice(fitting, [each for each in candidates if each.verdict], complaints, machine, request)
+
+
+def _with_variants(
+    candidates: Sequence[Candidate], request: PlanRequest, machine: Machine
+) -> tuple[list[Candidate], list[str]]:
+    """Let the better of a layout's variants take its place, where one could be chosen.
+
+    Returns:
+        The candidates, in their order; a sentence for each whose variants could not be estimated.
+    """
+    found, complaints = list(candidates), []
+    memory = round(SHARE * machine.memory) - machine.context
+
+    def without_waiting(place: int) -> float:
+        return found[place].time - found[place].seconds.get("waiting", 0.0)
+
+    asked = [place for place, each in enumerate(found) if each.estimate.variants is not None]
+    for place in sorted(asked, key=without_waiting):
+        own, variants = found[place], found[place].estimate.variants
+        assert variants is not None
+        fitting = [each.time for each in found if not each.verdict and not each.estimate.host]
+        if fitting and without_waiting(place) >= min(fitting):
+            continue
+        try:
+            others = (weigh(each, request, machine) for each in variants(machine, memory))
+            found[place] = next((each for each in others if _is_better(each, own)), own)
+        except Exception as error:  # noqa: BLE001 - said; the layout is weighed as it was estimated first
+            complaints.append(f"variants of {own.estimate.title} could not be estimated: {error!r}")
+    return found, complaints
+
+
+def _is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether a variant fits where the other does not, or both fit and it is faster by more than a tie."""
+    if one.verdict:
+        return False
+    return bool(other.verdict) or one.time * (1 + _TIE) < other.time
 
 
 def offered_axes() -> frozenset[str]:

@@ -7,7 +7,7 @@ holds beside the model's own tensors at each moment, in a :class:`Ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final
@@ -257,6 +257,28 @@ class Traffic:
     overlaps: bool = True
 
 
+class TimeModel(Protocol):
+    """Seconds of kernels and of communication on the machine that is planned for."""
+
+    def work(self, kernels: Sequence[Work]) -> float:
+        """Seconds of these kernels, one after the other."""
+
+    def traffic(self, one: Traffic) -> float:
+        """Seconds of one kind of communication in a step."""
+
+
+class Variants(Protocol):
+    """Estimates other ways to run a layout, once the machine is known."""
+
+    def __call__(self, time: TimeModel, memory: int, /) -> Iterator[Estimate]:
+        """Yield estimates, the most promising first; no more are asked for once one is better.
+
+        Args:
+            time: seconds on the machine.
+            memory: bytes of tensors that a rank may hold.
+        """
+
+
 @dataclass(frozen=True)
 class Estimate:
     """One layout of one backend.
@@ -282,6 +304,9 @@ class Estimate:
         last_resort: nobody asked for it; it is offered in case that no other layout fits.
         idle: share of the time between a step's first forward and its last backward in which a rank waits for others.
         remarks: what the estimate leaves out, if anything.
+        variants: estimates other ways to run this layout, such as other schedules of a pipeline. They are asked for
+            when one of them could be chosen: this estimate without waiting is faster than what fits. The better takes
+            its place. ``None`` = there are none.
     """
 
     title: str
@@ -303,6 +328,7 @@ class Estimate:
     last_resort: bool = False
     idle: float = 0.0
     remarks: Sequence[str] = ()
+    variants: Variants | None = None
 
     @property
     def peak(self) -> int:

@@ -158,7 +158,7 @@ def less_lines(own: Candidate, choice: Choice) -> list[str]:
     return told
 
 
-_HEAD = ("layout", "parameters", "gradients", "optimizer", "activations", "other", "all", "fits")
+_HEAD = ("layout", "parameters", "gradients", "optimizer", "activations", "other", "all", "when", "fits")
 
 
 def _row(one: Candidate, choice: Choice) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def _row(one: Candidate, choice: Choice) -> tuple[str, ...]:
     shown = [memory.pop(part, 0) for part in ("parameters", "gradients", "optimizer states", "activations")]
     other = sum(memory.values()) + choice.machine.context
     cells = [gib(size) for size in (*shown, other, one.bytes)]
-    return one.estimate.title, *cells, "no" if one.verdict else "yes"
+    return one.estimate.title, *cells, one.estimate.moment, "no" if one.verdict else "yes"
 
 
 def data(choice: Choice) -> dict[str, Any]:

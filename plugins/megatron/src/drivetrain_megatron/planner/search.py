@@ -146,6 +146,74 @@ def search(
     return Found(tuple(fitting), tuple(rejected))
 
 
+_GAIN = 0.03
+"""Fraction of a step's time that is not worth another schedule: simulated times are not known better."""
+
+_MOST_ROUNDS = 8
+"""Micro-batches for each rank up to which :func:`improvements` looks: 1F1B then waits for an eighth of a step."""
+
+
+def improvements(
+    batch: Batch,
+    num_ranks: int,
+    source: Source,
+    *,
+    seconds: float,
+    memory: float,
+    schedules: Sequence[str],
+    counts: Sequence[int] | None = None,
+    stages_per_rank: int | None = None,
+) -> list[Candidate]:
+    """Return what to run in place of a schedule that was simulated, the faster first.
+
+    The best of all comes first. A model may not be cut into as many stages, and what engines keep beside activations is
+    not simulated; so the best with one stage a rank follows, and the best of these that splits no backward.
+
+    Args:
+        batch: what is trained on, and its costs.
+        num_ranks: of the pipeline.
+        source: of action lists.
+        seconds: of a step as it was simulated; infinite where it does not fit, so that any that fits is better.
+        memory: bytes that a rank may use.
+        schedules: names to try.
+        counts: micro-batch counts to try; ``None`` = at least one for each rank, that fit the batch.
+        stages_per_rank: of schedules that leave it open; ``None`` = up to two.
+
+    Returns:
+        At most three; none that is not faster by more than 3 %.
+    """
+    wanted = [
+        count for count in counts or batch.counts() if counts or num_ranks <= count <= _MOST_ROUNDS * num_ranks
+    ]
+    most = max(2, stages_per_rank or 0)
+    try:
+        found = search(
+            batch, num_ranks, source, memory=memory, schedules=schedules, counts=wanted, most_stages_per_rank=most
+        )
+    except UsageError:  # None fits, or takes these counts.
+        return []
+    better = [
+        each
+        for each in found.fitting
+        if each.timeline.duration < (1 - _GAIN) * seconds
+        and (stages_per_rank in (None, each.stages_per_rank) or find(each.schedule).stages_per_rank)
+    ]
+    groups = (
+        better,
+        [each for each in better if each.stages_per_rank == 1],
+        [each for each in better if each.stages_per_rank == 1 and not find(each.schedule).splits_backward],
+    )
+    chosen = [_simplest(group) for group in groups if group]
+    return [each for place, each in enumerate(chosen) if not any(each is one for one in chosen[:place])]
+
+
+def _simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the simplest of those that are as fast as the first, which is the fastest."""
+    fastest = candidates[0].timeline.duration
+    alike = (each for each in candidates if each.timeline.duration <= (1 + _GAIN) * fastest)
+    return min(alike, key=lambda each: each.order()[1:])
+
+
 def describe(candidate: Candidate) -> str:
     """Return a candidate in a few words."""
     stages = f", {candidate.stages_per_rank} stages a rank" if candidate.stages_per_rank > 1 else ""
