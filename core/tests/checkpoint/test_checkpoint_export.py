@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,46 @@ def test_save_object(tmp_path):
     save_object({"a": weight, "b": weight}, tmp_path / "safe", safe_serialization=True)
     assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "safe").items()} == {"a": weight.tolist()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["any.pt", "safe"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """What is opened for writing has no room: the system's own error, at the first write."""
+    monkeypatch.setattr("pathlib.Path.open", lambda path, mode="r", **given: open("/dev/full", "wb"))  # noqa: SIM115,PTH123
+
+
+FULL = r"No space left on device\. It takes more than the [\d,.]+ MB that were free in {}\. Free some space"
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_full_disk_leaves_the_older_file(tmp_path, safe, request):
+    old, new = torch.zeros(4), torch.ones(10**6)
+    save_object({"a": old}, tmp_path / "best.pt", safe_serialization=safe)
+    before = (tmp_path / "best.pt").read_bytes()
+    request.getfixturevalue("full_disk")
+    with pytest.raises(CheckpointError, match="could not save best.pt: " + FULL.format(re.escape(str(tmp_path)))):
+        save_object({"a": new}, tmp_path / "best.pt", safe_serialization=safe)
+    request.getfixturevalue("monkeypatch").undo()
+    assert (tmp_path / "best.pt").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_an_export_to_a_full_disk_names_it(tmp_path, full_disk, safe):
+    with pytest.raises(CheckpointError, match="could not export the model: " + FULL.format(re.escape(str(tmp_path)))):
+        export_model(iter({"a": torch.ones(10**6)}.items()), tmp_path, safe_serialization=safe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_object_writes_through_links_and_to_devices(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "7.pt").write_bytes(b"old")
+    (tmp_path / "latest.pt").symlink_to(tmp_path / "runs" / "7.pt")
+    save_object({"a": 1}, tmp_path / "latest.pt")
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert torch.load(tmp_path / "runs" / "7.pt") == {"a": 1}
+    save_object({"a": 1}, "/dev/null")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_save_object_refuses_what_safetensors_cannot_hold(tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.manifest import read_manifest, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of, local_folder
-from drivetrain.checkpoint.storage import CheckedFile, check_file, sync_folder
+from drivetrain.checkpoint.storage import CheckedFile, check_file, full_disk_named, sync_folder
 from drivetrain.checkpoint.tensors import Source, header_bytes, header_entries, raw_bytes, read_tensor, write_tensors
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.errors import CheckpointError
@@ -123,7 +126,7 @@ def export_checkpoint(
 
 
 def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
-    """Save anything. Not collective.
+    """Save anything; a file that is there already is replaced once the new one is whole. Not collective.
 
     Args:
         obj: anything that pickles, or a dictionary of tensors.
@@ -132,10 +135,14 @@ def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization
             path; tensors that are the same memory are saved once.
 
     Raises:
-        CheckpointError: ``safe_serialization`` with something that safetensors cannot hold.
+        CheckpointError: ``safe_serialization`` with something that safetensors cannot hold; the disk is full.
     """
     if not safe_serialization:
-        torch.save(obj, f)
+        if hasattr(f, "write"):
+            torch.save(obj, f)
+            return
+        with _replacing(Path(f)) as unfinished:
+            _pickle(obj, unfinished)
         return
     if hasattr(f, "write"):
         raise CheckpointError("safe_serialization writes to a path, not to an open file", cure="Give a file name.")
@@ -162,13 +169,39 @@ def save_object(obj: Any, f: str | PathLike[str] | IO[bytes], safe_serialization
             path,
             ", ".join(f"{name} as {first}" for name, first in shared.items()),
         )
-    unfinished = path.with_name(f".{path.name}.tmp")
+    with _replacing(path) as unfinished:
+        write_tensors(unfinished, sources, metadata)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which takes the place of a file once it is whole.
+
+    What is there already stays whole until then. A device or a pipe is written to itself.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     unfinished.unlink(missing_ok=True)
     try:
-        write_tensors(unfinished, sources, metadata)
-        unfinished.replace(path)
+        with _full_disk_named(f"could not save {path.name}", target.parent):
+            yield unfinished
+        unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _full_disk_named(what: str, folder: Path) -> AbstractContextManager[None]:
+    free = shutil.disk_usage(folder).free if folder.is_dir() else None
+    return full_disk_named(what, folder, free, "Free some space or save elsewhere; what was saved before is whole.")
+
+
+def _pickle(obj: Any, path: Path) -> None:
+    """Write a file by ``torch.save``, which by itself does not say that a disk is full."""
+    with path.open("wb") as file:
+        torch.save(obj, file)
 
 
 class _Twins:
@@ -211,22 +244,26 @@ class _Export:
         """Write everything. The iterator is exhausted even after a failure: other ranks gather along with it."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for name, tensor in named_tensors:
-                first = self._twins.first(name, tensor)
-                if first is not None:
-                    self._aliases[name] = first
-                    continue
-                self._room_for(tensor.numel() * tensor.element_size()).add(name, tensor)
-                del tensor
-            last = self._shards[-1] if self._shards else self._room_for(0)
-            last.finish(self._aliases)
-            return self._publish()
+            with _full_disk_named("could not export the model", self._directory):
+                self._write(named_tensors)
+                return self._publish()
         finally:
             for _ in named_tensors:
                 pass
             for shard in self._shards:
                 shard.close()
                 shard.path.unlink(missing_ok=True)
+
+    def _write(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            first = self._twins.first(name, tensor)
+            if first is not None:
+                self._aliases[name] = first
+                continue
+            self._room_for(tensor.numel() * tensor.element_size()).add(name, tensor)
+            del tensor
+        last = self._shards[-1] if self._shards else self._room_for(0)
+        last.finish(self._aliases)
 
     def _room_for(self, size: int) -> _Streamed | _Pickled:
         """The file for so many more bytes; a file's first tensor may be larger than the limit."""
@@ -335,7 +372,7 @@ class _Pickled:
     def finish(self, aliases: Mapping[str, str]) -> None:
         """Write the file and release its tensors. Further names of tied tensors are further names in the dictionary."""
         shared = {alias: self.names[first] for alias, first in aliases.items() if first in self.names}
-        torch.save({**self.names, **shared}, self.path)
+        _pickle({**self.names, **shared}, self.path)
         self.names = dict.fromkeys(self.names, torch.empty(0))
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ failed. The folder appears atomically.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -34,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain.backend import name_of
 from drivetrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, stored_name
 from drivetrain.checkpoint.remote import Folder, folder_of
-from drivetrain.checkpoint.storage import Staging, storage_of
+from drivetrain.checkpoint.storage import Staging, full_disk_named, storage_of
 from drivetrain.checkpoint.tensors import Source, dtype_name, write_tensors
 from drivetrain.checkpoint.tree import Encoder
 from drivetrain.distributed.collectives import Ranks
@@ -446,20 +445,15 @@ class SaveWork:
         staging = _present(self._staging)
         if self._of_hooks is not None:
             self._storage.take_hooks_files(staging, self._of_hooks)
-        free = self._storage.free_bytes(staging.data)
-        try:
+        with full_disk_named(
+            "could not write its part of the checkpoint",
+            self.target.parent,
+            self._storage.free_bytes(staging.data),
+            "Free some space or save elsewhere; what was saved before is whole. "
+            "ProjectConfiguration(total_limit=2) keeps the newest two and deletes older ones.",
+            lambda: sum(source.num_bytes for file in self._files for source in file.sources),
+        ):
             return self._write_files(staging.data)
-        except OSError as problem:
-            if free is None or problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            sources = (source for file in self._files for source in file.sources)
-            needed = sum(source.dtype.itemsize * math.prod(source.shape) for source in sources)
-            raise CheckpointError(
-                f"could not write its part of the checkpoint: {problem.strerror}. It takes {needed / 1e6:,.1f} MB, and "
-                f"{free / 1e6:,.1f} MB were free in {self.target.parent}",
-                cure="Free some space or save elsewhere; what was saved before is whole. "
-                "ProjectConfiguration(total_limit=2) keeps the newest two and deletes older ones.",
-            ) from problem
 
     def _write_files(self, data: Folder) -> dict[str, FileEntry]:
         return {

@@ -17,6 +17,7 @@ checkpoint. Two runs that save in one remote folder are found when the second co
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ import shutil
 import tempfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,6 +298,45 @@ class LocalStorage(Storage[Path]):
             match = _STAGING.fullmatch(path.name)
             if match and match["host"] == _host() and not owner.is_alive(int(match["pid"])):
                 shutil.rmtree(path, ignore_errors=True)  # Two jobs may sweep at once.
+
+
+@contextmanager
+def full_disk_named(
+    what: str, folder: Folder, free: int | None, cure: str, needed: Callable[[], int] | None = None
+) -> Iterator[None]:
+    """Raise our own error where what is written in the block does not fit on the disk; others are raised as they are.
+
+    Args:
+        what: the sentence's beginning, such as ``"could not export the model"``.
+        folder: which is named.
+        free: bytes that were free before; ``None`` = the storage has no such number, and no error is a full disk.
+        cure: what helps.
+        needed: says how many bytes the block was to write; ``None`` = nobody knows.
+
+    Raises:
+        CheckpointError: the disk, or this user's part of it, is full.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as problem:
+        full = _full_disk(problem)
+        if free is None or full is None:
+            raise
+        room = f"{free / 1e6:,.1f} MB"
+        if needed is None:
+            size = f"It takes more than the {room} that were free in {folder}"
+        else:
+            size = f"It takes {needed() / 1e6:,.1f} MB, and {room} were free in {folder}"
+        raise CheckpointError(f"{what}: {full.strerror}. {size}", cure=cure) from problem
+
+
+def _full_disk(problem: BaseException | None) -> OSError | None:
+    """Return the error of a full disk behind this one: torch.save ends in an error of its own after it."""
+    while problem is not None:
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return problem
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 def sync_folder(folder: Path) -> None:

@@ -168,6 +168,7 @@ def launch(
     from drivetrain.launch import script as scripts
     from drivetrain.launch.plan import describe, make_plan
 
+    scripts.check_command(command, module=module, no_python=no_python)
     plan = make_plan(resolved)
     if not quiet:
         remark = output.describe(resolved.config.output, plan.processes_here, plan.machine_rank)

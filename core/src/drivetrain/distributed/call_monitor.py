@@ -360,7 +360,8 @@ class CallMonitor:
             if not self._told:
                 # One more look later the main thread would have raised, if it were not waiting for another rank.
                 self._told = True
-                logger.warning("%s", self.error)
+                if not self._rank:
+                    logger.warning("%s", self.error.what)  # The cure stands with the error that follows.
             self._end_if_stuck(now)
         if self.error is None:
             self._report_standstill(idle)

@@ -26,6 +26,24 @@ if TYPE_CHECKING:
     from drivetrain.config.resolved import ResolvedConfig
 
 
+def check_command(command: Sequence[str], *, module: bool, no_python: bool) -> None:
+    """Check that what is to be run is there; for the arguments see :func:`launch`.
+
+    Raises:
+        UsageError: there is no such script or program.
+    """
+    if not command:
+        raise UsageError("no script was named", cure="Write: drivetrain launch [options] script.py [its arguments]")
+    if module and no_python:
+        raise UsageError("--module and --no_python exclude each other", cure="A program has no module's name.")
+    if not (module or no_python) and not Path(command[0]).exists():
+        raise UsageError(f"there is no script {command[0]!r}", cure="Correct the path, or use -m for a module's name.")
+    if no_python and shutil.which(command[0]) is None:
+        raise UsageError(
+            f"there is no program {command[0]!r}", cure="Correct its name, or leave --no_python out for a script."
+        )
+
+
 def launch(
     resolved: ResolvedConfig,
     command: Sequence[str],
@@ -57,16 +75,7 @@ def launch(
         EnvironmentVariableError: another launcher started several of this one.
         LaunchError: the rendezvous failed, or a machine that the others need was lost.
     """
-    if not command:
-        raise UsageError("no script was named", cure="Write: drivetrain launch [options] script.py [its arguments]")
-    if module and no_python:
-        raise UsageError("--module and --no_python exclude each other", cure="A program has no module's name.")
-    if not (module or no_python) and not Path(command[0]).exists():
-        raise UsageError(f"there is no script {command[0]!r}", cure="Correct the path, or use -m for a module's name.")
-    if no_python and shutil.which(command[0]) is None:
-        raise UsageError(
-            f"there is no program {command[0]!r}", cure="Correct its name, or leave --no_python out for a script."
-        )
+    check_command(command, module=module, no_python=no_python)
     plan = make_plan(resolved) if plan is None else plan
     refuse_nested(plan.num_machines)
     check_output(resolved.config.output, plan.processes_here)
