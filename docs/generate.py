@@ -509,9 +509,10 @@ def documents() -> dict[Path, str]:
     with_trainer = ROOT / "docs/how-to/trainer.md"
     matrix = ROOT / "docs/explanation/optimizers.md"
     tried = ROOT / "docs/reference/releases.md"
-    counted_plans, published_plans = ROOT / "docs/how-to/planner-check.md", ROOT / "docs/how-to/planner-read.md"
-    runs = renewed(published_plans.read_text(encoding="utf-8"), "published memory", published())
-    runs = renewed(runs, "memory on a device", on_device())
+    plans = ROOT / "docs/reference/planner-memory.md"
+    memory = renewed(plans.read_text(encoding="utf-8"), "counted memory", planned())
+    memory = renewed(memory, "published memory", published())
+    memory = renewed(memory, "memory on a device", on_device())
     ranking = ROOT / "docs/reference/planner-seconds.md"
     which = ROOT / "docs/how-to/which-backend.md"
     methods = ROOT / "docs/explanation/surface.md"
@@ -527,8 +528,7 @@ def documents() -> dict[Path, str]:
         launching: renewed(numbering, "clusters", platforms()),
         scripts: renewed(scripts.read_text(encoding="utf-8"), "parity", parity()),
         matrix: renewed(matrix.read_text(encoding="utf-8"), "optimizers", optimizers()),
-        counted_plans: renewed(counted_plans.read_text(encoding="utf-8"), "counted memory", planned()),
-        published_plans: runs,
+        plans: memory,
         ranking: renewed(ranking.read_text(encoding="utf-8"), "published seconds", published_seconds()),
         methods: renewed(methods.read_text(encoding="utf-8"), "surface", surface()),
         which: renewed(which.read_text(encoding="utf-8"), "speed", speed()),
