@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, load_config
 from drivetrain.api import ProcessInfo
-from drivetrain_megatron.backend import _warn_of_nodes
+from drivetrain_megatron.backend import _warn_of_nodes, _warn_of_replicas
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.skeleton import Elsewhere
 from drivetrain_testing import spawn
 
@@ -214,6 +215,17 @@ def test_parameters_of_other_stages_are_freed_at_the_first_step(layout) -> None:
 def test_a_degree_that_crosses_machines_is_told(degree, told, caplog) -> None:
     _warn_of_nodes(degree, ProcessInfo(world_size=4, local_world_size=2, num_nodes=2))
     assert len([one for one in caplog.messages if "crosses machines" in one]) == told
+
+
+@pytest.mark.parametrize(
+    ("replicas", "processes", "rank", "data_parallel", "told"),
+    [(2, 2, 0, "ddp", 1), (2, 2, 1, "ddp", 0), (2, 4, 0, "ddp", 0), (2, 2, 0, "zero1", 0), (1, 1, 0, "ddp", 0)],
+)
+def test_replicas_of_which_none_is_cut_are_told(replicas, processes, rank, data_parallel, told, caplog) -> None:
+    process = ProcessInfo(rank=rank, local_rank=rank, world_size=processes, local_world_size=processes)
+    _warn_of_replicas(replicas, MegatronConfig(data_parallel=data_parallel), process)
+    assert len(caplog.messages) == told
+    assert all("`megatron: {tensor_parallel_size: 2}`" in one for one in caplog.messages)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class MegatronBackend(DistributedBackend):
         core = self.section.engine == "megatron_core"
         self.capabilities = replace(self.capabilities, pipelined=core or mesh.sizes["pp"] > 1)
         _warn_of_nodes(mesh.sizes["tp"], settings.process)
-        _warn_of_replicas(mesh, self.section, settings.process)
+        _warn_of_replicas(mesh.dp_size, self.section, settings.process)
         if core:
             from drivetrain_megatron.core_engine import parallel_state
 
@@ -268,16 +268,16 @@ def _warn_of_nodes(degree: int, process: ProcessInfo) -> None:
         )
 
 
-def _warn_of_replicas(mesh: Mesh, section: MegatronConfig, process: ProcessInfo) -> None:
+def _warn_of_replicas(replicas: int, section: MegatronConfig, process: ProcessInfo) -> None:
     """Warn if no axis cuts anything, as where ``distributed_type: tensor_parallel`` stands without a degree."""
-    if process.rank == 0 and mesh.dp_size == mesh.world_size > 1 and section.data_parallel == "ddp":
+    if process.rank == 0 and replicas == process.world_size > 1 and section.data_parallel == "ddp":
         logger.warning(
             "megatron trains %d whole replicas and cuts no model, since neither `mesh:` nor `megatron:` says how. "
             "Write `megatron: {tensor_parallel_size: %d}` or `megatron: {pipeline_parallel_size: %d}`; replicas are "
             "what distributed_type: ddp is for.",
-            mesh.dp_size,
-            mesh.dp_size,
-            mesh.dp_size,
+            replicas,
+            replicas,
+            replicas,
         )
 
 
