@@ -40,13 +40,14 @@ from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
 from drivetrain.launch.environment import read_process_info
 from drivetrain.loop import batch_norm
-from drivetrain.loop.accumulation import Items, TrainingLoop
+from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.interruption import Interruption
 from drivetrain.loop.model import prepared_model
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler
 from drivetrain.loop.prepare import Preparer
 from drivetrain.loop.profile import profile
 from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
+from drivetrain.loop.window import Items
 from drivetrain.parameter_names import original_name
 from drivetrain.registry import get_registry
 from drivetrain.run_setup import choose_backend, section_at_hand

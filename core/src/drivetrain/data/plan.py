@@ -7,7 +7,7 @@ makes them.
 consecutive chunks, so that the ranks' batches, one after the other, are the order. A last, incomplete one is cut as
 evenly as possible: no two ranks differ by more than one sample, and nothing is repeated, since a repeated sample cannot
 be taken out of the mean that a script computes as its loss. Each rank's loss is weighed by its number of samples
-instead (:mod:`drivetrain.loop.accumulation`). Where there are fewer samples than ranks, ``even_batches`` gives the
+instead (:mod:`drivetrain.loop.window`). Where there are fewer samples than ranks, ``even_batches`` gives the
 ranks without one a sample from the head of the order, with weight 0, so that all ranks take the same number of steps.
 
 **Batches.** The ranks take batches in turn, a global batch is the next ``dp_size`` of them. With ``even_batches`` a

@@ -1,17 +1,7 @@
-"""Gradient accumulation: groups micro-batches into optimizer steps and normalises their losses.
+"""Gradient accumulation: groups micro-batches into optimizer steps.
 
-Only :class:`Window` decides whether gradients of the current micro-batch are synchronised; prepared models,
-optimizers and ``accelerator.sync_gradients`` read it there. :class:`TrainingLoop` holds the windows of one accelerator.
-
-Gradients are kept in units of ``1 / denominator``. While a window is open the denominator may be a guess (its length is
-not known before the last batch, its number of items not before the last micro-batch); after the closing backward
-:meth:`Window.correction` gives the factor that corrects it. In a window of one micro-batch its items are summed before
-the backward, so that hooks on gradients are given what they are given on one process.
-
-A mean loss weighs by the samples that it is a mean over, which the loader knows without communication: a rank whose
-last batch is shorter than the others' weighs less in the sum over ranks, a shorter global batch weighs less in its
-window, and a rank that holds only a repeated sample, to take part in a step, weighs nothing. Where all batches of a
-window are of one size, each of these weights is 1.
+:class:`TrainingLoop` holds the windows (:mod:`drivetrain.loop.window`) of one accelerator, weighs the losses of their
+micro-batches, and corrects and clips their gradients.
 """
 
 from __future__ import annotations
@@ -35,20 +25,10 @@ from drivetrain.distributed.watchdog import check_collective, log_call, note_lik
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop.gradient_hooks import refuse_multiples
 from drivetrain.loop.loose import LooseParameters
-from drivetrain.loop.loss import (
-    Factors,
-    computes_with_data,
-    count_items,
-    factors_of_means,
-    is_mean_of_labels,
-    leaves,
-    outputs_below,
-    rows_of_terms,
-    sums_over_batch,
-    targets_of_terms,
-    weighs_by_rows,
-    why_no_mean_of_rows,
-)
+from drivetrain.loop.loss import count_items, leaves
+from drivetrain.loop.loss_checks import LossChecks
+from drivetrain.loop.loss_weights import LossWeights
+from drivetrain.loop.window import Items, Window
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,270 +36,10 @@ if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.data.active import LoopState
     from drivetrain.data.kept_batches import KeptBatches
-    from drivetrain.data.plan import Rows
     from drivetrain.loop.model import PreparedModel
     from drivetrain.loop.optimizer import PreparedOptimizer
 
 logger = logging.getLogger(__name__)
-
-Items = int | float | Tensor
-
-
-class Window:
-    """The micro-batches between two optimizer steps of one set of models. Does not communicate.
-
-    Args:
-        length: micro-batches in a full window.
-        dp_size: number of data-parallel coordinates.
-        dp_rank: this process's coordinate.
-        models: the prepared models that share it.
-        sync_each_batch: gradients are reduced at every micro-batch.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        dp_size: int,
-        dp_rank: int = 0,
-        models: Sequence[PreparedModel] = (),
-        *,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.length, self.dp_size, self.dp_rank, self.models = length, dp_size, dp_rank, models
-        self.sync_each_batch = sync_each_batch
-        self.position = 0
-        """Micro-batches begun in this window."""
-        self.closing = True
-        """The current micro-batch is the window's last, so that optimizers step after it."""
-        self.open = False
-        """The script is inside a micro-batch of this window."""
-        self.backwards = 0
-        """Backward calls in this window."""
-        self.backwards_here = 0
-        """Backward calls in the current micro-batch."""
-        self.denominator: float | Tensor = 1.0
-        self.weight = 1.0
-        """Weight of a mean loss of the current micro-batch on this rank."""
-        self.conflict = ""
-        """Why a mean loss of the current micro-batch has no weight."""
-        self.shares: tuple[Rows, ...] = ()
-        """Rows of this loop's loaders, if :attr:`conflict` is set; outside of loops, of batches read before."""
-        self.after_loops = False
-        """The current micro-batch is outside of every loop over a prepared loader, of which there are some."""
-        self._share = 1.0
-        """The current global batch in units of the window's first one."""
-        self._covered = 0.0
-        """Global batches so far, in that unit."""
-        self.rows: Rows | None = None
-        """Rows of the current batch, if losses are means over its rows."""
-        self._first: Rows | None = None
-        self.items: Items | None = None
-        """Items that the losses of this window are sums over, so far; ``None`` for means."""
-        self._dropped: set[int] = set()
-        """Optimizers, by identity, of which gradients of these items were dropped."""
-        self._normalised_by = ""
-        """Denominator of the losses of this window: ``"samples"``, ``"num_items"`` or a ``"denominator"``."""
-        self._exact = False
-        """The denominator is the number of items of all losses so far."""
-        self._previous_items: Tensor | None = None
-        self._batch: int | None = None
-        self._steps_in_batch = self._steps_in_previous_batch = 0
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients of a backward are reduced over the ranks now, unless the script disables that."""
-        return self.closing or self.sync_each_batch or not self.open
-
-    @property
-    def may_drop_gradients(self) -> bool:
-        """Whether ``zero_grad`` may clear gradients now, outside of an open window."""
-        if not self.open:
-            return self.closing
-        return self.backwards == 0 or (self.closing and self.backwards_here > 0)
-
-    def begin(self, loop: LoopState, length: int) -> None:
-        """Start a micro-batch; decides :attr:`closing`.
-
-        A script may take several micro-steps on one batch, so "the last batch" alone does not close a window: its last
-        micro-step does, which is known from how many the previous batch had.
-
-        Args:
-            loop: the current batch of the innermost loop.
-            length: of the window, if it begins here.
-
-        Raises:
-            UsageError: whether the window closes here is unknown; or this is another part of a batch that the ranks
-            share unevenly.
-        """
-        if self.closing:
-            self.reset()
-            self.length = length
-        batch, is_last_batch, rows, unknown, self.conflict, beyond, self.shares, self.after_loops = loop
-        if batch != self._batch:
-            self._batch, self._steps_in_previous_batch, self._steps_in_batch = batch, self._steps_in_batch, 0
-        self._steps_in_batch += 1
-        self.position += 1
-        self.backwards_here = 0
-        if rows is not self.rows or (self.position == 1 and rows is not self._first):
-            self._weigh(rows)
-        self._covered += self._share
-        if unknown and self.position < self.length:
-            raise UsageError(
-                f"{unknown}: whether the accumulation window ends here, after {self.position} of {self.length} "
-                "micro-batches, depends on whether the loop ends",
-                cure="Set ends_loop = True on the loader whose end ends the loop, and ends_loop = False on one that is "
-                "begun again.",
-            )
-        if rows is not None and not rows.even and self._steps_in_batch > 1 and self.position > 1:
-            raise UsageError(
-                f"`with accelerator.accumulate(model):` was entered again for one batch, of which the ranks hold "
-                f"different numbers of samples ({_list(rows.real)}), so that their losses cannot be weighted",
-                cure="Give the DataLoader drop_last=True, or use one batch of the loader for each micro-batch.",
-            )
-        self.closing = self.position >= self.length or (
-            is_last_batch and self._steps_in_batch >= max(self._steps_in_previous_batch, 1)
-        )
-        if self.closing and beyond is not None and self._first is not None and self.position < self.length:
-            # Other ranks' windows continue with a batch of which this rank has no part.
-            self._covered += beyond.total / self._first.total
-
-    def _weigh(self, rows: Rows | None) -> None:
-        """Set the weights of a batch that differs from the one before."""
-        self.rows = rows
-        if self.position == 1:
-            self._first = rows
-        first = self._first
-        if rows is None or first is None:
-            self.weight = self._share = 1.0
-        else:
-            self._share = rows.total / first.total
-            self.weight = rows.weight(self.dp_rank) * self._share
-
-    def weigh_alone(self, loop: LoopState) -> None:
-        """Set the weight of a loss outside of ``accumulate``, whose window is its batch."""
-        rows = self.rows = loop.rows
-        self.conflict, self.shares, self.after_loops = loop.conflict, loop.shares, loop.after_loops
-        self.weight = 1.0 if rows is None or rows.even else rows.weight(self.dp_rank)
-
-    @property
-    def share_of_batch(self) -> float:
-        """The current global batch in units of the window's first one; 1 outside of ``accumulate``."""
-        return self._share if self.open else 1.0
-
-    @property
-    def guesses(self) -> bool:
-        """Whether gradients are scaled by an estimated number of items."""
-        return self.items is not None and not self._exact
-
-    def reset(self) -> None:
-        """Reset after the window is finished."""
-        self.position = self.backwards = self.backwards_here = 0
-        self.items, self._normalised_by = None, ""
-        self._dropped.clear()
-        self._covered = 0.0
-
-    def forget_items(self, optimizers: Iterable[Optimizer]) -> None:
-        """Reset the count of items after the gradients of all optimizers were dropped.
-
-        Closures drop them and run backward again, and so do scripts that run a trial batch before training.
-        """
-        if self.items is None:
-            return
-        self._dropped.update(map(id, optimizers))
-        if all(id(each) in self._dropped for model in self.models for each in model.trainable.optimizers):
-            self.items, self._normalised_by = None, ""
-            self._dropped.clear()
-
-    def _refuse_mixture(self, by: str) -> NoReturn:
-        word = by if self._normalised_by == "samples" else self._normalised_by
-        said = "a denominator" if word == "denominator" else word
-        nothing = " (0 for a loss that counts no items)" if word == "num_items" else ""
-        raise UsageError(
-            f"backward was called with {said} and without it in one accumulation window",
-            cure=f"Pass {word} with every loss of a window{nothing}, or with none.",
-        )
-
-    def scale_given(self, denominator: float | Tensor) -> float | Tensor:
-        """Like :meth:`scale`, for a loss with a given denominator: no weight, nothing to communicate or correct.
-
-        Raises:
-            UsageError: other losses of the window came without it.
-        """
-        if self._normalised_by not in ("", "denominator"):
-            self._refuse_mixture("denominator")
-        self._normalised_by = "denominator"
-        return 1.0 / denominator
-
-    def scale(
-        self,
-        items: Items | None,
-        total: Callable[[Items], Tensor],
-        *,
-        closes: bool = False,
-        weight: float | None = None,
-    ) -> float | Tensor:
-        """The ``scale`` by which a loss is multiplied.
-
-        Args:
-            items: what this loss is a sum over, or ``None`` for a mean.
-            total: sum of ``items`` over the data-parallel ranks (collective); called once, in a run's first window, and
-                where a window's first backward closes it.
-            closes: this backward reduces gradients.
-            weight: of this loss, where it is over other rows than those of the batch.
-
-        Raises:
-            UsageError: one window mixes losses with and without ``num_items``, or a mean loss has no weight.
-        """
-        if items is None:
-            if self.conflict and weight is None:
-                raise UsageError(
-                    f"{self.conflict}, so that no weight of their losses gives the loss of one big batch",
-                    cure="Give the DataLoaders drop_last=True, or pass a sum: accelerator.backward(loss_sum, "
-                    "num_items=n).",
-                )
-            if not self._normalised_by:
-                self._normalised_by = "samples"
-                self.denominator = float(self.dp_size * self.length)
-            elif self._normalised_by != "samples":
-                self._refuse_mixture("samples")
-            return (self.weight if weight is None else weight) / self.denominator
-        if self._normalised_by not in ("", "num_items"):
-            self._refuse_mixture("num_items")
-        self._normalised_by = "num_items"
-        # Without a weight this rank holds a repeated sample, to take part in the step.
-        counts = 1.0 if (self.weight if weight is None else weight) else 0.0
-        items = items if counts else items * 0
-        self._exact = closes and self.items is None
-        if self._exact:
-            self.denominator = self._previous_items = total(items).clamp(min=1.0)
-        elif self.items is None:
-            if self._previous_items is None:
-                self._previous_items = total(items)
-            # A power of two does not change the digits of the result.
-            self.denominator = 2.0 ** round(math.log2(max(float(self._previous_items), 1.0)))
-        self.items = items if self.items is None else self.items + items
-        return counts / self.denominator
-
-    def correction(self, total: Callable[[Items], Tensor]) -> float | Tensor:
-        """Factor for all gradients after a closing backward; 1.0 when the denominator was right.
-
-        Args:
-            total: as in :meth:`scale`; called once per closing backward of a window with items.
-        """
-        if self._normalised_by == "denominator" or (self.items is not None and self._exact):
-            return 1.0
-        truth: float | Tensor
-        if self.items is not None:
-            truth = self._previous_items = total(self.items).clamp(min=1.0)
-        elif self.position == 0 or self._covered == self.length:
-            # The length was right, or the script counts the micro-batches itself.
-            return 1.0
-        else:
-            truth = self.dp_size * self._covered
-        factor = self.denominator / truth
-        self.denominator = truth
-        return factor
-
 
 @final
 class MicroBatch:
@@ -395,12 +115,8 @@ class TrainingLoop:
         self.clipped_to = 0.0
         """The norm to which the gradients of the next step were clipped; 0 for none."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
-        self._looked_at: set[int] = set()
-        """Models whose loss was checked for being a mean over labels."""
-        self._judged: set[tuple[Any, ...]] = set()
-        """Kinds of losses that were looked at for being a sum over the batch."""
-        self._factors: dict[tuple[Any, ...], Factors] = {}
-        """Factors of the first loss of each kind."""
+        self.checks = LossChecks(backend.topology, count_items=count_items)
+        self._weights = LossWeights(backend, kept)
         self.called: list[int] = []
         """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for
         a backward."""
@@ -426,13 +142,9 @@ class TrainingLoop:
         """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
         self.set_steps(steps)
         self._last_norm: Tensor | None = None
-        self._joining = False
-        """Ranks may make different numbers of backwards."""
-        self._kept: tuple[Rows, ...] | None = None
-        """Uneven batches that losses outside of every loop may be over; ``None``: to be agreed upon."""
         self._handed: _Handed | None = None
         """The last loss of the closure that runs; ``None`` where none does."""
-        self._warned_length = self._warned_inputs = self._warned_rows = False
+        self._warned_length = self._warned_inputs = False
 
     # ---- windows ----------------------------------------------------------------------------------------------
 
@@ -656,9 +368,9 @@ class TrainingLoop:
         rows, is_sum = window.rows, items is not None
         weight, kept = None, self.kept
         if self._dp_size > 1 or (kept is not None and (kept.outputs or kept.held)):
-            weight = self._weight(loss, closes=closes, by_items=is_sum or self.count_items)
+            weight = self._weights.of(loss, window, closes=closes, by_items=is_sum or self.count_items)
         if items is None and rows is not None:
-            self.refuse_sum(loss, rows, model, window.weight)
+            self.checks.refuse_sum(loss, rows, model, window.weight)
         if items is None and self.count_items and (self._dp_size > 1 or window.length > 1):
             items = self._items_of(loss)
             scale = window.scale(items, self._total, closes=closes, weight=weight) * items
@@ -667,141 +379,9 @@ class TrainingLoop:
         if self._handed is not None:
             by_rows = window.weight if weight is None else weight
             self._handed = _Handed(loss, by_rows if items is None else items, is_sum=is_sum)
-        if model.index not in self._looked_at:
-            self._look_at(loss, model, window.rows, by_items=items is not None)
+        if model.index not in self.checks.looked_at:
+            self.checks.look_at(loss, model, window.rows, steps=self.steps, by_items=items is not None)
         return scale if self.averaged == 1 else scale * self.averaged
-
-    def _weight(self, loss: Tensor, *, closes: bool, by_items: bool) -> float | None:
-        """The weight of a loss over other rows than those of an evenly shared batch; ``None``: the window's.
-
-        Collective over the data-parallel ranks where they share the batch unevenly, and after a loop.
-        """
-        window = self.window
-        rows, shares, kept = window.rows, window.shares, self.kept
-        if window.after_loops:
-            asks = self._finds_loose and (closes or window.open) and not self._joining
-            shares = self._kept_batches() if asks else ()
-        else:
-            self._kept = None
-        if self._dp_size > 1 and (shares or (rows is not None and not rows.even)):
-            return self._weight_of(loss, shares, closes=closes, by_items=by_items)
-        if kept is not None and (kept.outputs or kept.held):
-            return self._weight_of_kept(loss, kept, by_items=by_items)
-        return None
-
-    def _kept_batches(self) -> tuple[Rows, ...]:
-        """Return the rows of the uneven batches that were read before, if all ranks have read the same.
-
-        A script may train on a batch after the loop that read it: it reads one batch ahead, or keeps all of them in a
-        list. Collective over the data-parallel ranks in the first backward after a loop.
-        """
-        if self._kept is None:
-            shares = sorted(self.window.shares, key=lambda share: (share.real, share.loaded))
-            digest = hash(tuple((share.real, share.loaded) for share in shares)) % 2**20
-            told = torch.tensor([digest, -digest], dtype=torch.float32, device=self.backend.topology.device)
-            least, negated_largest = self.backend.reduce(told, "min").tolist()
-            self._kept = tuple(shares) if least == -negated_largest else ()
-        return self._kept
-
-    def _weight_of(self, loss: Tensor, shares: Sequence[Rows], *, closes: bool, by_items: bool) -> float | None:
-        """The weight of a loss where batches are distributed unevenly, in a unit of the batch; ``None``: the window's.
-
-        Which batch a loss is over is read from its graph, and agreed upon: ranks hold different numbers of rows of such
-        a batch, so that a tensor of another batch cannot have as many rows as this one on every rank. A loss over rows
-        of no batch weighs the same on every rank, and so does one that the script has multiplied by the number of its
-        rows. Collective over the data-parallel ranks.
-
-        Raises:
-            UsageError: one loss joins means over batches of several weights, or nothing tells which batch it is over.
-        """
-        window = self.window
-        shares = shares or (() if window.rows is None else (window.rows,))
-        # Ranks may make different numbers of backwards in no_sync; what an engine defers has no graph yet.
-        if not (closes or window.open) or self.backend.capabilities.pipelined or loss.grad_fn is None:
-            return None
-        if (window.conflict and window.open and window.length > 1) or not shares:
-            return None
-        if any(not share.counted or share.missing for share in shares):
-            return None
-        terms = rows_of_terms(loss)[:_TERMS]
-        said = torch.ones(_TERMS, len(shares) * _VIEWS + 5)
-        numbers = [share.loaded[self._dp_rank] * times for share in shares for times in range(1, _VIEWS + 1)]
-        for number, term in enumerate(terms):
-            matches = [each in term.first for each in numbers]
-            factor = 1.0 if term.factor is None else term.factor
-            of_row = factor / next((each for each, match in zip(numbers, matches, strict=True) if match), 1)
-            both = [factor, -factor, of_row, -of_row]
-            said[number] = torch.tensor([*matches, not term.computes, *both], dtype=said.dtype)
-        agreed = self.backend.reduce(said.to(self.backend.topology.device), "min").tolist()
-        found: set[Rows | None] = set()
-        unclear = repeated = False
-        for *matches, is_penalty, factor, negated_factor, of_row, negated_of_row in agreed[: len(terms)]:
-            over = {share for number, share in enumerate(shares) if any(matches[number * _VIEWS :][:_VIEWS])}
-            # Where all ranks hold one row, some of them a repeated one, a few rows of another batch look like views.
-            unclear |= len(shares) == 1 and shares[0].padded and bool(over) and not matches[0]
-            # Of equal parts the mean of the means is the mean of all, as of rows of no batch.
-            kinds = {None if share.even else share for share in over} or {None}
-            if not _are_close(factor, -negated_factor) and _are_close(of_row, -negated_of_row):
-                # The script has weighed it by its rows: a sum over all rows, times a constant.
-                kinds, repeated = {None}, repeated or any(not share.real[self._dp_rank] for share in over)
-            # A penalty on weights is right with each.
-            if over or not is_penalty:
-                found |= kinds
-        if unclear or len({None if one is None else one.real for one in found}) > 1:
-            if window.conflict or by_items:
-                return None
-            why = "adds a mean over the samples of the batch to a mean over other samples"
-            cure = "Call accelerator.backward once for each of the two, or give the DataLoader drop_last=True."
-            if unclear:
-                why = "may be a mean over samples of the batch or over other samples"
-                cure = "Give the DataLoader drop_last=True."
-            raise UsageError(
-                f"the ranks hold {_list(shares[0].real)} samples of this batch, and the loss {why}, so that no weight "
-                "of the ranks' losses gives the loss of one process",
-                cure=cure,
-            )
-        share = next(iter(found), None)
-        if share is None:
-            return 0.0 if repeated else window.share_of_batch
-        return share.weight(self._dp_rank) * window.share_of_batch
-
-    def _weight_of_kept(self, loss: Tensor, kept: KeptBatches, *, by_items: bool) -> float | None:
-        """The weight of a loss over an uneven batch that the script kept from an earlier loop; ``None``: the window's.
-
-        Not collective: which batch it is over is known by memory, of what the models were given or of the labels.
-
-        Raises:
-            UsageError: one loss joins means over such a batch and over others.
-        """
-        if loss.grad_fn is None:
-            return None
-        found: set[Rows] = set()
-        others = False
-        if kept.outputs:
-            nodes, others = outputs_below(loss, kept.outputs)
-            found = {kept.outputs.pop(node) for node in nodes}
-        if not found:
-            unknown = []
-            for node, target in targets_of_terms(loss):
-                share = None if target is None else kept.rows_of(target)
-                if share is None:
-                    unknown.append(node)
-                else:
-                    found.add(share)
-            others = bool(found) and any(map(computes_with_data, unknown))
-        if not found:
-            return None
-        share = next(iter(found))
-        if others or len({one.real for one in found}) > 1:
-            if by_items:
-                return None
-            raise UsageError(
-                f"no weight makes this loss that of one process: the ranks hold {_list(share.real)} samples of a "
-                "batch that was kept from an earlier loop, and it joins means over them and others",
-                cure="Call backward once for the loss of the batch and once for that of others. Or: Give the "
-                "DataLoader drop_last=True.",
-            )
-        return share.weight(self._dp_rank) * self.window.share_of_batch
 
     def find_loose(self) -> None:
         """Find what prepared optimizers step and no prepared model holds. Collective over all ranks."""
@@ -883,8 +463,8 @@ class TrainingLoop:
             for model in self.models:
                 if model.buffers is not None:
                     stack.enter_context(model.buffers.apart())
-            self._joining = True
-            stack.callback(setattr, self, "_joining", False)
+            self._weights.joining = True
+            stack.callback(setattr, self._weights, "joining", False)
             yield
         if self._dp_size > 1:
             step = torch.tensor(self.step, device=self.backend.topology.device)
@@ -899,111 +479,6 @@ class TrainingLoop:
                 "accelerator.backward(loss_sum, num_items=n).",
             )
         return count_items(loss)
-
-    def _look_at(self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, by_items: bool) -> None:
-        """Warn once per model of hooks on activations, and of a loss that is no mean of what its rows give each."""
-        self._looked_at.add(model.index)
-        if model.backward_hooks is not None:
-            self._say_hooked(model.backward_hooks.found(), model)
-            model.backward_hooks = None
-        if by_items or self._dp_size * self.steps == 1 or self.backend.topology.rank:
-            return
-        if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
-            logger.warning(
-                "backward() was given a mean over labels (as a model called with `labels` returns it) or one weighted "
-                "by class (cross_entropy(weight=w)). Over %d data-parallel rank(s) and windows of %d micro-batch(es), "
-                "each batch's mean weighs by its samples, so that a label weighs more in a batch that has fewer of "
-                "them, or lighter ones. Where their numbers differ, count_items: true in the configuration, "
-                "Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the gradients of one big "
-                "batch.",
-                self._dp_size,
-                self.steps,
-            )
-            return
-        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
-        if number > 1 and loss.grad_fn is not None and (why := why_no_mean_of_rows(loss, number)):
-            logger.warning(
-                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
-                "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
-                "not that of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
-                "backward(loss_sum, num_items=n). A function f of the mean m is right as m * f'(M), where M is "
-                "accelerator.reduce(m.detach(), 'mean'): for a root, m / (2 * M.sqrt()).",
-                number,
-                why,
-                self._dp_size,
-                self.steps,
-            )
-
-    def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:
-        if found:
-            logger.warning(
-                "What flows back through %s is looked at (%s). There gradients are those of the mean over this "
-                "process's rows, %d times as large as on one process, and times what a micro-batch weighs in its "
-                "window: a limit or a norm means something else. Multiply a limit by accelerator.num_processes; or "
-                "use hooks of parameters and accelerator.clip_grad_value_, which see the gradients of one process.",
-                model.plain_class.__name__,
-                ", ".join(found),
-                self._dp_size,
-            )
-
-    def refuse_sum(
-        self, loss: Tensor, rows: Rows, model: PreparedModel, weight: float, number: int | None = None
-    ) -> None:
-        """Check each kind of loss once, and refuse a sum over the batch, which an average over ranks would scale.
-
-        Args:
-            loss: of the current batch.
-            rows: of it.
-            model: that it belongs to.
-            weight: of a mean over these rows. Where it is not 1, a constant divisor is no number of rows.
-            number: of rows, where the loss is of a part of the batch.
-        """
-        number, ranks = number or rows.real[self._dp_rank], self._dp_size
-        # count_items refuses a sum itself.
-        if ranks == 1 or self.count_items or not rows.counted or rows.real != rows.loaded or number < 1:
-            return
-        own = number
-        example = model.trainable.example_loss(loss, number)
-        if example is None:
-            return
-        loss, number = example
-        node = loss.grad_fn
-        edges = node.next_functions if node is not None else ()
-        inner = edges[0][0] if edges else None
-        # A loss function is one kind of node whether it returns a mean or a sum.
-        reductions = getattr(node, "_saved_reduction", 0), getattr(inner, "_saved_reduction", 0)
-        # Of each size that a batch has the first is looked at.
-        kind = model.index, type(node), type(inner), reductions, weight == 1.0, own
-        if kind in self._judged:
-            return
-        self._judged.add(kind)
-        factors = factors_of_means(loss, own, rows.total)
-        weighted = weighs_by_rows(self._factors.setdefault(kind[:4], factors), factors, ranks)
-        by_constants = *kind[:4], 0 if weight == 1.0 else number
-        judged = number < 2 or by_constants in self._judged
-        self._judged |= {by_constants} if number > 1 else set()
-        if weighted == "by something" and not self._warned_rows and not self.backend.topology.rank:
-            self._warned_rows = True
-            logger.warning(
-                "backward() was given a mean multiplied by the number of this rank's rows (%d of %d). Losses are "
-                "averaged over %d data-parallel ranks: that is the number of one process if the script divides by rows "
-                "of this rank, and 1/%d of it if it divides by those of all. Then multiply by the number of ranks, as "
-                "a factor of its own: loss * len(x) / n * accelerator.num_processes.",
-                own,
-                rows.total,
-                ranks,
-                ranks,
-            )
-        if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks)):
-            self._judged -= {kind, by_constants}
-            whole = "accelerator.num_processes" if self.backend.topology.world_size == ranks else str(ranks)
-            raise UsageError(
-                f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
-                f"{ranks} ranks, so that gradients would be 1/{ranks} of those of one process",
-                cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
-                "num_items=n divides by the n of all ranks; or, for the sum over all ranks itself, multiply the loss "
-                f"by {whole}.",
-            )
 
     def _total(self, items: Items) -> Tensor:
         """Sum of an item count over the data-parallel ranks, 0-d on the device. Collective over them."""
@@ -1119,15 +594,15 @@ class TrainingLoop:
         """
         for kept in (self.models, self.optimizers, self.called, self.unprepared, self._windows):
             kept.clear()
-        self._factors.clear()
+        self.checks.forget()
         if self.kept is not None:
             self.kept.outputs.clear()
-        for known in (self._looked_at, self._judged, self._searched, self._holds_none, self._linear_hooks):
+        for known in (self._searched, self._holds_none, self._linear_hooks):
             known.clear()
         self.manual.reset()
         self.window, self._last_norm, self.clipped_to = self.manual, None, 0.0
         self._num_backwards = 0
-        self._warned_length = self._warned_inputs = self._warned_rows = False
+        self._warned_length = self._warned_inputs = False
 
 
 class _Handed(NamedTuple):
@@ -1163,21 +638,9 @@ _SCRIPT = 4
 _NO_CLIPPING = 1e6
 """Threshold from which a call only measures the norm, as scripts do by 1e9 or infinity, perhaps on one rank only."""
 
-_TERMS, _VIEWS = 16, 4
-"""Kinds of terms of a loss that are looked at; and how often a loss may have each row of a batch, as in views of it."""
-
-
 def _endless(loop: LoopState) -> LoopState:
     """A loop state whose end closes no window."""
     return loop._replace(is_last=False, unknown="")
-
-
-def _are_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-5)
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _weighted(loss: Tensor, gradient: Tensor | None = None, *, is_sum: bool, **others: Any) -> Tensor:

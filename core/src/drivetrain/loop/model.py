@@ -28,11 +28,11 @@ from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.rank_numbers import ForwardNumbers
 from drivetrain.distributed.watchdog import log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.loop.accumulation import Window
 from drivetrain.loop.backward_hooks import BackwardHooks
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.former_memory import FormerMemory, check_readable
 from drivetrain.loop.shared_memory import check_still_frozen
+from drivetrain.loop.window import Window
 from drivetrain.parameter_names import loaded_name, original_name
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -13,10 +13,11 @@ from torch import Tensor
 from drivetrain.data.source import num_rows
 from drivetrain.distributed.watchdog import check_collective
 from drivetrain.errors import UsageError
-from drivetrain.loop.accumulation import Items, TrainingLoop
+from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.model import PreparedModel
 from drivetrain.loop.optimizer import PendingStep, PreparedOptimizer
 from drivetrain.loop.shared_memory import check_still_frozen
+from drivetrain.loop.window import Items
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -87,7 +88,8 @@ def train_step(
     model.window = loop.manual
     rows = loop.loop_state().rows
     if num_items is None and rows is not None:
-        loss_fn = _Judged(loss_fn, lambda loss, batch: loop.refuse_sum(loss, rows, model, weight, num_rows(batch)))
+        checks = loop.checks
+        loss_fn = _Judged(loss_fn, lambda loss, batch: checks.refuse_sum(loss, rows, model, weight, num_rows(batch)))
     loose = loop.loose if loop.loose.parameters else None
     if model.stay_frozen:
         check_still_frozen(model.source, model.stay_frozen)

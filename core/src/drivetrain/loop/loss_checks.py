@@ -1,0 +1,168 @@
+"""Looks at the first loss of each kind, and warns of or refuses those that ranks cannot average."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from drivetrain.errors import UsageError
+from drivetrain.loop.loss import (
+    Factors,
+    factors_of_means,
+    is_mean_of_labels,
+    sums_over_batch,
+    weighs_by_rows,
+    why_no_mean_of_rows,
+)
+
+if TYPE_CHECKING:
+    from drivetrain.data.plan import Rows
+    from drivetrain.loop.model import PreparedModel
+    from drivetrain.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class LossChecks:
+    """Checks of losses that each kind of loss, and each model, passes once.
+
+    Args:
+        topology: of the run.
+        count_items: means are weighed by the items that they are means over.
+    """
+
+    def __init__(self, topology: Topology, *, count_items: bool) -> None:
+        self._topology, self._count_items = topology, count_items
+        self._dp_size, self._dp_rank = topology.dp_size, topology.dp_rank
+        self.looked_at: set[int] = set()
+        """Models whose loss was checked for being a mean over labels."""
+        self._judged: set[tuple[Any, ...]] = set()
+        """Kinds of losses that were looked at for being a sum over the batch."""
+        self._factors: dict[tuple[Any, ...], Factors] = {}
+        """Factors of the first loss of each kind."""
+        self._warned_rows = False
+
+    def forget(self) -> None:
+        """Repeat all checks with the next loss."""
+        for known in (self.looked_at, self._judged, self._factors):
+            known.clear()
+        self._warned_rows = False
+
+    def look_at(
+        self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, steps: int, by_items: bool
+    ) -> None:
+        """Warn once per model of hooks on activations, and of a loss that is no mean of what its rows give each.
+
+        Args:
+            loss: of the model.
+            model: that it belongs to.
+            rows: of the batch; ``None`` where they are not known.
+            steps: micro-batches in a full window.
+            by_items: the loss is a sum over items.
+        """
+        self.looked_at.add(model.index)
+        if model.backward_hooks is not None:
+            self._say_hooked(model.backward_hooks.found(), model)
+            model.backward_hooks = None
+        if by_items or self._dp_size * steps == 1 or self._topology.rank:
+            return
+        if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
+            logger.warning(
+                "backward() was given a mean over labels (as a model called with `labels` returns it) or one weighted "
+                "by class (cross_entropy(weight=w)). Over %d data-parallel rank(s) and windows of %d micro-batch(es), "
+                "each batch's mean weighs by its samples, so that a label weighs more in a batch that has fewer of "
+                "them, or lighter ones. Where their numbers differ, count_items: true in the configuration, "
+                "Accelerator(count_items=True) or backward(loss_sum, num_items=n) gives the gradients of one big "
+                "batch.",
+                self._dp_size,
+                steps,
+            )
+            return
+        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
+        if number > 1 and loss.grad_fn is not None and (why := why_no_mean_of_rows(loss, number)):
+            logger.warning(
+                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
+                "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
+                "not that of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
+                "backward(loss_sum, num_items=n). A function f of the mean m is right as m * f'(M), where M is "
+                "accelerator.reduce(m.detach(), 'mean'): for a root, m / (2 * M.sqrt()).",
+                number,
+                why,
+                self._dp_size,
+                steps,
+            )
+
+    def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:
+        if found:
+            logger.warning(
+                "What flows back through %s is looked at (%s). There gradients are those of the mean over this "
+                "process's rows, %d times as large as on one process, and times what a micro-batch weighs in its "
+                "window: a limit or a norm means something else. Multiply a limit by accelerator.num_processes; or "
+                "use hooks of parameters and accelerator.clip_grad_value_, which see the gradients of one process.",
+                model.plain_class.__name__,
+                ", ".join(found),
+                self._dp_size,
+            )
+
+    def refuse_sum(
+        self, loss: Tensor, rows: Rows, model: PreparedModel, weight: float, number: int | None = None
+    ) -> None:
+        """Check each kind of loss once, and refuse a sum over the batch, which an average over ranks would scale.
+
+        Args:
+            loss: of the current batch.
+            rows: of it.
+            model: that it belongs to.
+            weight: of a mean over these rows. Where it is not 1, a constant divisor is no number of rows.
+            number: of rows, where the loss is of a part of the batch.
+        """
+        number, ranks = number or rows.real[self._dp_rank], self._dp_size
+        # count_items refuses a sum itself.
+        if ranks == 1 or self._count_items or not rows.counted or rows.real != rows.loaded or number < 1:
+            return
+        own = number
+        example = model.trainable.example_loss(loss, number)
+        if example is None:
+            return
+        loss, number = example
+        node = loss.grad_fn
+        edges = node.next_functions if node is not None else ()
+        inner = edges[0][0] if edges else None
+        # A loss function is one kind of node whether it returns a mean or a sum.
+        reductions = getattr(node, "_saved_reduction", 0), getattr(inner, "_saved_reduction", 0)
+        # Of each size that a batch has the first is looked at.
+        kind = model.index, type(node), type(inner), reductions, weight == 1.0, own
+        if kind in self._judged:
+            return
+        self._judged.add(kind)
+        factors = factors_of_means(loss, own, rows.total)
+        weighted = weighs_by_rows(self._factors.setdefault(kind[:4], factors), factors, ranks)
+        by_constants = *kind[:4], 0 if weight == 1.0 else number
+        judged = number < 2 or by_constants in self._judged
+        self._judged |= {by_constants} if number > 1 else set()
+        if weighted == "by something" and not self._warned_rows and not self._topology.rank:
+            self._warned_rows = True
+            logger.warning(
+                "backward() was given a mean multiplied by the number of this rank's rows (%d of %d). Losses are "
+                "averaged over %d data-parallel ranks: that is the number of one process if the script divides by rows "
+                "of this rank, and 1/%d of it if it divides by those of all. Then multiply by the number of ranks, as "
+                "a factor of its own: loss * len(x) / n * accelerator.num_processes.",
+                own,
+                rows.total,
+                ranks,
+                ranks,
+            )
+        if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks)):
+            self._judged -= {kind, by_constants}
+            whole = "accelerator.num_processes" if self._topology.world_size == ranks else str(ranks)
+            raise UsageError(
+                f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
+                f"{ranks} ranks, so that gradients would be 1/{ranks} of those of one process",
+                cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
+                "num_items=n divides by the n of all ranks; or, for the sum over all ranks itself, multiply the loss "
+                f"by {whole}.",
+            )
