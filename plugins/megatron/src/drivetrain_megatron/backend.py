@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, final
 
 import torch
@@ -94,7 +95,9 @@ class MegatronBackend(DistributedBackend):
         cut = [self.mesh[axis] for axis, is_cut in (("tp", sizes["tp"] > 1), ("dp", in_shards)) if is_cut]
         self._trial = OptimizerTrial(cut, pipelined=self._pipeline is not None)
         self._meeting = Meeting(self.topology, settings.process_group.timeout_seconds)
-        self._wholes: list[weakref.ref[WholeState]] = []
+        self._wholes: weakref.WeakValueDictionary[int, WholeState] = weakref.WeakValueDictionary()
+        """By number of the model, the same on every rank."""
+        self._models = count()
         if any(sizes[axis] > 1 for axis in ("tp", "dp_shard")):
             numbers.read_whole_numbers()
         self._ring = Ring(self.mesh["tp"].get_group() if sizes["tp"] > 1 else None)
@@ -169,10 +172,9 @@ class MegatronBackend(DistributedBackend):
             self._add_replica(trainable, training=training)
         if self._in_parts:
             part = partial(_part_by_name, module)
-            trainable.whole = WholeState(
-                module, trainable.gather, part, self._meeting, len(self._wholes), trainable.loaded
-            )
-            self._wholes.append(weakref.ref(trainable.whole))
+            number = next(self._models)
+            trainable.whole = WholeState(module, trainable.gather, part, self._meeting, number, trainable.loaded)
+            self._wholes[number] = trainable.whole
         return trainable
 
     def _add_replica(self, trainable: MegatronTrainable, *, training: bool) -> None:
@@ -217,8 +219,12 @@ class MegatronBackend(DistributedBackend):
 
     def _serve(self, asked: str) -> None:
         number, _, path = asked.partition(":")
-        whole = self._wholes[int(number)]()
-        assert whole is not None, "the rank that asks has this model, so this one has it too"
+        whole = self._wholes.get(int(number))
+        if whole is None:
+            raise UsageError(
+                "another rank reads the parameters of a model, whose parts this rank has released",
+                cure="Keep the model on every rank until none reads it any more.",
+            )
         whole.join(path)
 
     @property
