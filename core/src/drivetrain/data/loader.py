@@ -17,19 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import ActiveLoaders, Pass, remember_loaders
+from drivetrain.data.choose_source import make_source
 from drivetrain.data.comparison import PassComparison, compare_loaders, describe
+from drivetrain.data.dispatch_source import DispatchSource, SliceFunction
 from drivetrain.data.drawing import Board, OrderLog, decoded, encoded, make_board
+from drivetrain.data.orders import PrivateRandom
 from drivetrain.data.plan import Position, Rows, derive_seed
-from drivetrain.data.source import (
-    DispatchSource,
-    Item,
-    PrivateRandom,
-    SliceFunction,
-    Source,
-    StatefulSource,
-    clone,
-    make_source,
-)
+from drivetrain.data.source import Item, Source, clone
+from drivetrain.data.stream_sources import StatefulSource
 from drivetrain.distributed import trees
 from drivetrain.distributed.rank_numbers import seed_of_run
 from drivetrain.distributed.rng import synchronize_rng_states
