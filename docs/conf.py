@@ -30,6 +30,7 @@ napoleon_numpy_docstring = False
 html_theme = "furo"
 html_title = f"Drivetrain {release}"
 html_static_path = ["site/static"]
+html_favicon = "site/static/favicon.svg"
 html_css_files = ["drivetrain.css"]
 html_js_files = ["copy.js", "layout.js", "wrap.js"]
 pygments_dark_style = "github-dark"
