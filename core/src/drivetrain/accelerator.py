@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drivetrain import checkpoint, run_setup
 from drivetrain.backend import FileConfiguredBackend
 from drivetrain.backends.portable import tied_names
+from drivetrain.checkpoint.manifest import MANIFEST
 from drivetrain.checkpoint.run import RunCheckpoints
 from drivetrain.compat import memory, state
 from drivetrain.compat.names import DistributedType
@@ -617,10 +618,14 @@ class Accelerator(ProcessControl):
 
     def _save_interrupted(self) -> str:
         """Save an interrupted run. Collective."""
-        project = self._project
-        if project.automatic_checkpoint_naming:
-            return self.save_state()
-        return self.save_state(str(checkpoint.folder_of(str(project.project_dir)) / "interrupted"))
+        folder = self._interrupted_folder()
+        return self.save_state(None if folder is None else str(folder))
+
+    def _interrupted_folder(self) -> Any:
+        """Return the folder of an interrupted run; ``None`` where checkpoints are numbered, and this is one of them."""
+        if self._project.automatic_checkpoint_naming:
+            return None
+        return checkpoint.folder_of(str(self._project.project_dir)) / "interrupted"
 
     def wait_for_checkpoint(self) -> None:
         """Wait until what ``save_state(..., blocking=False)`` began is complete; at once when nothing runs.
@@ -766,7 +771,21 @@ class Accelerator(ProcessControl):
         if self._plan_check is not None:
             self._plan_check.step_ended(step, skipped)
         if self._interruption is not None:
+            if step == 1 and self.is_main_process:
+                self._say_interrupted()
             self._interruption.stepped()
+
+    def _say_interrupted(self) -> None:
+        """Name the state of an interrupted run that this one did not load."""
+        folder = self._interrupted_folder()
+        if folder is not None and (folder / MANIFEST).exists():
+            logger.warning(
+                "This run begins anew, and %s holds one that saved itself when it was told to stop. "
+                'accelerator.load_state("%s") before the first step goes on from there; the next interruption '
+                "replaces it.",
+                folder,
+                folder,
+            )
 
     def _failed(self, error: BaseException) -> None:
         get_registry().notify("failed", accelerator=self, error=error)

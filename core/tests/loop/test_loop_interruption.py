@@ -7,6 +7,7 @@ import signal
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,3 +66,28 @@ def left_after_a_step(folder):
 
 def test_a_loop_that_is_left_after_a_step_keeps_no_loader(tmp_path):
     assert spawn(left_after_a_step, 1, str(tmp_path)) == [True]
+
+
+def begun_anew(folder, loads):
+    accelerator = Accelerator(cpu=True, distributed_type="single", save_on_interrupt=True, project_dir=folder)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if loads:
+        accelerator.load_state(str(Path(folder, "interrupted")))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 2)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(Path(folder, "interrupted")))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(("first", "loads", "told"), [(True, False, 0), (False, False, 1), (False, True, 0)])
+def test_a_run_that_does_not_load_what_an_interrupted_one_saved_says_so(tmp_path, caplog, first, loads, told):
+    if not first:
+        begun_anew(str(tmp_path), loads=False)
+    caplog.clear()
+    begun_anew(str(tmp_path), loads)
+    said = [each for each in caplog.messages if "saved itself when it was told to stop" in each]
+    assert len(said) == told
+    assert all(f'load_state("{tmp_path}/interrupted")' in each for each in said)
