@@ -119,6 +119,12 @@ def by_hand(num_rounds: int, sizes: tuple[int, int], steps: int, batch: int) -> 
     return done, jobs.values(model)
 
 
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 5)])
+def test_a_loop_over_several_loaders_leaves_none_active(sizes):
+    """At once, and not where Python happens to look for cycles, which differs from rank to rank."""
+    assert spawn(jobs.left_by_zip, 1, sizes) == [[None, None]]
+
+
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
     ("form", "sizes", "rounds"),

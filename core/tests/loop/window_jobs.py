@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import cycle
 from typing import Any
 
@@ -98,6 +99,27 @@ def _rounds(form: str, first: Any, second: Any) -> Any:
                 other = iter(second)
                 two = next(other)
             yield one, two
+
+
+def left_by_zip(sizes: tuple[int, int]) -> Any:
+    """What is still iterated after each of two loops over two loaders that end apart, where no garbage is collected."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model: Any = make_model()
+    first, second = (DataLoader(dataset(2 * size, seed), batch_size=2) for seed, size in enumerate(sizes))
+    model, first, second = accelerator.prepare(model, first, second)
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            for (x, y), (other, _) in zip(first, second, strict=False):
+                with accelerator.accumulate(model):
+                    accelerator.backward(F.cross_entropy(model(x), y) + model(other).pow(2).mean())
+            found.append(accelerator._active.batch_index())
+        return found
+    finally:
+        gc.enable()
+        accelerator.end_training()
 
 
 def two_loaders(form: str, sizes: tuple[int, int], steps: int, ends_loop: bool | None = None) -> Any:

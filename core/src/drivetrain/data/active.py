@@ -270,8 +270,9 @@ def _held_by(one: Pass, kind: type) -> bool:
     if iterator is None:
         return False
     holders = gc.get_referrers(iterator)
-    holders += [one for holder in holders if type(holder) is tuple for one in gc.get_referrers(holder)]
-    return any(type(holder) is kind for holder in holders)
+    # Only types: the list of holders refers to the tuple, too, and would hold itself, and with it the iterator.
+    kinds = [type(one) for holder in holders if type(holder) is tuple for one in gc.get_referrers(holder)]
+    return kind in kinds or any(type(holder) is kind for holder in holders)
 
 
 def _rows_of(moved: Sequence[Pass]) -> tuple[Rows | None, str]:
