@@ -169,12 +169,14 @@ def test_copies_of_the_engine(title, ranks, windows):
 
 
 @pytest.mark.slow
-def test_copies_of_replicas_under_tensor_parallelism():
+def test_copies_of_replicas_of_a_pipeline():
     """Four ranks copy what two do, and what averaging gradients takes."""
+    schedule = "1f1b, 4 micro-batches"
     two, four = (
-        Combination("gpt2", title, ranks, optimizer="sgd") for title, ranks in (("tp 2", 2), ("tp 2, 2 replicas", 4))
+        Combination("gpt2", title, ranks, optimizer="sgd")
+        for title, ranks in ((f"pp 2, {schedule}", 2), (f"pp 2, 2 replicas, {schedule}", 4))
     )
-    estimate = four.estimate()
-    seen = max(four.counts(estimate, copied)) - max(two.counts(two.estimate(), copied))
-    assert two.estimate().copied == 0
+    estimate, alone = four.estimate(), two.estimate()
+    assert alone.copied == 0
+    seen = max(four.counts(estimate, copied)) - max(two.counts(alone, copied))
     assert abs(estimate.copied / seen - 1) <= 0.05, (estimate.copied, seen)
