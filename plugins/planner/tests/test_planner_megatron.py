@@ -139,6 +139,7 @@ def test_what_the_section_leaves_open_is_searched():
     found = list(own.variants(SMOOTH, PLENTY))
     assert found
     for each in found:
+        assert "zero_bubble" not in each.title, "what a split backward costs is not known"
         assert each.title != own.title
         assert weigh(each, request, SMOOTH).time < weigh(own, request, SMOOTH).time
         assert each.rank > own.rank
@@ -151,7 +152,7 @@ def test_what_the_section_says_is_kept():
     (only,) = own.variants(SMOOTH, PLENTY)
     assert only.title == "pp 2, 1f1b, 4 micro-batches"
     own = layout("llama", 2, pipeline_parallel_size=2, num_micro_batches=4)
-    assert {each.settings["megatron"]["num_micro_batches"] for each in own.variants(SMOOTH, PLENTY)} == {4}
+    assert {each.settings["megatron"]["num_micro_batches"] for each in own.variants(SMOOTH, PLENTY)} <= {4}
     own = layout("llama", 2, pipeline_parallel_size=2, schedule="zero_bubble", stages_per_rank=1, num_micro_batches=4)
     assert not list(own.variants(SMOOTH, PLENTY))
 

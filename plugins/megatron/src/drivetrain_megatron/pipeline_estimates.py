@@ -46,6 +46,10 @@ from drivetrain_planner import Bench, Estimate, Ledger, TimeModel, Trace, TraceE
 _CPU = torch.device("cpu")
 
 
+_SEARCHED = tuple(name for name, each in SCHEDULES.items() if not each.splits_backward and name != "gpipe")
+"""Schedules that are tried where none is named. GPipe takes as long as 1F1B and holds more, where each rank has a
+micro-batch. What running the parts of a backward apart costs is not modelled."""
+
 _FLOPS_PER_BYTE = 100
 """Arithmetic intensity below which kernels are memory-bound; used only for the ratio of the stages' times."""
 
@@ -209,8 +213,7 @@ class PipelineEstimate(LayoutEstimate):
             action_lists,
             seconds=timeline.duration if most <= memory else inf,
             memory=simulated,
-            # GPipe takes as long as 1F1B and holds more, where there is a micro-batch for each rank.
-            schedules=[self._schedule] if "schedule" in said else [name for name in SCHEDULES if name != "gpipe"],
+            schedules=[self._schedule] if "schedule" in said else _SEARCHED,
             counts=None if open_counts else [self._parts],
             stages_per_rank=self.section.stages_per_rank if "stages_per_rank" in said else None,
         )

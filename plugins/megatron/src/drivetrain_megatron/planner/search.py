@@ -167,7 +167,7 @@ def improvements(
     """Return what to run in place of a schedule that was simulated, the faster first.
 
     The best of all comes first. A model may not be cut into as many stages, and what engines keep beside activations is
-    not simulated; so the best with one stage a rank follows, and the best of these that splits no backward.
+    not simulated; so the best with one stage a rank follows.
 
     Args:
         batch: what is trained on, and its costs.
@@ -180,7 +180,7 @@ def improvements(
         stages_per_rank: of schedules that leave it open; ``None`` = up to two.
 
     Returns:
-        At most three; none that is not faster by more than 3 %.
+        At most two; none that is not faster by more than 3 %.
     """
     wanted = [
         count for count in counts or batch.counts() if counts or num_ranks <= count <= _MOST_ROUNDS * num_ranks
@@ -198,13 +198,10 @@ def improvements(
         if each.timeline.duration < (1 - _GAIN) * seconds
         and (stages_per_rank in (None, each.stages_per_rank) or find(each.schedule).stages_per_rank)
     ]
-    groups = (
-        better,
-        [each for each in better if each.stages_per_rank == 1],
-        [each for each in better if each.stages_per_rank == 1 and not find(each.schedule).splits_backward],
-    )
-    chosen = [_simplest(group) for group in groups if group]
-    return [each for place, each in enumerate(chosen) if not any(each is one for one in chosen[:place])]
+    if not better:
+        return []
+    best, single = _simplest(better), [each for each in better if each.stages_per_rank == 1]
+    return [best] if best.stages_per_rank == 1 or not single else [best, _simplest(single)]
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
