@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from drivetrain.backend import Backend
 from drivetrain.data.plan import Rows
@@ -31,7 +31,7 @@ class Pass:
         beyond: what other ranks' batches hold after this, the last one of this rank; ``None`` where they have none.
         nominal_rows: the batch size of one rank, 0 where there is none.
         iterator: what the script iterates.
-        partners: loaders (by ``id``) that were seen to advance in the same loop.
+        partners: loaders that were seen to advance in the same loop.
     """
 
     loader: Any
@@ -44,7 +44,7 @@ class Pass:
     beyond: Rows | None = None
     nominal_rows: int = 0
     iterator: ref[Generator[Any, None, None]] | None = None
-    partners: set[int] = field(default_factory=set)
+    partners: WeakSet[Any] = field(default_factory=WeakSet)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -198,7 +198,7 @@ class ActiveLoaders:
     def _state_of_several(self) -> LoopState:
         moved = _of_innermost_loop([each for each in self._passes if each.serial > self._seen])
         if moved:
-            moved[0].partners.update(id(each.loader) for each in moved[1:])
+            moved[0].partners.update(each.loader for each in moved[1:])
             self._together, self._seen = moved, self._serial
         else:
             moved = self._together or self._passes[-1:]
@@ -238,7 +238,7 @@ def _of_innermost_loop(passes: Sequence[Pass]) -> list[Pass]:
     return [
         each
         for each in passes
-        if each is inner or inner.created < each.serial or id(inner.loader) in each.partners
+        if each is inner or inner.created < each.serial or inner.loader in each.partners
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +128,8 @@ class TrainingLoop:
         """In the order of ``prepare``."""
         self.unprepared: dict[int, ReferenceType[Tensor]] = {}
         """Tensors that losses trained and that were of no prepared model and no prepared optimizer, by identity."""
-        self._holds_none: dict[int, tuple[int, int]] = {}
-        """Optimizers that hold none of them, by identity, with the numbers of those and of its parameters then."""
+        self._holds_none: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        """Optimizers that hold none of them, with the numbers of those and of its parameters then."""
         self._searched: set[tuple[type, ...]] = set()
         self._num_backwards = 0
         self._dp_size, self._dp_rank = backend.topology.dp_size, backend.topology.dp_rank
@@ -418,15 +418,15 @@ class TrainingLoop:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether :meth:`refuse_unprepared` has looked at an optimizer that was not prepared."""
-        return not self._finds_loose or id(optimizer) in self._holds_none
+        return not self._finds_loose or optimizer in self._holds_none
 
     def refuse_unprepared(self, optimizer: Optimizer) -> None:
         """Raise where an optimizer is about to step a tensor of nothing prepared that a loss of this loop trained."""
-        if id(optimizer) not in self._holds_none:
+        if optimizer not in self._holds_none:
             # It may step what losses of a known kind reach since a while.
             self._searched.clear()
         looked_at = len(self.unprepared), sum([len(group["params"]) for group in optimizer.param_groups])
-        if self._holds_none.get(id(optimizer)) == looked_at:
+        if self._holds_none.get(optimizer) == looked_at:
             return
         parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
         own = [
@@ -435,7 +435,7 @@ class TrainingLoop:
             if id(each) in self.unprepared and self.unprepared[id(each)]() is not None and each not in self.loose
         ]
         if not own:
-            self._holds_none[id(optimizer)] = looked_at
+            self._holds_none[optimizer] = looked_at
         for each in own:
             if each.grad is not None and not any(model.trainable.shares([each]) for model in self.models):
                 raise UsageError(
@@ -597,7 +597,8 @@ class TrainingLoop:
         self.checks.forget()
         if self.kept is not None:
             self.kept.outputs.clear()
-        for known in (self._searched, self._holds_none, self._linear_hooks):
+        self._holds_none.clear()
+        for known in (self._searched, self._linear_hooks):
             known.clear()
         self.manual.reset()
         self.window, self._last_norm, self.clipped_to = self.manual, None, 0.0
