@@ -119,6 +119,12 @@ def by_hand(num_rounds: int, sizes: tuple[int, int], steps: int, batch: int) -> 
     return done, jobs.values(model)
 
 
+def test_a_loss_over_two_batches_is_refused_on_every_rank():
+    """On one of them alone, the others would go on with another weight, or wait."""
+    for said in spawn(jobs.two_batches_of_one_loader, 2):
+        assert "the ranks hold 2, 1 samples of this batch, and the loss may be a mean over" in said
+
+
 @pytest.mark.parametrize("sizes", [(5, 7), (7, 5)])
 def test_a_loop_over_several_loaders_leaves_none_active(sizes):
     """At once, and not where Python happens to look for cycles, which differs from rank to rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -120,6 +120,23 @@ def left_by_zip(sizes: tuple[int, int]) -> Any:
     finally:
         gc.enable()
         accelerator.end_training()
+
+
+def two_batches_of_one_loader() -> str:
+    """A loss over each batch and the one before it; on rank 0 the last has as many rows as that, on rank 1 fewer."""
+    accelerator = Accelerator()
+    model: Any = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset(7), batch_size=2))
+    try:
+        for (x, y), (other, their) in pairwise(loader):
+            accelerator.backward(F.cross_entropy(model(x), y) + F.cross_entropy(model(other), their))
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
 
 
 def two_loaders(form: str, sizes: tuple[int, int], steps: int, ends_loop: bool | None = None) -> Any:

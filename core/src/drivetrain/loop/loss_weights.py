@@ -104,7 +104,8 @@ class LossWeights:
         if any(not share.counted or share.missing for share in shares):
             return None
         terms = rows_of_terms(loss)[:_TERMS]
-        said = torch.ones(_TERMS, len(shares) * _VIEWS + 5)
+        said = torch.ones(_TERMS + 1, len(shares) * _VIEWS + 5)
+        said[_TERMS, :2] = torch.tensor([len(terms), -len(terms)])
         numbers = [share.loaded[self._dp_rank] * times for share in shares for times in range(1, _VIEWS + 1)]
         for number, term in enumerate(terms):
             matches = [each in term.first for each in numbers]
@@ -113,8 +114,10 @@ class LossWeights:
             both = [factor, -factor, of_row, -of_row]
             said[number] = torch.tensor([*matches, not term.computes, *both], dtype=said.dtype)
         agreed = self._backend.reduce(said.to(self._backend.topology.device), "min").tolist()
+        fewest, negated_most, *_ = agreed[_TERMS]
         found: set[Rows | None] = set()
-        unclear = repeated = False
+        # Means over two batches are one kind of term where both have as many rows, which they may have on some ranks.
+        unclear, repeated = fewest != -negated_most, False
         for *matches, is_penalty, factor, negated_factor, of_row, negated_of_row in agreed[: len(terms)]:
             over = {share for number, share in enumerate(shares) if any(matches[number * _VIEWS :][:_VIEWS])}
             # Where all ranks hold one row, some of them a repeated one, a few rows of another batch look like views.
