@@ -621,7 +621,7 @@ class Accelerator(ProcessControl):
         folder = self._interrupted_folder()
         return self.save_state(None if folder is None else str(folder))
 
-    def _interrupted_folder(self) -> Any:
+    def _interrupted_folder(self) -> checkpoint.Folder | None:
         """Return the folder of an interrupted run; ``None`` where checkpoints are numbered, and this is one of them."""
         if self._project.automatic_checkpoint_naming:
             return None

@@ -145,7 +145,7 @@ def test_save_object(tmp_path):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """What is opened for writing has no room: the system's own error, at the first write."""
+    """Leave no room in files opened for writing, so that the first write raises the system's own error."""
     monkeypatch.setattr("pathlib.Path.open", lambda path, mode="r", **given: open("/dev/full", "wb"))  # noqa: SIM115,PTH123
 
 

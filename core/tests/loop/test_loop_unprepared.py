@@ -13,7 +13,7 @@ from drivetrain_testing import spawn
 
 
 def in_the_place_of_another() -> str:
-    """What the step of an optimizer says that lies where one lay which stepped nothing that was trained."""
+    """Return the error of an optimizer's step that lies in the memory of an earlier one, of other tensors."""
     accelerator = Accelerator(cpu=True, distributed_type="ddp")
     model: Any = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

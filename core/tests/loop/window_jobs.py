@@ -102,7 +102,7 @@ def _rounds(form: str, first: Any, second: Any) -> Any:
 
 
 def left_by_zip(sizes: tuple[int, int]) -> Any:
-    """What is still iterated after each of two loops over two loaders that end apart, where no garbage is collected."""
+    """Return the batch still active after each of two loops over loaders that end apart, without a collector."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model: Any = make_model()
     first, second = (DataLoader(dataset(2 * size, seed), batch_size=2) for seed, size in enumerate(sizes))
@@ -123,7 +123,7 @@ def left_by_zip(sizes: tuple[int, int]) -> Any:
 
 
 def two_batches_of_one_loader() -> str:
-    """A loss over each batch and the one before it; on rank 0 the last has as many rows as that, on rank 1 fewer."""
+    """Train on each batch and the one before it; the last has as many rows as that on rank 0, and fewer on rank 1."""
     accelerator = Accelerator()
     model: Any = make_model()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)

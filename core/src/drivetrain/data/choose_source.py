@@ -28,7 +28,7 @@ def make_source(
     coordinate: int | None = None,
     agreement: Callable[[], Agree] | None = None,
 ) -> Source:
-    """The source of a loader.
+    """Return the source of a loader.
 
     Args:
         loader: the user's.

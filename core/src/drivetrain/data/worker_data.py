@@ -1,4 +1,4 @@
-"""Data sets as a loader's workers read them: each sample with the random numbers of its place in the data."""
+"""Reads data sets in a loader's workers, each sample with the random numbers of its place in the data."""
 
 from __future__ import annotations
 

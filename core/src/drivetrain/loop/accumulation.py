@@ -1,4 +1,4 @@
-"""Gradient accumulation: groups micro-batches into optimizer steps.
+"""Accumulates gradients: groups micro-batches into optimizer steps.
 
 :class:`TrainingLoop` holds the windows (:mod:`drivetrain.loop.window`) of one accelerator, weighs the losses of their
 micro-batches, and corrects and clips their gradients.

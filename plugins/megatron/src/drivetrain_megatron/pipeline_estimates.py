@@ -119,11 +119,8 @@ def _cost(kernels: Sequence[Work]) -> float:
 class PipelineEstimate(LayoutEstimate):
     """Each rank runs some of the stages, on micro-batches that a schedule orders."""
 
-    def __init__(
-        self, made: PlannedModel, degrees: Degrees, section: MegatronConfig | None = None, *, varied: bool = False
-    ) -> None:
+    def __init__(self, made: PlannedModel, degrees: Degrees, section: MegatronConfig | None = None) -> None:
         super().__init__(made, degrees)
-        self._varied = varied or made.request.mesh is not None
         self.section = section = section or made.section
         ranks = degrees.pipeline
         self._stages_per_rank = stages_per_rank(section)
@@ -175,6 +172,7 @@ class PipelineEstimate(LayoutEstimate):
         ]
         ledger, held, trained = max(ranks, key=lambda found: found[0].most)
         timeline = simulate(lists, _costs(each))
+        variants = partial(self._variants, lists, each, stages, ledger.most)
         busiest = max(range(degrees.pipeline), key=lambda rank: timeline.busy[rank])
         return Estimate(
             title=self.title,
@@ -192,7 +190,7 @@ class PipelineEstimate(LayoutEstimate):
             stepped=sum(trained),
             idle=timeline.idle[busiest],
             remarks=["that the model may be computed one micro-batch at a time is tried when training begins"],
-            variants=None if self._varied else partial(self._variants, lists, each, stages, ledger.most),
+            variants=variants if self.request.mesh is None else None,
         )
 
     def _variants(
@@ -223,10 +221,10 @@ class PipelineEstimate(LayoutEstimate):
                 changes["stages_per_rank"] = candidate.stages_per_rank
             section = self.section.model_copy(update=changes)
             try:
-                estimate = PipelineEstimate(self.made, self.degrees, section, varied=True).estimate()
+                estimate = PipelineEstimate(self.made, self.degrees, section).estimate()
             except DrivetrainError:
                 continue  # The model cannot be run so: this layout stays as it is.
-            yield replace(estimate, rank=estimate.rank + 1)
+            yield replace(estimate, rank=estimate.rank + 1, variants=None)
 
     def _check(self) -> None:
         """Raise what training would, and where a schedule is not replayed."""

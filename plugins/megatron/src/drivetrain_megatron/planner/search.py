@@ -182,13 +182,12 @@ def improvements(
     Returns:
         At most two; none that is not faster by more than 3 %.
     """
-    wanted = [
-        count for count in counts or batch.counts() if counts or num_ranks <= count <= _MOST_ROUNDS * num_ranks
-    ]
+    if counts is None:
+        counts = [count for count in batch.counts() if num_ranks <= count <= _MOST_ROUNDS * num_ranks]
     most = max(2, stages_per_rank or 0)
     try:
         found = search(
-            batch, num_ranks, source, memory=memory, schedules=schedules, counts=wanted, most_stages_per_rank=most
+            batch, num_ranks, source, memory=memory, schedules=schedules, counts=counts, most_stages_per_rank=most
         )
     except UsageError:  # None fits, or takes these counts.
         return []
