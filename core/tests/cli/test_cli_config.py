@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from drivetrain.cli.options import resolve
 from drivetrain.config import Config, load_config
 
 NO_ACCELERATOR = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
@@ -94,3 +97,17 @@ def test_set_needs_a_value(drivetrain):
     done = drivetrain("config", "show", "--set", "debug")
     assert done.returncode == 2
     assert "--set takes KEY=VALUE, not 'debug'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "settings", "origin"),
+    [
+        ({"accelerator_ids": "0"}, (), "flag --accelerator_ids / --gpu_ids"),
+        ({"log_dir": "logs"}, (), "flag --log_dir"),
+        ({"cpu": True}, (), "flag --cpu"),
+        ({}, ("mesh.tp=1",), "flag --set mesh.tp"),
+    ],
+)
+def test_an_origin_names_the_flag_as_it_is_typed(typed, settings, origin):
+    resolved = resolve(None, settings, typed)
+    assert origin in {str(each) for each in resolved.origins.values()}

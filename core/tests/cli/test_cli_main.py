@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from drivetrain.api import CONTRACT
+from drivetrain.cli.backends import backends
 
 HEAVY = {"torch", "numpy", "pydantic_core", "tqdm", "questionary"}
 
@@ -131,6 +132,13 @@ def test_backends_as_text_and_as_json(drivetrain):
     assert (single["ready"], single["distribution"], single["api"]) == (True, "drivetrain", CONTRACT)
     assert single["capabilities"]["multi_process"] is False
     assert "not multi_process" in drivetrain("backends", "--verbose").stdout
+
+
+def test_backends_that_are_not_installed_are_listed_with_the_line_that_installs_them(monkeypatch):
+    monkeypatch.setattr("drivetrain.registry.known_extras", lambda: ("fsdp", "warp"))
+    shown = CliRunner().invoke(backends, []).output.splitlines()
+    assert shown[-1] == 'warp  not installed  Run: pip install "drivetrain[warp]"'
+    assert sum(line.startswith("fsdp  ") for line in shown) == 1, "an installed one is listed once"
 
 
 def test_env_says_what_a_bug_report_needs(drivetrain):

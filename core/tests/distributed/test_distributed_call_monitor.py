@@ -6,8 +6,8 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,20 +244,49 @@ def test_the_stack_of_a_thread_is_found_without_following_its_frames():
     assert "test_the_stack_of" in mine
 
 
+def watching(thread):
+    """A monitor that has looked at nothing yet, of a process whose main thread this is."""
+    monitor = object.__new__(call_monitor.CallMonitor)
+    monitor._main, monitor._moves, monitor._frames = thread.ident, False, deque(maxlen=5)
+    return monitor
+
+
 def test_a_thread_that_is_not_written_among_too_many_is_not_said_to_have_ended():
     event = threading.Event()
     threads = [threading.Thread(target=waits_for, args=(event,)) for _ in range(120)]
     for each in threads:
         each.start()
-    monitor = SimpleNamespace(_main=threads[0].ident)
+    monitor = watching(threads[0])
     try:
-        said = call_monitor.CallMonitor._where(monitor)
+        said = monitor._where()
     finally:
         event.set()
         for each in threads:
             each.join()
     assert said == "has too many threads to tell where its main one is"
-    assert call_monitor.CallMonitor._where(monitor) == "has ended its main thread"
+    assert monitor._where() == "has ended its main thread"
+
+
+def adds_up(event):
+    while not event.is_set():
+        sum(range(100))
+
+
+@pytest.mark.parametrize(("does", "moves"), [(adds_up, True), (waits_for, False)])
+def test_looks_tell_a_thread_in_a_short_loop_from_one_that_is_stopped(does, moves):
+    event = threading.Event()
+    thread = threading.Thread(target=does, args=(event,))
+    thread.start()
+    monitor = watching(thread)
+    try:
+        while f"in {does.__name__}" not in call_monitor._stack_of(thread.ident):
+            pass
+        for _ in range(3):  # it may be on its way to where it stops at the first
+            monitor._where()
+    finally:
+        event.set()
+        thread.join()
+    assert monitor._moves is moves
 
 
 

@@ -76,6 +76,7 @@ def test_uuids_are_taken_whole_or_by_their_beginning():
     ("ids", "words"),
     [
         (("0", "4"), r"accelerator 4 does not exist; this machine has cuda 0: H200 .*; 3: H200"),
+        (("0", "4", "5"), "accelerators 4, 5 do not exist; this machine has"),
         (("0", "0"), "names 0 more than once"),
         (("cuda:0", "xpu:1"), "mixes kinds of accelerators"),
         (("cuda:0", "1"), "mixes kinds of accelerators"),

@@ -1,4 +1,4 @@
-"""``drivetrain backends``: lists the installed backends, their distributions, capabilities and readiness."""
+"""``drivetrain backends``: lists backends, their distributions, capabilities and readiness; installed or not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 @click.option("-v", "--verbose", is_flag=True, help="With what authors declared, and the traceback of what is broken.")
 def backends(as_json: bool, verbose: bool) -> None:
-    """List the backends: whose they are, what they can do, ready or why not and the cure."""
-    from drivetrain.registry import get_registry
+    """List the backends: whose they are, what they can do, ready or why not and the cure; then those not installed."""
+    from drivetrain.registry import get_registry, known_extras
 
     reports = get_registry().reports()
     if as_json:
         click.echo(json.dumps([to_dict(report) for report in reports], indent=2))
-    else:
-        click.echo("\n".join(plain(report, verbose=verbose) for report in reports))
+        return
+    absent = sorted(set(known_extras()) - {report.name for report in reports})
+    lines = [plain(report, verbose=verbose) for report in reports] + [not_installed(name) for name in absent]
+    click.echo("\n".join(lines))
+
+
+def not_installed(name: str) -> str:
+    """Return the line of a backend of ours that is not installed, with the command that installs it."""
+    from drivetrain.registry import pip_line
+
+    return f"{name}  {click.style('not installed', fg='yellow')}  Run: {pip_line(name)}"
 
 
 def to_dict(report: BackendReport) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from drivetrain.wording import did_you_mean, sentences
 COMMANDS = {
     "backends": (
         "drivetrain.cli.backends:backends",
-        "List the backends: whose they are, what they can do, ready or not.",
+        "List the backends: whose they are, what they can do; ready, not ready, or not installed.",
     ),
     "checkpoint": (
         "drivetrain.cli.checkpoint:checkpoint",

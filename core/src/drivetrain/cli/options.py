@@ -62,11 +62,15 @@ def configuration_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, (_, text) in reversed(SWITCHES.items()):
         command = click.option(f"--{name}", is_flag=True, default=None, help=text)(command)
     for name, text in reversed(FLAGS.items()):
-        names = [f"--{each}" for each in (name, ALIASES.get(name)) if each]
-        command = click.option(*names, name, metavar="VALUE", help=text)(command)
+        command = click.option(*_spellings(name), name, metavar="VALUE", help=text)(command)
     return click.option(
         "--config", "--config_file", "config_file", metavar="FILE", help="A YAML file; `drivetrain config` writes one."
     )(command)
+
+
+def _spellings(name: str) -> list[str]:
+    """Return a flag as it may be typed: its own name, then that of other launchers."""
+    return [f"--{each}" for each in (name, ALIASES.get(name)) if each]
 
 
 def check_installed(name: str, what: str) -> None:
@@ -134,13 +138,20 @@ def resolve(
     from drivetrain.config import load_config
 
     overrides: dict[str, Any] = {}
+    named: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise click.UsageError(f"--set takes KEY=VALUE, not {setting!r}")
         overrides[key.strip()] = value
-    overrides |= {KEYS.get(name, name): flags[name] for name in FLAGS if flags.get(name) is not None}
+        named[key.strip()] = f"--set {key.strip()}"
+    for name in FLAGS:
+        if flags.get(name) is not None:
+            overrides[KEYS.get(name, name)] = flags[name]
+            named[KEYS.get(name, name)] = " / ".join(_spellings(name))
     if overrides.get("accelerator_ids") == "":
         overrides["accelerator_ids"] = []  # elsewhere an empty flag means "not given"; here it is a choice
-    overrides |= {key: True for name, (key, _) in SWITCHES.items() if flags.get(name)}
-    return load_config(config_file, overrides=overrides | dict(chosen or {}))
+    for name, (key, _) in SWITCHES.items():
+        if flags.get(name):
+            overrides[key], named[key] = True, f"--{name}"
+    return load_config(config_file, overrides=overrides | dict(chosen or {}), flags=named)

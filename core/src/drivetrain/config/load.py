@@ -77,6 +77,7 @@ def load_config(
     path: str | os.PathLike[str] | None = None,
     *,
     overrides: Mapping[str, Any] | None = None,
+    flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
     registry: Registry | None = None,
 ) -> ResolvedConfig:
@@ -86,6 +87,7 @@ def load_config(
         path: a YAML file; ``None`` reads the one that ``DRIVETRAIN_CONFIG_FILE`` names, or none.
         overrides: values of flags by dotted key (``{"mesh.tp": 2}`` or nested); text is read as YAML would read it,
             ``None`` means that the flag was not given.
+        flags: how a message names the flag of a key, ``{"accelerator_ids": "--gpu_ids"}``; by its key if not here.
         environ: the environment; ``None`` = this process's. ``DRIVETRAIN_MESH__TP=2`` sets ``mesh.tp``.
         registry: of the backends; ``None`` = the process's registry.
 
@@ -96,7 +98,7 @@ def load_config(
     environ = os.environ if environ is None else environ
     path = path if path is not None else environ.get(FILE_VARIABLE) or None
     tree = Tree() if path is None else locate(read_file(path), os.fspath(path))
-    return _Loading(tree, registry).run(environ, overrides or {})
+    return _Loading(tree, registry, flags or {}).run(environ, overrides or {})
 
 
 def worker_config(environ: Mapping[str, str] | None = None, *, registry: Registry | None = None) -> ResolvedConfig:
@@ -119,14 +121,17 @@ def worker_config(environ: Mapping[str, str] | None = None, *, registry: Registr
     if not environment_paths(environ):
         return handed
     flags = {tuple(key.split(".")) for key, origin in handed.origins.items() if origin.kind == "flag"}
-    return _Loading(handed.tree(), registry, mentioned=True).run(environ, {}, settled=flags)
+    return _Loading(handed.tree(), registry, {}, mentioned=True).run(environ, {}, settled=flags)
 
 
 class _Loading:
     """Loads all layers and collects mistakes."""
 
-    def __init__(self, tree: Tree, registry: Registry | None, *, mentioned: bool = False) -> None:
+    def __init__(
+        self, tree: Tree, registry: Registry | None, flags: Mapping[str, str], *, mentioned: bool = False
+    ) -> None:
         self.tree = tree
+        self._flags = flags
         self._mentioned = mentioned  # the launcher has warned of what does not stop the run
         self.problems = tree.problems
         self._registry = registry
@@ -146,7 +151,7 @@ class _Loading:
         """Merge the layers, validate, and raise or return. The environment does not override paths in ``settled``."""
         self._import()
         self._lay(self._environment(environ, settled))
-        self._lay((path, value, Origin("flag", ".".join(map(str, path)))) for path, value in flag_paths(overrides))
+        self._lay((path, value, self._flag(path)) for path, value in flag_paths(overrides))
         self._mention_references()
         config = self._core({key: value for key, value in self.tree.values.items() if key in CORE_KEYS})
         checked: dict[str, dict[str, Any]] = {}
@@ -199,6 +204,10 @@ class _Loading:
         elif there != value:
             both = f"{theirs} means {key}: {show(value)}, and the file says {show(there)} there"
             self._complain(path, f"{both}; keep one of the two")
+
+    def _flag(self, path: Path) -> Origin:
+        key = ".".join(map(str, path))
+        return Origin("flag", self._flags.get(key, key))
 
     def _mention_references(self) -> None:
         """Warn that references such as ``${HOME}`` in values are not expanded."""

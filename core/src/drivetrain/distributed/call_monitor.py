@@ -68,6 +68,12 @@ _REPORT_SECONDS = 5.0
 _SIGN_SECONDS = 2.0
 """Least time for a rank to publish again, before it is said to give no sign of life."""
 
+_SAMPLES = 20
+"""Most samples of the main thread in a look, until one shows that it moves: loops are mostly at one instruction."""
+
+_SAMPLE_SECONDS = 0.005
+"""Pause between two samples of one look, the time after which Python lets another thread run."""
+
 _END_SECONDS = 10.0
 """Least time in one collective after ranks were found apart, before the process of a rank ends with the report."""
 
@@ -179,8 +185,8 @@ class CallMonitor:
         self._agreements = 0
         self._seen, self._since = 0, time.monotonic()
         self._looks, self._episode, self._quiet_until = 0, 0, 0.0
-        self._frames: deque[str] = deque(maxlen=5)
-        """Instructions at which the main thread was at the last looks."""
+        self._frames: deque[tuple[str, int]] = deque(maxlen=5)
+        """Stack and instruction of the main thread at the last samples."""
         self._moves = False
         self._main = threading.get_ident()
         self._wake, self._closing = threading.Event(), False
@@ -560,13 +566,26 @@ class CallMonitor:
 
     def _where(self) -> str:
         """Describe where the main thread is, ``in backward at train.py:35``, and record whether it has moved."""
-        stack = _stack_of(self._main)
+        stack = self._sample()
         if not stack:
             ended = self._main not in sys._current_frames()  # noqa: SLF001
             return "has ended its main thread" if ended else "has too many threads to tell where its main one is"
-        self._frames.append(stack)
-        self._moves = len(set(self._frames)) > 1
-        return f"{'waits ' if _communicates(stack) else ''}{script_line(stack, newest_first=True)}"
+        waits = _communicates(stack)
+        for _ in range(0 if waits else _SAMPLES - 1):
+            if self._moves:
+                break
+            time.sleep(_SAMPLE_SECONDS)
+            self._sample()
+        return f"{'waits ' if waits else ''}{script_line(stack, newest_first=True)}"
+
+    def _sample(self) -> str:
+        """Return the main thread's stack, and record whether it is at another instruction than before."""
+        stack = _stack_of(self._main)
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        if stack and frame is not None:
+            self._frames.append((stack, frame.f_lasti))
+            self._moves = len(set(self._frames)) > 1
+        return stack
 
     def _report_standstill(self, idle: float) -> None:
         """Report once which ranks wait for which, if this rank has made no call for long. Not collective."""

@@ -360,7 +360,8 @@ _ONCE = "Name each accelerator once; one process uses one accelerator."
 def _mistake_of_presence(ids: Sequence[str], present: Inventory) -> Mistake | None:
     found = {name: _identity(name, present) for name in ids}
     if missing := [name for name in ids if found[name] is None]:
-        what = f"accelerator {', '.join(missing)} does not exist; {present}"
+        named = f"accelerator {missing[0]} does" if len(missing) == 1 else f"accelerators {', '.join(missing)} do"
+        what = f"{named} not exist; {present}"
         return what, "`drivetrain env` lists the accelerators; --cpu trains without any."
     if len(set(found.values())) < len(ids):
         return f"accelerator_ids {','.join(ids)} names one accelerator twice; {present}", _ONCE
