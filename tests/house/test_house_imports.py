@@ -122,6 +122,25 @@ def test_the_probe_sees_torch():
     assert probe(["json", "torch"]).keys() == {"torch"}
 
 
+STARTS = """
+import sys
+import torch
+before = set(sys.modules)
+from drivetrain import Accelerator
+Accelerator(cpu=True, distributed_type="single")
+print(*sorted(name for name in sys.argv[1:] if name in sys.modules and name not in before))
+"""
+
+LATER = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor")
+"""Parts of torch that take half as long to import as torch itself, and that a run may not need."""
+
+
+def test_an_accelerator_starts_without_parts_of_torch_that_are_slow_to_import():
+    command = [sys.executable, "-c", STARTS, *LATER]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, env=dict(os.environ))
+    assert answer.stdout.split() == []
+
+
 def test_torch_is_imported_in_its_packages_only(core):
     strays = []
     for path in core.sources:

@@ -113,3 +113,32 @@ def test_a_docstring_begins_with_a_verb_or_a_noun(texts):
         if text.split() and text.split()[0] in NO_FIRST_WORD
     ]
     assert not found, "\n".join(found)
+
+
+COMPOSED = {
+    "core/src/drivetrain/config/resolved.py: ConfigError('\\n'.join([*lines, f'{count} in the configuration']))",
+    "core/src/drivetrain/launch/coordinator.py: LaunchError(self._state.over)",
+    "core/src/drivetrain/launch/notebook.py: LaunchError(''.join(words).rstrip())",
+}
+"""Errors whose text comes from elsewhere, with what to do."""
+
+
+def errors_of_ours():
+    """Names of our classes of errors without a cure of their own: who raises one says what to do."""
+    from drivetrain import errors
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return {kind.__name__ for kind in kinds if issubclass(kind, errors.DrivetrainError) and not kind.usual_cure}
+
+
+def test_every_error_says_what_to_do(house, root):
+    """A sentence that only says what is wrong leaves the reader where they were."""
+    ours, silent = errors_of_ours(), []
+    for path in (path for each in house for path in each.sources):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours):
+                continue
+            place = f"{path.relative_to(root)}: {ast.unparse(node)}"
+            if not {"cure", None} & {each.arg for each in node.keywords} and place not in COMPOSED:
+                silent.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)[:100]}")
+    assert not silent, "give them cure=:\n" + "\n".join(silent)

@@ -21,9 +21,12 @@ class DrivetrainError(Exception):
         cure: what to type or change next, a whole sentence. May be empty.
     """
 
+    usual_cure = ""
+    """Stands in place of a cure where none is given."""
+
     def __init__(self, what: str, *, whose: str = "", cure: str = "") -> None:
-        self.what, self.whose, self.cure = what, whose, cure
-        super().__init__(what, whose, cure)
+        self.what, self.whose, self.cure = what, whose, cure or self.usual_cure
+        super().__init__(what, whose, self.cure)
 
     def __str__(self) -> str:
         whose = f" [{self.whose}]" if self.whose else ""
@@ -220,6 +223,8 @@ class CheckpointCorruptError(CheckpointError):
 
     Cure: copy the folder again or load an older one; ``drivetrain checkpoint inspect`` checks every file.
     """
+
+    usual_cure = "Copy the checkpoint again from where it came, or load an older one."
 
 
 class CheckpointMismatchError(CheckpointError):

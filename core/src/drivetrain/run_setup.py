@@ -283,7 +283,8 @@ def _from_script(
     if isinstance(given, BaseModel) and not isinstance(given, section_type):
         raise UsageError(
             f"the settings of {name!r} are a {section_type.__module__}.{section_type.__name__} or a mapping of its "
-            f"keys, not a {type(given).__name__}"
+            f"keys, not a {type(given).__name__}",
+            cure=f"Import {section_type.__name__} from there, or write a dict of these settings.",
         )
     script = ResolvedConfig(resolved.config, {name: values})
     return script.validated_section(section_type, name), dict.fromkeys(values, _SCRIPT)

@@ -19,7 +19,7 @@ from drivetrain.errors import CollectiveMismatchError, UnsupportedError
 from drivetrain.kwargs import InitProcessGroupKwargs
 from drivetrain_testing import spawn
 
-PATIENCE = 3.0
+PATIENCE = 6.0
 """Seconds until an absent rank is given up; the reports of present ones take none of it."""
 
 

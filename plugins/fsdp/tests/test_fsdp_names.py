@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain import Accelerator
 from drivetrain.api import BackendBlockedError
-from drivetrain_sharding import check_dtensor
+from drivetrain_sharding import check_private_names
 from drivetrain_testing import spawn
 
 CLASSES = {"group": FSDPParamGroup, "parameter": FSDPParam}
@@ -62,7 +62,7 @@ def test_what_fsdp_lacks_is_named(owner: str, lacks: str, what: str) -> None:
 
 
 def test_what_a_dtensor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_dtensor("drivetrain-fsdp")
+    check_private_names("drivetrain-fsdp")
     monkeypatch.delattr(DTensor, "_op_dispatcher")
     with pytest.raises(BackendBlockedError, match=r"DTensor has no _op_dispatcher, which drivetrain-fsdp needs"):
-        check_dtensor("drivetrain-fsdp")
+        check_private_names("drivetrain-fsdp")

@@ -8,7 +8,7 @@ import torch
 from parity_common import BATCH, FEATURES, build, loader, mean, noise, points, result, script
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 
 from drivetrain import GradScalerKwargs
@@ -241,3 +241,136 @@ def two_scaled_models(accelerator):
         lambda loss: mean(accelerator, loss),
     )
     return result(accelerator, losses, generator=generator, critic=critic)
+
+
+def scales():
+    return Scale(FEATURES), Scale(FEATURES)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def coded(models, prepare, backward, clip, number):
+    """An encoder and a decoder, each with an optimizer; ``clip(optimizers, parameters)`` is given those of both."""
+    torch.manual_seed(1)
+    encoder, decoder = models()
+    optimizers = SGD(encoder.parameters(), lr=0.2), SGD(decoder.parameters(), lr=0.2)
+    x, _ = points(STEPS * BATCH)
+    encoder, decoder, *optimizers, batches = prepare(encoder, decoder, *optimizers, loader(x, 4 * x.sin().sum(1)))
+    losses = []
+    for a, b in batches:
+        loss = F.mse_loss(decoder(encoder(a)).sum(1), b)
+        backward(loss)
+        clip(optimizers, [*encoder.parameters(), *decoder.parameters()])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses.append(number(loss))
+    return losses, encoder, decoder
+
+
+def coded_plainly(clip, *, models, is_scaled):
+    scaler = torch.amp.GradScaler("cpu", enabled=is_scaled, **SCALER)
+
+    def clip_and_step(optimizers, parameters):
+        for each in optimizers:
+            scaler.unscale_(each)
+        clip(parameters)
+        for each in optimizers:
+            scaler.step(each)
+        scaler.update()
+
+    losses, *both = coded(
+        models, lambda *all_: all_, lambda loss: scaler.scale(loss).backward(), clip_and_step, torch.Tensor.item
+    )
+    weights = {}
+    for name, model in zip(("encoder", "decoder"), both, strict=True):
+        weights |= {f"{name}.{key}": value.detach().clone() for key, value in model.state_dict().items()}
+    return losses, weights
+
+
+def coded_here(accelerator, clip, models):
+    def clip_and_step(optimizers, parameters):
+        clip(parameters)
+        for each in optimizers:
+            each.step()
+
+    losses, encoder, decoder = coded(
+        models, accelerator.prepare, accelerator.backward, clip_and_step, lambda loss: mean(accelerator, loss)
+    )
+    return result(accelerator, losses, encoder=encoder, decoder=decoder)
+
+
+LIMIT = 0.5
+"""Below the norm of both models' gradients; a tenth of it is below some of their elements."""
+
+
+@scaled(lambda: coded_plainly(lambda each: clip_grad_norm_(each, LIMIT), models=scales, is_scaled=True))
+def two_scaled_models_clipped_together(accelerator):
+    """One norm over the parameters of an encoder and a decoder, whose loss is scaled."""
+    return coded_here(accelerator, lambda each: accelerator.clip_grad_norm_(each, LIMIT), scales)
+
+
+@scaled(lambda: coded_plainly(lambda each: clip_grad_value_(each, LIMIT / 10), models=scales, is_scaled=True))
+def two_scaled_models_clamped_together(accelerator):
+    """Elements of the gradients of an encoder and a decoder are clamped by one call, and their loss is scaled."""
+    return coded_here(accelerator, lambda each: accelerator.clip_grad_value_(each, LIMIT / 10), scales)
+
+
+@script(reference=lambda: coded_plainly(lambda each: clip_grad_norm_(each, LIMIT), models=layers, is_scaled=False))
+def two_models_clipped_together(accelerator):
+    """One norm over the parameters of an encoder and a decoder."""
+    return coded_here(accelerator, lambda each: accelerator.clip_grad_norm_(each, LIMIT), layers)
+
+
+@script(
+    reference=lambda: coded_plainly(lambda each: clip_grad_value_(each, LIMIT / 10), models=layers, is_scaled=False)
+)
+def two_models_clamped_together(accelerator):
+    """Elements of the gradients of an encoder and a decoder are clamped by one call."""
+    return coded_here(accelerator, lambda each: accelerator.clip_grad_value_(each, LIMIT / 10), layers)
+
+
+def clip_by_torch(model):
+    clip_grad_norm_(model.parameters(), LIMIT)
+
+
+def edit(model):
+    """Decays weights by their gradients, and clamps those, as scripts do by hand."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter, alpha=0.1).clamp_(-0.05, 0.05)
+
+
+def edited(accelerator, change, *, huge=()):
+    """``change(model)`` stands between the backward and the step."""
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if accelerator is None else None
+
+    def after(model, optimizers, loss, step):
+        if scaler is None:
+            accelerator.backward(loss)
+        else:
+            scaler.scale(loss).backward()
+            for each in optimizers:
+                scaler.unscale_(each)
+        change(model)
+        for each in optimizers:
+            each.step() if scaler is None else scaler.step(each)
+        if scaler is not None:
+            scaler.update()
+        for each in optimizers:
+            each.zero_grad()
+
+    return plainly(accelerator, *data(huge), after)
+
+
+@scaled(lambda: edited(None, clip_by_torch))
+def scaled_gradients_clipped_by_torch(accelerator):
+    """``torch.nn.utils.clip_grad_norm_`` after the backward, under fp16: it sees gradients without the scale."""
+    return edited(accelerator, clip_by_torch)
+
+
+@scaled(lambda: edited(None, edit, huge=(2, 5)))
+def scaled_gradients_edited(accelerator):
+    """Gradients are edited and clamped before the step, under fp16: those that overflowed are still noticed."""
+    return edited(accelerator, edit, huge=(2, 5))

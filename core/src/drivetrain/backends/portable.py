@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, TensorSpec
+from drivetrain.distributed.dtensors import is_dtensor
 from drivetrain.errors import CheckpointError, CheckpointMismatchError
 from drivetrain.parameter_names import original_name
 
@@ -269,10 +269,12 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         value = tensors.get(f"model.{name}")
         if value is None:
             continue
-        if isinstance(live, DTensor) and not isinstance(value, DTensor):
+        if is_dtensor(live) and not is_dtensor(value):
+            from torch.distributed.tensor import distribute_tensor
+
             value = distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
-        local = live.to_local() if isinstance(live, DTensor) else live
-        source = value.to_local() if isinstance(value, DTensor) else value
+        local = live.to_local() if is_dtensor(live) else live
+        source = value.to_local() if is_dtensor(value) else value
         if local.data_ptr() != source.data_ptr() or local.device != source.device:
             live.copy_(value)
 

@@ -188,6 +188,7 @@ class ReplicatedTrainable(TorchTrainable):
             self._refuse_hooks()
         self.engine.backward(loss, scale)
         self._backend.average_all()
+        self.engine.show_gradients()
 
     def _refuse_hooks(self) -> None:
         """Raise where a hook of the script is not linear: autograd gives it the gradient of this rank's samples."""

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, final
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain.backend import PortableState, PrecisionPolicy, RunSettings, StepResult, TensorSpec, Trainable
 from drivetrain.backends import portable
+from drivetrain.distributed.dtensors import is_dtensor
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
@@ -68,6 +68,28 @@ class LossScaler(torch.amp.GradScaler):
     part overflowed, and to :meth:`note` it.
     """
 
+    def divide(self, optimizer: Optimizer, grads: list[Tensor] | None) -> dict[torch.device, Tensor]:
+        """Divide gradients by the scale, this optimizer's or those given; returns by device whether all were finite."""
+        scale = torch.as_tensor(self._scale)  # of the device that the loss was scaled on
+        factor, found_inf = scale.double().reciprocal().float(), torch.zeros_like(scale)
+        if grads is None:
+            return self._unscale_grads_(optimizer, factor, found_inf, allow_fp16=False)
+        return _unscale(grads, factor, found_inf)
+
+    def check(self, optimizer: Optimizer, before: Mapping[torch.device, Tensor]) -> None:
+        """Unscale gradients that :meth:`divide` has divided: look once more for what is not finite. Not collective."""
+        self._checks_only = True
+        try:
+            self.unscale_(optimizer)
+        finally:
+            self._checks_only = False
+        now: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
+        for device in now.keys() & before.keys():
+            # The script may have clamped them since.
+            torch.maximum(now[device], before[device], out=now[device])
+
+    _checks_only = False
+
     def note(self, optimizer: Optimizer, device: str, *, overflow: bool) -> None:
         """Record for :meth:`update` whether this optimizer's gradients overflowed on any rank. Not collective."""
         flags: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
@@ -92,12 +114,17 @@ class LossScaler(torch.amp.GradScaler):
                     parameter.grad = grad = grad.coalesce()
                     grad = grad._values()  # noqa: SLF001 (torch's documented name)
                 grads.append(grad)
-        flags: dict[torch.device, Tensor] = {}
-        with torch.no_grad():
-            for (device, _), alike in _local_parts(grads).items():
-                flag = flags.setdefault(device, found_inf.to(device, copy=True))
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, inv_scale.to(device))
-        return flags
+        return _unscale(grads, torch.ones_like(inv_scale) if self._checks_only else inv_scale, found_inf)
+
+
+def _unscale(grads: list[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiply gradients in place; returns for each device whether one was not finite, or ``found_inf``."""
+    flags: dict[torch.device, Tensor] = {}
+    with torch.no_grad():
+        for (device, _), alike in _local_parts(grads).items():
+            flag = flags.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, factor.to(device))
+    return flags
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -115,11 +142,11 @@ def total_norm(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
         return torch.zeros(())
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
-        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+        by_mesh.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(grad)
     norms: list[Tensor] = []
     for group in by_mesh.values():
         norm = get_total_norm(group, norm_type)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        whole = norm.full_tensor() if is_dtensor(norm) else norm
         norms.append(whole.to(norms[0].device) if norms else whole)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
@@ -137,9 +164,13 @@ def _local_parts(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dt
     """This rank's parts of tensors, by device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         alike.setdefault((local.device, local.dtype), []).append(local)
     return alike
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    return (id(tensor), 0) if tensor.is_sparse else (tensor.data_ptr(), tensor.numel())
 
 
 def _held(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -199,6 +230,8 @@ class TorchEngine:
         self._owners: WeakSet[OwnerOfOptimizers] = WeakSet()
         self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
+        self._shown: WeakKeyDictionary[Optimizer, Mapping[torch.device, Tensor]] = WeakKeyDictionary()
+        """For those whose gradients have been divided by the scale, for scripts to see: whether they were finite."""
         self._stepped: dict[int, bool] = {}
         """Whether gradients were non-finite on any rank, by optimizer that has stepped since the last backward."""
         self._scale_is_due = False
@@ -238,22 +271,40 @@ class TorchEngine:
         """Count a backward, as :meth:`backward` does; before one that an engine runs by other means.
 
         A step with no gradients at all is refused where there was none since the step before. Under a loss scaler
-        gradients that wait for a step get the scale of this backward, which adds to them.
+        gradients that are there get the scale of this backward, which adds to them.
         """
         self._num_backwards += 1
         if self.scaler is None:
             return
+        plain = [*((each, False) for each in self._shown), *((each, True) for each in self._unscaled.values())]
         for number, optimizer in self._unscaled.items():
             if number not in self._stepped:
                 # Clipped or measured, and not stepped: dropped, or kept to be added to.
-                owner = next((owner for owner, each in self._owned() if each is optimizer), None)
-                kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer, stepped=True)
-                multiply_gradients(kept, self.scaler.get_scale())
                 self.scaler.note(optimizer, self.device, overflow=not self._norms.pop(number, (None, True))[1])
                 self._scale_is_due = True
-        self._unscaled.clear()
         self._move_scale()
+        for optimizer, stepped in plain:
+            owner = next((owner for owner, each in self._owned() if each is optimizer), None)
+            kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer, stepped=stepped)
+            if kept:
+                multiply_gradients(kept, self.scaler.get_scale())
+        self._unscaled.clear()
+        self._shown.clear()
         self._stepped.clear()
+
+    def show_gradients(self) -> None:
+        """Take the loss scale out of all gradients, since scripts clip, edit and log what they see.
+
+        Called where a backward is over and its gradients are reduced, so that ranks agree about what overflowed, which
+        is remembered for :meth:`unscale`. Not collective.
+        """
+        if self.scaler is None:
+            return
+        for owner, optimizer in self._owned():
+            grads, given = (owner.kept_gradients(optimizer, stepped=stepped) for stepped in (False, True))
+            if grads:
+                in_parts = list(map(_memory, grads)) != list(map(_memory, given))
+                self._shown[optimizer] = self.scaler.divide(optimizer, grads if in_parts else None)
 
     def _owned(self) -> Iterator[tuple[OwnerOfOptimizers, Optimizer]]:
         return ((owner, each) for owner in self._owners for each in owner.optimizers)
@@ -266,7 +317,7 @@ class TorchEngine:
         waiting = [
             gradient
             for owner, each in self._owned()
-            if id(each) not in self._stepped and id(each) not in self._unscaled
+            if not (id(each) in self._stepped or id(each) in self._unscaled or each in self._shown)
             for gradient in owner.kept_gradients(each, stepped=False)
         ]
         before = self.scaler.get_scale() if waiting else 1.0
@@ -280,16 +331,23 @@ class TorchEngine:
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
         self._unscaled[id(optimizer)] = optimizer
+        before = self._shown.pop(optimizer, None)
         # The scaler refuses an optimizer without a single gradient.
-        if any(parameter.grad is not None for parameter in _held(optimizer)):
+        if all(parameter.grad is None for parameter in _held(optimizer)):
+            return
+        if before is None:
             self.scaler.unscale_(optimizer)
+        else:
+            self.scaler.check(optimizer, before)
 
     def clip_grad_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, optimizers: Sequence[Optimizer]
     ) -> Tensor:
-        """Clip and return the norm before clipping; ``optimizers`` are those whose step a non-finite norm stops."""
-        if len(optimizers) > 1:
-            optimizers = _owners(parameters, optimizers)
+        """Clip and return the norm before clipping; a non-finite one stops the steps of all whose parameters these are.
+
+        ``optimizers`` are those of the model that is asked; the parameters may be of other models of this engine too.
+        """
+        optimizers = self._holders(parameters, optimizers)
         if self.scaler is not None:
             for optimizer in optimizers:
                 self.unscale(optimizer)
@@ -306,10 +364,19 @@ class TorchEngine:
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float, optimizers: Sequence[Optimizer]) -> None:
         """Clamp gradient elements, loss scale taken out first."""
-        for optimizer in _owners(parameters, optimizers):
+        for optimizer in self._holders(parameters, optimizers):
             self.unscale(optimizer)
         for grad in gradients(parameters):
             grad.clamp_(-clip_value, clip_value)
+
+    def _holders(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """Return the optimizers that hold one of these parameters; a single one of the model is not asked."""
+        found = _owners(parameters, optimizers)
+        if len(self._owners) > 1:
+            mine = set(map(id, optimizers))
+            others = [each for _, each in self._owned() if id(each) not in mine]
+            found = [*found, *_holding(parameters, others)]
+        return found
 
     def step(
         self,
@@ -387,9 +454,11 @@ class TorchEngine:
 
 
 def _owners(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    """Those of the optimizers that hold at least one of the parameters."""
-    if len(optimizers) <= 1:
-        return optimizers
+    """Those of a model's optimizers that hold at least one of the parameters."""
+    return optimizers if len(optimizers) <= 1 else _holding(parameters, optimizers)
+
+
+def _holding(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     wanted = {id(parameter) for parameter in parameters}
     return [
         optimizer
@@ -429,6 +498,7 @@ class TorchTrainable(Trainable):
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self.engine.backward(loss, scale)
+        self.engine.show_gradients()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         """Autograd accumulates either way, and one process has nothing to reduce."""

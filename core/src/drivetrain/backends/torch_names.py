@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -57,7 +56,5 @@ def _wanted() -> Iterator[tuple[object, tuple[str, ...]]]:
     yield torch.amp.GradScaler, ("_found_inf_per_device",)
     yield torch.autograd, ("_engine_run_backward",)
     yield torch.autograd.Variable, ("_execution_engine",)
-    yield torch.optim.SGD([parameter]), ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    yield import_module("torch.optim.optimizer"), ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     yield torch.ops.aten.add.Tensor, ("_overloadpacket", "_schema")
     yield distributed_c10d, ("_get_default_store",)

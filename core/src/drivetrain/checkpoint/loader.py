@@ -296,7 +296,10 @@ def set_extra_states(module: nn.Module, extra: Mapping[str, Any]) -> list[Callab
     states = extra.get("modules", {})
     for path in states:
         if path not in parts or type(parts[path]).get_extra_state is nn.Module.get_extra_state:
-            raise CheckpointMismatchError(f"{path} has extra state in the checkpoint and none here")
+            raise CheckpointMismatchError(
+                f"{path} has extra state in the checkpoint and none here",
+                cure="Build the model as the run did that saved it, with its get_extra_state and set_extra_state.",
+            )
     try:
         for path, value in states.items():
             undo.append(partial(parts[path].set_extra_state, copy.deepcopy(parts[path].get_extra_state())))

@@ -144,7 +144,10 @@ class Manifest:
         try:
             lines = [f'"checksum": {_checksum(body)}']
         except (TypeError, ValueError) as problem:
-            raise CheckpointError(f"the checkpoint's info must be plain JSON: {problem}") from problem
+            raise CheckpointError(
+                f"the checkpoint's info must be plain JSON: {problem}",
+                cure="Write finite numbers, text, lists, and dicts whose keys are text.",
+            ) from problem
         for key, value in body.items():
             if isinstance(value, dict) and value:
                 rows = ",\n".join([f"  {_dump(name)}: {_dump(entry)}" for name, entry in value.items()])
@@ -257,7 +260,11 @@ def read_text(folder: Folder) -> str:
     except UnicodeDecodeError as problem:
         raise CheckpointCorruptError("the manifest is not text", whose=str(path), cure=_RESAVE) from problem
     except OSError as problem:
-        raise CheckpointError(f"the manifest cannot be read: {problem}", whose=str(path)) from problem
+        raise CheckpointError(
+            f"the manifest cannot be read: {problem}",
+            whose=str(path),
+            cure="See that the disk is there and that this user may read the file.",
+        ) from problem
 
 
 def read_manifest(folder: str | Folder) -> Manifest:

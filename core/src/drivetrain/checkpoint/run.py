@@ -9,17 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.backend import Backend, name_of
 from drivetrain.checkpoint import owner
 from drivetrain.checkpoint.folder import Naming
-from drivetrain.checkpoint.loader import load
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.remote import Folder, folder_of
-from drivetrain.checkpoint.saver import Saver, TrainingState
 from drivetrain.distributed import call_monitor
 from drivetrain.distributed.collectives import Ranks
 from drivetrain.distributed.trees import attribute
@@ -30,6 +28,9 @@ from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.ema import EMA
 from drivetrain.loop.model import plain_state_dict
 from drivetrain.loop.prepare import Preparer
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.saver import Saver, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class RunCheckpoints:
         self.load_hooks: Hooks = OrderedDict()
         self._run: str | None = None  # Which run's checkpoints these are; known from the first save or load on.
         self._begun_anew = True  # Until it goes on from one, or has saved one under a number.
-        self._saver = Saver(backend)
+        self._saver: Saver | None = None
+        """Made by the first save: torch's checkpoints take a while to import."""
         self._num_loaders: dict[Folder, int] = {}
         """Counts the loaders that were prepared by the time of each checkpoint that this accelerator wrote."""
         topology = backend.topology
@@ -105,11 +107,12 @@ class RunCheckpoints:
 
     def wait(self) -> Folder | None:
         """Wait for the background save; returns its folder, or ``None``. Raises when it failed."""
-        return self._saver.wait()
+        return None if self._saver is None else self._saver.wait()
 
     def close(self) -> None:
         """Wait as well, and release the folders and the resources of background saves. Not collective."""
-        self._saver.close()
+        if self._saver is not None:
+            self._saver.close()
         owner.release()
 
     def save(self, output_dir: str | Folder | None, *, blocking: bool = True) -> Folder:
@@ -159,6 +162,10 @@ class RunCheckpoints:
             )
         hooks = self._run_save_hooks if self.save_hooks else None
         prune = partial(naming.prune, path) if naming is not None else None
+        if self._saver is None:
+            from drivetrain.checkpoint.saver import Saver
+
+            self._saver = Saver(self._backend)
         if blocking:
             self._saver.save(path, self._state(), info=info, hooks=hooks, alone=alone)
             if prune is not None:
@@ -188,6 +195,8 @@ class RunCheckpoints:
         newer = frozenset(f"loader.{index}" for index in range(before, len(self._loaders)))
         state = replace(self._state(), newer=newer, ended=_ended)
         hooks = self._run_load_hooks if self.load_hooks else None
+        from drivetrain.checkpoint.loader import load
+
         manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
         self._trainer.step = int(state.counters["step"])
         self._trainer.abandon_windows()
@@ -235,6 +244,8 @@ class RunCheckpoints:
         return _taken_out(models, kept)
 
     def _state(self) -> TrainingState:
+        from drivetrain.checkpoint.saver import TrainingState
+
         objects: dict[str, Any] = {f"scheduler.{index}": each for index, each in enumerate(self._preparer.schedulers)}
         objects |= {f"loader.{index}": each for index, each in enumerate(self._loaders)}
         objects |= {f"custom.{index}": each for index, each in enumerate(self.custom)}

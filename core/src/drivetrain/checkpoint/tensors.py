@@ -136,7 +136,10 @@ def header_bytes(entries: Mapping[str, Any], metadata: Mapping[str, str], length
     text = json.dumps({"__metadata__": dict(metadata), **entries}, separators=(",", ":")).encode()
     padded = (len(text) + 7) // 8 * 8 if length is None else length - 8
     if len(text) > padded:
-        raise CheckpointError(f"a safetensors header of {len(text)} bytes does not fit into {padded}")
+        raise CheckpointError(
+            f"a safetensors header of {len(text)} bytes does not fit into {padded}",
+            cure="Save it with accelerator.save_state, whose files have headers of any length.",
+        )
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
@@ -168,7 +171,10 @@ def write_tensors(path: Folder, sources: Sequence[Source], metadata: Mapping[str
         for source in ordered:
             file.write(raw_bytes(source.produce()))
             if file.size != len(header) + entries[source.key]["data_offsets"][1]:
-                raise CheckpointError(f"{source.key} changed its size while it was being saved")
+                raise CheckpointError(
+                    f"{source.key} changed its size while it was being saved",
+                    cure="Save when nothing else changes the model, as after the optimizer's step.",
+                )
     return file.entry
 
 
@@ -236,7 +242,10 @@ class TensorFile:
             part = self._file.get_slice(key)
             dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
-                raise CheckpointError(f"{key} in {self.path.name} has the dtype {part.get_dtype()}, which is not read")
+                raise CheckpointError(
+                    f"{key} in {self.path.name} has the dtype {part.get_dtype()}, which is not read",
+                    cure=f"Write the file again with one of {', '.join(map(dtype_name, _CODES))}.",
+                )
             found[key] = Source(key, dtype, tuple(part.get_shape()), partial(self._file.get_tensor, key))
         return found
 

@@ -207,7 +207,10 @@ def _behind(script: str, script_args: tuple[str, ...]) -> str:
 def _with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[str]:
     """The module of drivetrain-transformers that runs a script with its Trainer, and the script as its arguments."""
     if no_python:
-        raise UsageError("--trainer changes what a Python script imports, and --no_python starts a program")
+        raise UsageError(
+            "--trainer changes what a Python script imports, and --no_python starts a program",
+            cure="Leave one of the two out.",
+        )
     check_installed("transformers", "--trainer")
     return ["drivetrain_transformers.script", *["-m"] * module, *command]
 

@@ -146,14 +146,14 @@ def section_from_arguments(
             else:
                 wrong.append(f"{name}={value!r} is no setting of the backend; write {key}: {ours} in the configuration")
     if wrong:
-        raise UsageError(f"{who}: {'; '.join(wrong)}")
+        raise UsageError(f"{who}: {'; '.join(wrong)}", cure=f"Leave it out of {who}.")
     from pydantic import ValidationError
 
     try:
         return model.model_validate(carried)
     except ValidationError as error:
         found = (each["msg"].removeprefix("Value error, ") for each in error.errors(include_url=False))
-        raise UsageError(f"{who}: {'; '.join(found)}") from error
+        raise UsageError(f"{who}: {'; '.join(found)}", cure=f"Change the arguments of {who}.") from error
 
 
 def whole(value: Any) -> int:

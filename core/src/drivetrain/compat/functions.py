@@ -183,7 +183,11 @@ def load_checkpoint_in_model(
         if some
     ]
     if sentences and strict:
-        raise CheckpointMismatchError("; ".join(sentences), whose=str(checkpoint))
+        raise CheckpointMismatchError(
+            "; ".join(sentences),
+            whose=str(checkpoint),
+            cure="Build the model as the one that was saved, or load what fits with strict=False.",
+        )
     if sentences:
         logger.warning("%s: %s.", checkpoint, "; ".join(sentences))
 
@@ -200,7 +204,10 @@ def _weight_files(place: Path) -> list[Path]:
             )
         place = inside
     if not place.is_file():
-        raise CheckpointNotFoundError(f"{place} does not exist")
+        raise CheckpointNotFoundError(
+            f"{place} does not exist",
+            cure="Give a file of weights, or a folder that accelerator.save_model(model, folder) wrote.",
+        )
     if place.suffix == ".json":
         return [place.parent / name for name in sorted(set(json.loads(place.read_text())["weight_map"].values()))]
     return [place]

@@ -122,7 +122,10 @@ def find_executable_batch_size(
             smaller = int(_agree(backend, torch.tensor(_next(reduce_batch_size_fn, size)), "min"))
             logger.info("%s did not fit with a batch size of %d; trying %d.", name, size, smaller)
             if smaller >= size:
-                raise UsageError(f"reduce_batch_size_fn went from {size} to {smaller}, which is not smaller")
+                raise UsageError(
+                    f"reduce_batch_size_fn went from {size} to {smaller}, which is not smaller",
+                    cure="Return a smaller batch size, or leave reduce_batch_size_fn out: it is then halved.",
+                )
             if smaller <= 0:
                 raise RuntimeError(f"{name} runs out of memory even with a batch size of {size}.") from error
             size = smaller

@@ -154,7 +154,10 @@ def _group_settings(given: dict[str, Any]) -> ProcessGroupSettings:
         )
     timeout = given.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
-        raise UsageError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}")
+        raise UsageError(
+                f"timeout must be a datetime.timedelta, not {type(timeout).__name__}",
+                cure="Write datetime.timedelta(seconds=1800).",
+            )
     seconds = None if timeout is None else timeout.total_seconds()
     return ProcessGroupSettings(given.get("backend"), given.get("init_method"), seconds)
 

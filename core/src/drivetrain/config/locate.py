@@ -223,7 +223,10 @@ def read_file(path: str | os.PathLike[str]) -> str:
             cure="Write one with `drivetrain config --default`, or correct the path.",
         ) from error
     except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a NUL in the path
-        raise ConfigError(f"the configuration file {name!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the configuration file {name!r} cannot be read: {error}",
+            cure="Name a file of YAML in UTF-8 that this user may read; `drivetrain config --default` writes one.",
+        ) from error
     if len(content) > MAX_BYTES:
         raise ConfigError(
             f"the configuration file {name!r} is larger than {MAX_BYTES:,} bytes",

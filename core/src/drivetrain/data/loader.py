@@ -879,7 +879,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         UsageError: a negative number.
     """
     if num_batches < 0:
-        raise UsageError(f"cannot skip {num_batches} batches")
+        raise UsageError(f"cannot skip {num_batches} batches", cure="Give the number of batches to skip, from 0 on.")
     if isinstance(loader, PreparedDataLoader):
         return loader.skipping(num_batches)
     return SkippedLoader(loader, num_batches)

@@ -199,7 +199,10 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.batch_size < 0 or self.dp_size < 1:
-            raise UsageError(f"cannot cut batches of {self.batch_size} for {self.dp_size} ranks")
+            raise UsageError(
+                f"cannot cut batches of {self.batch_size} for {self.dp_size} ranks",
+                cure="Give at least 1 of each; a batch size of 0 stands for samples that are not batched.",
+            )
 
     @property
     def units(self) -> int:

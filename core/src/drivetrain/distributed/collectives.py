@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.distributed.dtensors import is_dtensor
+from drivetrain.errors import CheckpointError, DrivetrainError, UsageError
 from drivetrain.topology import DATA_AXES
 
 if TYPE_CHECKING:
@@ -116,10 +116,18 @@ def all_reduce(tensor: Tensor, op: ReduceOp, topology: Topology) -> Tensor:
     return work if op == "sum" and dtype is torch.bool else work.to(dtype)
 
 
+def _no_sender(src: int, topology: Topology) -> UsageError:
+    last = topology.world_size - 1
+    return UsageError(
+        f"process {src} cannot send: there are {topology.world_size} processes, counted from 0",
+        cure=f"Choose one from 0 to {last}." if last else "Choose process 0.",
+    )
+
+
 def broadcast(tensor: Tensor, src: int, topology: Topology) -> Tensor:
     """Broadcast global rank ``src``'s values in a new tensor. Collective over all ranks; shape and dtype agree."""
     if not 0 <= src < topology.world_size:
-        raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
+        raise _no_sender(src, topology)
     if topology.world_size == 1:
         return tensor.detach().clone()
     sent, plain = _as_carried(tensor, topology)
@@ -137,7 +145,7 @@ def broadcast_in_place(tensors: Iterable[Tensor], topology: Topology) -> None:
     """
     if topology.dp_size == 1:
         return
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.data for tensor in tensors]
+    local = [tensor.to_local() if is_dtensor(tensor) else tensor.data for tensor in tensors]
     # The largest elements first, so that each tensor's bytes begin at a multiple of its element size.
     local = sorted((each for each in local if each.numel()), key=lambda each: -each.element_size())
     if not local:
@@ -165,7 +173,7 @@ def all_gather_object(obj: Any, topology: Topology) -> list[Any]:
 def broadcast_object(obj: Any, src: int, topology: Topology) -> Any:
     """Broadcast global rank ``src``'s object, pickled. Collective over all ranks; ``obj`` is ignored elsewhere."""
     if not 0 <= src < topology.world_size:
-        raise UsageError(f"process {src} cannot send: there are {topology.world_size} processes, counted from 0")
+        raise _no_sender(src, topology)
     if topology.world_size == 1:
         return obj
     box = [obj if topology.rank == src else None]
@@ -270,7 +278,9 @@ class Ranks:
         except CheckpointError as problem:
             failure = problem
         except Exception as problem:  # noqa: BLE001  Whatever it is, the other ranks wait to hear of it.
-            failure = CheckpointError(f"could not {action}: {type(problem).__name__}: {problem}".rstrip("."))
+            what = f"could not {action}: {type(problem).__name__}: {problem}".rstrip(".")
+            told = isinstance(problem, DrivetrainError)
+            failure = CheckpointError(what, cure="" if told else "The traceback of the rank that failed says where.")
             cause = problem
         outcomes = self.gather((value, failure))
         failed = [(rank, error) for rank, (_, error) in enumerate(outcomes) if error is not None]

@@ -56,6 +56,7 @@ _STOP_SECONDS = 40.0
 _GREETING = "drivetrain launch\n"
 _LONGEST_MESSAGE = 1 << 20
 _LONGEST_HELLO = 1 << 16
+_LOOK_THERE = "Look at what that machine prints: it has ended, or is not reachable any more."
 _BACKLOG = 4096
 """Connections that wait until torch's store is there; the system lowers it to its own limit."""
 
@@ -631,7 +632,7 @@ class _Client:
             self._stream.flush()
             answer = json.loads(self._stream.readline(_LONGEST_HELLO))
         except (OSError, ValueError):
-            raise LaunchError(f"{where} closed the connection") from None
+            raise LaunchError(f"{where} closed the connection", cure=_LOOK_THERE) from None
         if "refused" in answer:
             raise LaunchError(
                 f"{where} is of another run: {answer['refused']}",
@@ -705,7 +706,7 @@ class Node(Rendezvous):
             try:
                 self._state = link.exchange(self._status)
             except OSError:
-                raise LaunchError(f"{self._coordinator} closed the connection") from None
+                raise LaunchError(f"{self._coordinator} closed the connection", cure=_LOOK_THERE) from None
             self._link = link
             self._thread.start()
         # The coordinator knows which node is missing; wait for its message before this node gives up by itself.
@@ -714,7 +715,10 @@ class Node(Rendezvous):
         while index is None:
             self._check()
             if time.monotonic() > end:
-                raise LaunchError(f"{self._coordinator} began no round within {timeouts.timeout_seconds:g} seconds")
+                raise LaunchError(
+                    f"{self._coordinator} began no round within {timeouts.timeout_seconds:g} seconds",
+                    cure=f"{_LOOK_THERE} rendezvous.timeout_seconds is how long machines wait for each other.",
+                )
             state = self._state
             if state.round > self._round:
                 self._round, index = state.round, state.index_of(self._status.id)

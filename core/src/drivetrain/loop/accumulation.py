@@ -23,7 +23,7 @@ from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import Current, Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
-from drivetrain.loop.gradient_hooks import refuse_multiples
+from drivetrain.loop.gradient_hooks import Cause, refuse_multiples
 from drivetrain.loop.loose import LooseParameters
 from drivetrain.loop.loss import count_items, leaves
 from drivetrain.loop.loss_checks import LossChecks
@@ -106,6 +106,7 @@ class TrainingLoop:
         kept: KeptBatches | None = None,
     ) -> None:
         self.backend, self.steps = backend, steps
+        self._scales_losses = backend.settings.precision.loss_scaling
         self.models: list[PreparedModel] = []
         """In the order of ``prepare``."""
         self.step = 0
@@ -188,7 +189,10 @@ class TrainingLoop:
     def set_steps(self, steps: int) -> None:
         """Change the length of windows that begin from now on."""
         if steps < 1:
-            raise UsageError(f"gradient_accumulation_steps must be at least 1, not {steps}")
+            raise UsageError(
+                f"gradient_accumulation_steps must be at least 1, not {steps}",
+                cure="Write 1 to step after every batch.",
+            )
         self.steps = self.manual.length = steps
 
     # ---- backward ---------------------------------------------------------------------------------------------
@@ -228,7 +232,8 @@ class TrainingLoop:
         window = self.window
         scale = self._scale(loss, primary, num_items, denominator, closes=closes)
         if window.items is not None and window.guesses:
-            self._refuse_hooks(models)
+            self._refuse_hooks(models, "items")
+        self.check_hooks(models)
         window.backwards += 1
         window.backwards_here += 1
         try:
@@ -320,19 +325,27 @@ class TrainingLoop:
         if self.loose.parameters:
             self.loose.reduce(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
-            self._refuse_hooks(models)
+            self._refuse_hooks(models, "items" if self.window.guesses else "samples")
             for model in models:
                 model.trainable.scale_gradients(factor)
 
-    def _refuse_hooks(self, models: Sequence[PreparedModel]) -> None:
+    def check_hooks(self, models: Sequence[PreparedModel]) -> None:
+        """Refuse hooks of the script that would see gradients multiplied by the loss scale. Not collective.
+
+        Raises:
+            UsageError: losses are scaled, and a hook is not linear.
+        """
+        if self._scales_losses:
+            self._refuse_hooks(models, "scale")
+
+    def _refuse_hooks(self, models: Sequence[PreparedModel], cause: Cause) -> None:
         """Refuse hooks of the script for which a multiple of the gradient is not as good as the gradient."""
         # torch numbers all hooks of a process, so that parameters are asked only where one was set.
-        by_items = self.window.guesses
-        now = RemovableHandle.next_id, by_items
+        now = RemovableHandle.next_id
         for model in models:
-            if model.hooks_tried != now:
-                refuse_multiples(model.trainable.gradient_hooks(), self._linear_hooks, by_items=by_items)
-                model.hooks_tried = now
+            if model.hooks_tried.get(cause) != now:
+                refuse_multiples(model.trainable.gradient_hooks(), self._linear_hooks, cause)
+                model.hooks_tried[cause] = now
 
     def _scale(
         self,
@@ -522,31 +535,31 @@ class TrainingLoop:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self.loose.parameters and any(each in self.loose for each in parameters):
             return self._clip_loose(parameters, max_norm, norm_type)
-        owners = self.models if len(self.models) == 1 else self._owners(parameters)
-        if len(owners) > 1 and not capabilities.optimizer_spans_models:
-            raise UnsupportedError(
-                "these parameters belong to several models, which this backend clips one by one",
-                cure="Call clip_grad_norm_ once for each model.",
-            )
-        self._last_norm = owners[0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
+        self._last_norm = self._clip_models(parameters, max_norm, norm_type)
         return self._last_norm
+
+    def _clip_models(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients of prepared models by one norm of all. An engine that steps each by itself measures first."""
+        shares = self._by_owner(parameters)
+        if len(shares) == 1 or self.backend.capabilities.optimizer_spans_models:
+            return shares[0][0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
+        # Nothing is clipped by an infinite norm.
+        norms = [owner.trainable.clip_grad_norm(share, math.inf, norm_type) for owner, share in shares]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), norm_type)
+        if math.isfinite(max_norm) and not total <= max_norm:
+            # As torch's clip_grad_norm_: by 0 where the norm of another model is not finite, whose own step is skipped.
+            ratio = max_norm / (total.item() + _EPSILON) if torch.isfinite(total) else 0.0
+            for (owner, share), norm in zip(shares, norms, strict=True):
+                owner.trainable.clip_grad_norm(share, ratio * (norm.item() + _EPSILON), norm_type)
+        return total
 
     def _clip_loose(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients of which some are of no prepared model, by one norm of all."""
         others = [each for each in parameters if each not in self.loose]
-        norm, owners = None, self.models[:1]
-        if others:
-            owners = self._owners(others)
-            if len(owners) > 1:
-                raise UnsupportedError(
-                    "these parameters belong to several models, and some to none",
-                    cure="Call clip_grad_norm_ once for each model, and once for the parameters of none.",
-                )
-            # Nothing is clipped by an infinite norm.
-            norm = owners[0].trainable.clip_grad_norm(others, math.inf, norm_type)
+        norm = self._clip_models(others, math.inf, norm_type) if others else None
         self._last_norm = total = self.loose.clipped(parameters, norm, max_norm, norm_type)
         if norm is not None and total > max_norm:
-            owners[0].trainable.clip_grad_norm(others, float(norm * max_norm / (total + 1e-6)), norm_type)
+            self._clip_models(others, float(norm * max_norm / (total + _EPSILON)), norm_type)
         return total
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
@@ -562,19 +575,27 @@ class TrainingLoop:
             parameters = [each for each in parameters if each not in self.loose]
             if not parameters:
                 return
-        self._owners(parameters)[0].trainable.clip_grad_value(parameters, clip_value)
+        for owner, share in self._by_owner(parameters):
+            owner.trainable.clip_grad_value(share, clip_value)
 
-    def _owners(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
-        """Models that hold these parameters, in order of ``prepare``."""
+    def _by_owner(self, parameters: Sequence[Tensor]) -> list[tuple[PreparedModel, list[Tensor]]]:
+        """Models that hold these parameters, in order of ``prepare``, with those that each holds.
+
+        Parameters that an engine has replaced, which it finds by itself, go to the first.
+        """
         if len(self.models) == 1:
-            return self.models
-        wanted = {id(parameter) for parameter in parameters}
-        found = [
-            model
-            for model in self.models
-            if any(id(parameter) in wanted for parameter in model.trainable.module.parameters())
-        ]
-        if not found:
+            return [(self.models[0], list(parameters))]
+        left = list(parameters)
+        found: list[tuple[PreparedModel, list[Tensor]]] = []
+        for model in self.models:
+            held = set(map(id, model.trainable.module.parameters()))
+            share = [each for each in left if id(each) in held]
+            if share:
+                found.append((model, share))
+                left = [each for each in left if id(each) not in held]
+        if found:
+            found[0][1].extend(left)
+        else:
             raise UsageError(
                 "these parameters belong to no prepared model",
                 cure="Pass parameters of a model that went through accelerator.prepare.",
@@ -638,6 +659,10 @@ _SCRIPT = 4
 
 _NO_CLIPPING = 1e6
 """Threshold from which a call only measures the norm, as scripts do by 1e9 or infinity, perhaps on one rank only."""
+
+_EPSILON = 1e-6
+"""Added to a norm that is divided by, as in ``torch.nn.utils.clip_grad_norm_``."""
+
 
 def _endless(loop: LoopState) -> LoopState:
     """A loop state whose end closes no window."""

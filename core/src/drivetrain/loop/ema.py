@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.backend import PortableState, TensorSpec
 from drivetrain.backends.portable import buffer_keys, tied_names
 from drivetrain.distributed import collectives
 from drivetrain.distributed.collectives import Ranks
+from drivetrain.distributed.dtensors import is_dtensor
 from drivetrain.errors import CheckpointMismatchError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -245,11 +245,13 @@ class EMA:
             kept, tensor = self._values[name], tensors[name]
             if kept.shape == value.shape:
                 continue
-            if not isinstance(tensor, DTensor) or kept.shape != tensor.shape:
+            if not is_dtensor(tensor) or kept.shape != tensor.shape:
                 raise UnsupportedError(
                     f"{name.removeprefix('model.')} is laid out otherwise than when it was averaged",
                     cure="Make EMA(...) again after changing a model.",
                 )
+            from torch.distributed.tensor import distribute_tensor
+
             cut = distribute_tensor(kept, tensor.device_mesh, tensor.placements, src_data_rank=None)
             self._values[name] = cut.to_local().clone()
 
@@ -289,7 +291,7 @@ class EMA:
 def _local(tensor: Any) -> Tensor:
     """This rank's elements, sharing memory."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         local: Tensor = tensor.to_local()
     elif hasattr(tensor, "__create_chunk_list__"):  # Sharded in an engine's own way, around one tensor of elements.
         ((inner,), _) = tensor.__tensor_flatten__()
@@ -301,8 +303,8 @@ def _local(tensor: Any) -> Tensor:
 
 def _laid_out(local: Tensor, like: Any) -> Any:
     """Wrap this rank's elements as a shard laid out like another tensor."""
-    if isinstance(like, DTensor):
-        return DTensor.from_local(
+    if is_dtensor(like):
+        return type(like).from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     if hasattr(like, "__create_chunk_list__"):

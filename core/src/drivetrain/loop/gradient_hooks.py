@@ -51,7 +51,31 @@ def hooks_of(module: nn.Module) -> Iterator[GradientHook]:
                     yield GradientHook(number, name, parameter, hook, bool(accumulated))
 
 
-def refuse_multiples(hooks: Iterable[GradientHook], tried: set[int], *, by_items: bool) -> None:
+Cause = Literal["items", "samples", "scale"]
+"""Reason for which a hook is called with a multiple of the gradient that one process would find.
+
+``"items"``: their number is not known yet, so that no gradient of the window is what it would be on one process.
+``"samples"``: the window was shorter than expected, and only what hooks returned is another number. ``"scale"``: the
+loss is multiplied, as under ``mixed_precision: fp16``, and what hooks returned is divided again.
+"""
+
+_SINCE: dict[Cause, str] = {
+    "items": "since the number of items by which a window divides is known after its last backward only",
+    "samples": "since the number of samples by which a window divides is known after its last backward only",
+    "scale": "since mixed_precision: fp16 multiplies the loss",
+}
+_DENOMINATOR = (
+    "Pass the number where it is known before: accelerator.backward(loss_sum, denominator=n), with n of the whole "
+    "window over all ranks; or change p.grad after the last accelerator.backward(loss)."
+)
+_CURES: dict[Cause, str] = {
+    "items": _DENOMINATOR,
+    "samples": _DENOMINATOR,
+    "scale": "Change p.grad after accelerator.backward(loss), when it is divided again, or use mixed_precision: bf16.",
+}
+
+
+def refuse_multiples(hooks: Iterable[GradientHook], tried: set[int], cause: Cause) -> None:
     """Refuse hooks that were, or will be, called with a multiple of the gradient and would see the difference.
 
     Not collective. Each hook is tried once, with fixed numbers, so that every rank comes to the same answer.
@@ -59,8 +83,7 @@ def refuse_multiples(hooks: Iterable[GradientHook], tried: set[int], *, by_items
     Args:
         hooks: of the models that a loss trains.
         tried: numbers of those that are linear; those that are found to be are added.
-        by_items: the number of items is not known yet, so that no gradient of the window is what it would be on one
-            process. Else the window was shorter than expected, and only what hooks returned is another number.
+        cause: why they are given a multiple.
 
     Raises:
         UsageError: a hook is not linear, or looks at gradients.
@@ -71,15 +94,13 @@ def refuse_multiples(hooks: Iterable[GradientHook], tried: set[int], *, by_items
         found = "finds what is accumulated so far" if accumulated else try_hook(hook, parameter)
         if found == "linear":
             tried.add(number)
-        elif by_items or found != "returns nothing":
+        elif cause == "items" or found != "returns nothing":
             kind = "register_post_accumulate_grad_hook" if accumulated else "register_hook"
             is_so = "is not linear, as one that clamps or normalises" if found == "not linear" else found
             raise UsageError(
                 f"{name} has a hook by {kind} that {is_so}. It is given a multiple of the gradient of one process, "
-                f"since the number of {'items' if by_items else 'samples'} by which a window divides is known "
-                "after its last backward only",
-                cure="Pass the number where it is known before: accelerator.backward(loss_sum, denominator=n), with n "
-                "of the whole window over all ranks; or change p.grad after the last accelerator.backward(loss).",
+                f"{_SINCE[cause]}",
+                cure=_CURES[cause],
             )
 
 

@@ -39,7 +39,10 @@ class LocalSGD:
 
     def __init__(self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
-            raise UsageError(f"local_sgd_steps must be at least 1, not {local_sgd_steps}")
+            raise UsageError(
+                f"local_sgd_steps must be at least 1, not {local_sgd_steps}",
+                cure="Give the number of steps after which models are averaged.",
+            )
         self.accelerator, self.local_sgd_steps = accelerator, local_sgd_steps
         self.model: Any = model
         self._backend: Backend = accelerator.backend

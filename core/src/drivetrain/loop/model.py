@@ -59,7 +59,7 @@ class PreparedModel:
         stay_frozen: names of parameters that must not be trained, see :meth:`SharedMemory.add`.
         taken_off: paths of the parts that were in torch's ``DataParallel`` or ``DistributedDataParallel``.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
-        hooks_tried: up to which number of torch's, and for what, hooks of parameters were tried.
+        hooks_tried: up to which number of torch's hooks of parameters were tried, by what for.
         numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
             one coordinate.
         evaluates_only: its engine was asked to leave out what gradients need.
@@ -91,7 +91,7 @@ class PreparedModel:
     stay_frozen: Sequence[str] = ()
     taken_off: Sequence[str] = ()
     inner: nn.Module | None = None
-    hooks_tried: tuple[int, bool] = (-1, False)
+    hooks_tried: dict[str, int] = field(default_factory=dict)
     numbers: ForwardNumbers | None = None
     evaluates_only: bool = False
     first_inputs: FirstInputs | None = None

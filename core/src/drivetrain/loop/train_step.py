@@ -70,6 +70,10 @@ def train_step(
     See :meth:`drivetrain.Accelerator.train_step`.
     """
     check_collective("train_step", place=loop.place(), values=(max_norm or 0.0,))
+    if isinstance(batches, list | tuple) and not batches:
+        raise UsageError(
+            "train_step was given no micro-batch", cure="Pass a batch, or a list of at least one micro-batch."
+        )
     several = isinstance(batches, list) and bool(batches) and all(_is_batch(batch) for batch in batches)
     window = list(batches) if several else [batches]
     topology, backend = loop.backend.topology, loop.backend
@@ -85,6 +89,7 @@ def train_step(
         )
     for optimizer in optimizers:
         model.trainable.zero_grad(optimizer.optimizer)
+    loop.check_hooks([model])
     model.window = loop.manual
     rows = loop.loop_state().rows
     if num_items is None and rows is not None:

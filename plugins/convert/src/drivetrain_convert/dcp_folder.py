@@ -135,7 +135,9 @@ def _load(folder: Path, info: Any) -> Any:
         raise CheckpointCorruptError(f"{name} is not a file of this folder", whose=str(folder))
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
-            f"the parts in {name} are compressed or otherwise transformed, which is not read here", whose=str(folder)
+            f"the parts in {name} are compressed or otherwise transformed, which is not read here",
+            whose=str(folder),
+            cure="Save it without extensions: torch.distributed.checkpoint.FileSystemWriter(folder).",
         )
     try:
         with (folder / name).open("rb") as file:

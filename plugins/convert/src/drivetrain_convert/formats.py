@@ -52,7 +52,10 @@ class CheckpointFormat(ABC):
         Returns:
             Sentences about what could not be carried over.
         """
-        raise UnsupportedError(f"{type(self).__name__} reads checkpoints and writes none")
+        raise UnsupportedError(
+            f"{type(self).__name__} reads checkpoints and writes none",
+            cure="`drivetrain convert --help` lists the formats that can be written.",
+        )
 
 
 def installed_formats() -> dict[str, metadata.EntryPoint]:

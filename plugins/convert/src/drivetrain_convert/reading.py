@@ -192,7 +192,10 @@ def _take(state: Mapping[str, Any], names: Mapping[Any, str], trainable: _Traina
     for key, slots in state["state"].items():
         name = names.get(key) or _known(str(key), trainable)
         if name is None:
-            raise CheckpointError(f"the optimizer has state for {key!r}, which is in none of its groups")
+            raise CheckpointError(
+                f"the optimizer has state for {key!r}, which is in none of its groups",
+                cure="Save the whole of optimizer.state_dict(), with its param_groups.",
+            )
         for slot, value in slots.items():
             own = f"optim.{name}.{slot}"
             if type(value) in _NUMBERS:
@@ -353,7 +356,7 @@ def _read(path: Path, kind: str) -> ForeignCheckpoint:
         CheckpointError: not of this kind, or nothing in it can be read safely.
     """
     if not path.exists():
-        raise CheckpointNotFoundError(f"there is nothing at {path}")
+        raise CheckpointNotFoundError(f"there is nothing at {path}", cure="Correct the path.")
     if (path / "manifest.json").is_file():
         raise CheckpointError(f"{path} is a Drivetrain checkpoint already", cure="Load it as it is.")
     if kind not in KINDS:
@@ -401,6 +404,9 @@ def _read_file(path: Path) -> ForeignCheckpoint:
     found = ForeignCheckpoint("a file of torch.save")
     tree = load_pickle(path)
     if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, not a dictionary")
+        raise CheckpointError(
+            f"{path} holds a {type(tree).__name__}, not a dictionary",
+            cure="Give a file to which a state dict was saved: torch.save(model.state_dict(), path).",
+        )
     found.add_tree(tree, path.name)
     return found

@@ -47,7 +47,11 @@ def read_saved(source: str | checkpoint.Folder, index: int = 0) -> SavedModel:
     folder = checkpoint.folder_of(source).absolute()
     manifest = checkpoint.read_manifest(folder)
     if index >= len(manifest.trainables):
-        raise CheckpointError(f"the checkpoint holds {len(manifest.trainables)} model(s)", whose=str(folder))
+        raise CheckpointError(
+            f"the checkpoint holds {len(manifest.trainables)} model(s), counted from 0, and no model {index}",
+            whose=str(folder),
+            cure="`drivetrain checkpoint inspect` shows what it holds.",
+        )
     for name, entry in manifest.files.items():
         checkpoint.check_file(folder, name, entry)
 

@@ -65,6 +65,7 @@ class DDPTrainable(TorchTrainable):
             self.engine.backward(loss, scale)
             for reducer in reducers:
                 reducer.after_backward()
+            self.engine.show_gradients()
         except BaseException:
             for reducer in reducers:
                 reducer.restore_hooks()

@@ -116,4 +116,4 @@ def DeepSpeedPlugin(  # noqa: N802 (the name that scripts import)
         return DeepSpeedConfig(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         found = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors(include_url=False))
-        raise UsageError(f"DeepSpeedPlugin: {found}") from error
+        raise UsageError(f"DeepSpeedPlugin: {found}", cure="Change its arguments.") from error

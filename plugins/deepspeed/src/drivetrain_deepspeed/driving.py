@@ -114,11 +114,11 @@ class Driver:
         """2-norm over all parameters of the pieces as they are, where it is known and finite."""
         self._refused: dict[int, Tensor] = {}
         """Non-finite norms by optimizer: its step is skipped."""
-        self._clipped = False
-        self._closed = True
+        self._overflowed: dict[int, Tensor] = {}
+        """Stage 0: non-finite norms by optimizer after the last backward, which a script may have clamped since."""
+        self._clipped, self._closed = False, True
         """The last backward reduced what its window has gathered."""
-        guard.pending = lambda: bool(self._waiting)
-        guard.stepped, guard.dropped = self._stepped, self._dropped
+        guard.pending, guard.stepped, guard.dropped = lambda: bool(self._waiting), self._stepped, self._dropped
 
     def _gradients(self) -> Gradients:
         if self.stage == 0:
@@ -312,6 +312,7 @@ class Driver:
     def before_backward(self) -> None:
         """Prepare for a backward that reaches this engine, before DeepSpeed gets its first gradient."""
         self._norm = None
+        self._overflowed.clear()
         if self._loss_scale is not None:
             # Without ZeRO, gradients stay after a step.
             if (self._waiting or self.zero is None) and self._scale != self._loss_scale.scale:
@@ -326,6 +327,8 @@ class Driver:
         self._closed = bool(self.engine.is_gradient_accumulation_boundary())
         if self.zero is None and self._closed:
             self._reduce_whole()
+            if self._loss_scale is not None:
+                self._show_gradients()
         else:
             self.engine._backward_epilogue()  # noqa: SLF001
         self.gradients.after_backward(self._closed)
@@ -344,6 +347,15 @@ class Driver:
         for each, by_some in zip(parameters, used.tolist(), strict=True):
             if not by_some:
                 each.grad = None
+
+    def _show_gradients(self) -> None:
+        """Stage 0: take the loss scale out, since scripts clip, edit and log ``parameter.grad``. Not collective."""
+        self.unscale()
+        alone = len(self._parameters) == 1
+        for number, held in self._parameters.items():
+            norm = self._raw_norm(None if alone else held, 2.0)
+            if not math.isfinite(norm.item()):
+                self._overflowed[number] = norm
 
     # ---- between backward and step ---------------------------------------------------------------------------------
 
@@ -418,7 +430,7 @@ class Driver:
         self.unscale()
         if self._max_norm and not self._clipped:
             self.clip_norm(None, self._max_norm, 2.0)
-        known, refused = self._norm, self._refused.pop(number, None)
+        known, refused = self._norm, self._refused.pop(number, self._overflowed.get(number))
         if refused is None and self._loss_scale is not None and known is None:
             raw = self._raw_norm(mine, 2.0)
             if not math.isfinite(raw.item()):

@@ -119,7 +119,10 @@ class Flat:
             elif all(source.shape == self.shapes[name] for name, source in sources.items()):
                 filled[slot] = self.scatter(sources, next(iter(sources.values())).dtype, rooms)
             else:
-                raise CheckpointError(f"{slot} is not shaped like its parameters, so DeepSpeed has no place for it")
+                raise CheckpointError(
+                    f"{slot} is not shaped like its parameters, so DeepSpeed has no place for it",
+                    cure="Write a checkpoint of an optimizer that DeepSpeed has, such as Adam.",
+                )
         return filled
 
     def _places(self) -> Iterator[tuple[str, int, int, int, int]]:

@@ -182,7 +182,11 @@ def _check_complete(optims: Sequence[Path], world_size: int, folder: Path) -> No
 def _refuse(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()]
     if any("expert" in name for name in names):
-        raise CheckpointError("checkpoints with experts in files of their own are not read", whose=str(folder))
+        raise CheckpointError(
+            "checkpoints with experts in files of their own are not read",
+            whose=str(folder),
+            cure="Load it with the program that wrote it, and save the whole state_dict() of the model by torch.save.",
+        )
     if any(name.startswith("layer_") for name in names):
         raise _parallel(folder)
 

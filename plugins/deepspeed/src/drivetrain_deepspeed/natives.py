@@ -182,6 +182,9 @@ def join_parts(parts: list[Tensor], at: int, size: int, shape: tuple[int, ...]) 
 def _shaped(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     found = sum(piece.numel() for piece in pieces)
     if found != math.prod(shape):
-        raise CheckpointError(f"a parameter of shape {shape} has {found} elements in the files")
+        raise CheckpointError(
+            f"a parameter of shape {shape} has {found} elements in the files",
+            cure="Fetch the files of all ranks: each holds a part.",
+        )
     whole = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
     return whole.view(shape)

@@ -111,6 +111,7 @@ def make(kind: str, params: Mapping[str, Any], optimizer: Any) -> Any:
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"the scheduler {kind} cannot be made of the file's parameters: {error}",
+                    cure="Correct `scheduler: params:` of DeepSpeed's file.",
                 ) from error
     raise UsageError(
         f"neither DeepSpeed nor torch has a scheduler {kind!r}",

@@ -52,7 +52,11 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
                 state[name].setdefault(slot, value)
     missing = sorted(set(shapes) - set(masters))
     if missing:
-        raise CheckpointError(f"there is no fp32.pt for {', '.join(missing[:6])}", whose=str(folder / "zero"))
+        raise CheckpointError(
+            f"there is no fp32.pt for {', '.join(missing[:6])}",
+            whose=str(folder / "zero"),
+            cure="Fetch the whole folder, or let ds_to_universal.py write it again.",
+        )
     found.optimizers.append({"state": state, "param_groups": groups_by_name(inner, states["param_shapes"])})
     add_module(found, states, masters, others | (frozen_fragments(models, states) if models else {}))
     add_surroundings(found, states, index.get("loss_scaler"))

@@ -60,8 +60,8 @@ from drivetrain_sharding import (
     FormerParameters,
     OwnerSteps,
     Recording,
-    check_dtensor,
     check_elementwise,
+    check_private_names,
     deferred,
     joined_extra,
     needs_owners,
@@ -393,7 +393,7 @@ class FSDPBackend(DistributedBackend):
 
     def start(self) -> Topology:
         settings = self.settings
-        check_dtensor("drivetrain-fsdp")
+        check_private_names("drivetrain-fsdp")
         self.section: FSDPConfig = settings.section or FSDPConfig()
         device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]
@@ -505,6 +505,7 @@ class FSDPBackend(DistributedBackend):
             raise
         for trainable in self.trainables:
             trainable.after_backward()
+        self._engine.show_gradients()
 
     def check_held(self, parameters: Sequence[Tensor]) -> None:
         """Raise :class:`UsageError` for tensors that never get a gradient: gathered parameters of one forward."""

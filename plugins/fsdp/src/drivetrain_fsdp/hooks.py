@@ -106,7 +106,10 @@ class GradientHooks:
         for name in reached:
             for hook in list(self._after.get(name, {}).values()):
                 if hook(self._parameters[name]) is not None:
-                    raise UsageError(f"a post accumulate grad hook of {name} returned something; torch wants None")
+                    raise UsageError(
+                        f"a post accumulate grad hook of {name} returned something; torch wants None",
+                        cure="Change param.grad in place, or by assignment, and return nothing.",
+                    )
 
     def _hooked(self) -> Iterable[str]:
         return [name for name in self._parameters if self._before.get(name) or self._after.get(name)]

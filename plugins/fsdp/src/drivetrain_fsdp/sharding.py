@@ -164,7 +164,10 @@ def shard(
         _reduce_unused(sharded.root)
     for method in dict.fromkeys([*config.forward_methods, *_beside_forward(module)]):
         if not callable(getattr(module, method, None)):
-            raise UsageError(f"fsdp.forward_methods: {type(module).__name__} has no method {method!r}")
+            raise UsageError(
+                f"fsdp.forward_methods: {type(module).__name__} has no method {method!r}",
+                cure="Name methods of the prepared model that compute with its parameters, or leave it out.",
+            )
         register_fsdp_forward_method(module, method)
         setattr(module, method, _outside_inference_mode(getattr(module, method)))
     return sharded

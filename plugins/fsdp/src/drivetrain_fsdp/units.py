@@ -66,7 +66,10 @@ def _by_function(model: nn.Module, target: str) -> list[nn.Module]:
     chosen = list(function(model))
     inside = {id(each) for each in model.modules()}
     if not all(isinstance(each, nn.Module) and id(each) in inside for each in chosen):
-        raise UsageError(f"fsdp.wrap: {target} must return modules of the model that it is given")
+        raise UsageError(
+            f"fsdp.wrap: {target} must return modules of the model that it is given",
+            cure="Return list(model.layers), for instance: the modules themselves, not their names or copies.",
+        )
     return _called(chosen)
 
 

@@ -74,7 +74,10 @@ class WeightFiles:
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as problem:
-                raise UsageError(f"{path} cannot be read as safetensors: {problem}") from problem
+                raise UsageError(
+                    f"{path} cannot be read as safetensors: {problem}",
+                    cure="Fetch the file again, or write it with save_pretrained or accelerator.save_model.",
+                ) from problem
         return self._open[path]
 
 

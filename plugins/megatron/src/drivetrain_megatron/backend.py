@@ -51,7 +51,7 @@ from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.sharded import full_tensor
 from drivetrain_megatron.trainable import MegatronTrainable
 from drivetrain_megatron.whole import WholeState
-from drivetrain_sharding import FormerParameters, Recording, check_dtensor, deferred
+from drivetrain_sharding import FormerParameters, Recording, check_private_names, deferred
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class MegatronBackend(DistributedBackend):
 
     def start(self) -> Topology:
         settings = self.settings
-        check_dtensor("drivetrain-megatron")
+        check_private_names("drivetrain-megatron")
         self.section: MegatronConfig = settings.section or MegatronConfig()
         device = pick_device(settings.device_type, settings.process)
         kind = device.partition(":")[0]

@@ -91,6 +91,7 @@ class MegatronTrainable(Trainable):
         if self._syncs:
             with engine_side():
                 self._replicas.average_all(self.module)
+        self._engine.show_gradients()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled

@@ -21,7 +21,7 @@ from drivetrain_sharding.local_steps import (
 )
 from drivetrain_sharding.owners import OwnerSteps
 from drivetrain_sharding.plain_data import keep_memory, refuse_as_data
-from drivetrain_sharding.private_names import check_dtensor
+from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
 
@@ -34,8 +34,8 @@ __all__ = [
     "OwnerSteps",
     "Recording",
     "SameOrder",
-    "check_dtensor",
     "check_elementwise",
+    "check_private_names",
     "check_step_hooks",
     "deferred",
     "joined_extra",

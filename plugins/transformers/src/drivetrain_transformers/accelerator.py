@@ -277,5 +277,8 @@ def _translated(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
             cure="Load it whole, and let the configuration shard it: mesh: {tp: 2} with distributed_type: megatron.",
         )
     if given:
-        raise UnsupportedError(f"this version of Transformers passes {', '.join(sorted(given))} to Accelerator")
+        raise UnsupportedError(
+            f"this version of Transformers passes {', '.join(sorted(given))} to Accelerator",
+            cure=f"Install the release that is tested: pip install transformers=={private_names.TESTED}.",
+        )
     return result

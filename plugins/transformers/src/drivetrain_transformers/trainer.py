@@ -492,7 +492,10 @@ def on_drivetrain(trainer_class: type[transformers.Trainer]) -> type[Any]:
         UsageError: it is no such class.
     """
     if not isinstance(trainer_class, type) or not issubclass(trainer_class, StockTrainer):
-        raise UsageError(f"{trainer_class!r} is no subclass of transformers.Trainer")
+        raise UsageError(
+            f"{trainer_class!r} is no subclass of transformers.Trainer",
+            cure="Give transformers.Trainer itself, or a class that derives from it.",
+        )
     if issubclass(trainer_class, Trainer):
         return trainer_class
     bases = (Trainer,) if trainer_class is StockTrainer else (trainer_class, Trainer)

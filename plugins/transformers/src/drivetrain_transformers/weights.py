@@ -80,7 +80,10 @@ def read(model: nn.Module, folder: str) -> dict[str, Tensor]:
     elif (place / WEIGHTS_NAME).is_file():
         found = torch.load(place / WEIGHTS_NAME, map_location="cpu", weights_only=True)
     else:
-        raise CheckpointNotFoundError(f"{folder} holds no weights: neither {SAFE_WEIGHTS_NAME} nor its index")
+        raise CheckpointNotFoundError(
+            f"{folder} holds no weights: neither {SAFE_WEIGHTS_NAME} nor its index",
+            cure="Give the folder of a checkpoint, checkpoint-500 for instance, that holds one of the two.",
+        )
     return _known(found, model, folder)
 
 
@@ -88,7 +91,10 @@ def _adapter(model: Any, file: Path) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     if not file.is_file():
-        raise CheckpointNotFoundError(f"{file.parent} holds no adapter: there is no {file.name}")
+        raise CheckpointNotFoundError(
+            f"{file.parent} holds no adapter: there is no {file.name}",
+            cure="Give the folder of a checkpoint that was saved with this adapter.",
+        )
     # PEFT's own words for each tensor, found by sending their numbers through it.
     names = [name for name, _ in model.named_parameters()]
     sent = {name: torch.tensor(index) for index, name in enumerate(names)}
@@ -98,7 +104,10 @@ def _adapter(model: Any, file: Path) -> dict[str, Tensor]:
     found = load_file(file)
     strange = sorted(set(found) - set(known))
     if strange:
-        raise CheckpointMismatchError(f"{file} holds tensors that are not this adapter's: {', '.join(strange[:4])}")
+        raise CheckpointMismatchError(
+            f"{file} holds tensors that are not this adapter's: {', '.join(strange[:4])}",
+            cure="Make the adapter with the configuration that stands beside the file in adapter_config.json.",
+        )
     return {known[word]: tensor for word, tensor in found.items()}
 
 

@@ -46,7 +46,10 @@ class Costs:
             )
         for name, values in self._by_stage().items():
             if any(not 0 <= value < float("inf") for value in values):
-                raise UsageError(f"{name} of a stage is negative or not finite: {list(values)}")
+                raise UsageError(
+                    f"{name} of a stage is negative or not finite: {list(values)}",
+                    cure="Give finite numbers from 0 on.",
+                )
         if not 0 <= self.kept_for_weights <= 1:
             raise UsageError(f"{self.kept_for_weights} of the activations wait for the weights", cure="Use 0 to 1.")
         if self.split <= 0:

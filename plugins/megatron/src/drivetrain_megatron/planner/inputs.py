@@ -95,7 +95,10 @@ def read_costs(path: Path) -> CostsFile:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{str(path)!r} cannot be read as JSON: {error}") from error
+        raise UsageError(
+            f"{str(path)!r} cannot be read as JSON: {error}",
+            cure='Give a file of JSON whose keys are those of the flags, such as "forward".',
+        ) from error
     return _validated(values, str(path))
 
 
