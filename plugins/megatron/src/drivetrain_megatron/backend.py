@@ -85,7 +85,7 @@ class MegatronBackend(DistributedBackend):
         self.mesh = init_device_mesh(kind, (sizes["pp"], mesh.dp_size, sizes["tp"]), mesh_dim_names=("pp", "dp", "tp"))
         # Collective over all ranks, which are sure to be here now.
         dp_group = collectives.dp_group(self.topology)
-        self._replicas = Replicas(dp_group, mesh.dp_size)
+        self._replicas = Replicas(dp_group, mesh.dp_size, reduces_itself=self.section.data_parallel == "fsdp")
         self._pipeline = self.mesh["pp"].get_group() if sizes["pp"] > 1 else None
         self._norm = GlobalNorm(self._pipeline, device)
         agree = self._any if settings.precision.loss_scaling and mesh.world_size > 1 else None

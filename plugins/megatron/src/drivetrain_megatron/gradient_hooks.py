@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.api import GradientHook, UnsupportedError, hooks_of
+from drivetrain.api import GradientHook, LocalGradients, UnsupportedError, hooks_of
 from drivetrain.api.engines import try_hook
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, unaware
 
@@ -157,7 +157,7 @@ class LinearHooks:
             UnsupportedError: one is not linear, or only looks at gradients.
         """
         for number, name, parameter, hook, accumulated in listed(self._module):
-            if number not in self._known and not accumulated:
+            if number not in self._known and not accumulated and not LocalGradients.keeps(hook):
                 _try(hook, parameter, name)
                 self._known.add(number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.api import LocalGradients, UnsupportedError, UsageError
 from drivetrain_megatron import agreement
 from drivetrain_sharding import laid_out_as
 
@@ -27,11 +27,13 @@ class Replicas:
     Args:
         group: the data-parallel ranks of one pipeline and tensor coordinate.
         size: how many they are.
+        reduces_itself: torch's FSDP2 reduces the gradients of parameters in shards, in any backward.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
-        self._group, self._size = group, size
+    def __init__(self, group: dist.ProcessGroup | None, size: int, *, reduces_itself: bool) -> None:
+        self._group, self._size, self._reduces_itself = group, size, reduces_itself
         self._modules: list[nn.Module] = []
+        self._local: dict[nn.Module, LocalGradients] = {}
         self._rounds = 0
 
     def add(self, module: nn.Module) -> None:
@@ -40,7 +42,23 @@ class Replicas:
 
     def forget(self, module: nn.Module) -> None:
         """It is not trained any more."""
+        if module in self._local:
+            self._local.pop(module).release()
         self._modules = [one for one in self._modules if one is not module]
+
+    def watch(self, module: nn.Module, reduces: Callable[[], bool]) -> None:
+        """Notice gradients of a model that no average reaches, from its first forward on: its parameters are cut then.
+
+        Args:
+            module: one of those that were added.
+            reduces: whether the script expects gradients over all ranks.
+        """
+        if self._size > 1 and not self._reduces_itself and module not in self._local:
+            self._local[module] = LocalGradients(module, reduces)
+
+    def unreduced(self, module: nn.Module) -> bool:
+        """Whether a model has gradients of this rank's samples alone. Not collective."""
+        return module in self._local and self._local[module].exist()
 
     def average_all(self, module: nn.Module) -> None:
         """Average over a model and the others: a loss may reach several, as a generator's by way of its discriminator.
@@ -52,6 +70,8 @@ class Replicas:
             module: of the model whose loss it is; of the others those are averaged that have gradients on any rank.
         """
         self.average(module.parameters())
+        for local in self._local.values():
+            local.reduced()
         others = [one for one in self._modules if one is not module]
         if self._size == 1 or not others:
             return

@@ -79,6 +79,7 @@ class MegatronTrainable(Trainable):
         if self.whole is not None:
             self.whole.check_given()
         self._inputs.given((args, kwargs))
+        self._replicas.watch(self.module, lambda: self._syncs)
         output = self._engine.forward(self._model, args, kwargs)
         # In training, logits stay sharded over tp up to the loss; without gradients they are gathered.
         return output if torch.is_grad_enabled() else whole_tensors(output)
@@ -92,6 +93,9 @@ class MegatronTrainable(Trainable):
             with engine_side():
                 self._replicas.average_all(self.module)
         self._engine.show_gradients()
+
+    def has_unreduced_gradients(self) -> bool:
+        return self._replicas.unreduced(self.module)
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
