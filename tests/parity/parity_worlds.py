@@ -157,6 +157,8 @@ LAYOUTS = {
         _zero("3-in-parts", 3, sub_group_size=60, **IN_PARTS),
         _zero("3-offload", 3, offload_optimizer="cpu", offload_param="cpu", **IN_PARTS),
         _cut("tp-2-sequence", 2, tensor_parallel_size=2, sequence_parallel=True),
+        Place("megatron-dp-2", 2, {"distributed_type": "megatron"}),
+        Place("tp-2-dp-2", 4, {"distributed_type": "megatron", "megatron": {"tensor_parallel_size": 2}}),
         _cut("pp-3", 3, pipeline_parallel_size=3, num_micro_batches=4),
         _cut("pp-2-zbv", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule="zbv"),
     )

@@ -1,4 +1,4 @@
-"""The ``Accelerator``: prepares models, optimizers and loaders, and trains, gathers and saves on the chosen backend."""
+"""Implements the ``Accelerator``: prepares, trains, gathers and saves on the chosen backend."""
 
 from __future__ import annotations
 

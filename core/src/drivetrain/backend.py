@@ -465,10 +465,7 @@ class Trainable(ABC):
             loss = loss_fn(self.forward(*args, **kwargs), batch)
             self.backward(loss, scale)
             total = loss.detach() if total is None else total + loss.detach()
-        if total is None:
-            raise UsageError(
-                "train_step was given no micro-batch", cure="Pass a batch, or a list of at least one micro-batch."
-            )
+        assert total is not None, "a window has a micro-batch"
         return total
 
     @abstractmethod

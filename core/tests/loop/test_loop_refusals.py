@@ -1,4 +1,4 @@
-"""What a call refuses is said in words, and what the words advise works: one process does both, for each refusal."""
+"""Makes each mistake, which is refused in words, and then does what the words advise, which works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of backends that use torch's autograd and optimizers: precision, loss scaling, clipping, stepping, state.
+"""Implements the base of backends that use torch's autograd and optimizers: precision, clipping, stepping, state.
 
 A backend holds one :class:`TorchEngine`, and its prepared models are :class:`TorchTrainable`. The engine does not
 communicate: the backend reduces gradients before the engine reads them.
@@ -68,13 +68,10 @@ class LossScaler(torch.amp.GradScaler):
     part overflowed, and to :meth:`note` it.
     """
 
-    def divide(self, optimizer: Optimizer, grads: list[Tensor] | None) -> dict[torch.device, Tensor]:
-        """Divide gradients by the scale, this optimizer's or those given; returns by device whether all were finite."""
+    def divide(self, grads: Iterable[Tensor]) -> dict[torch.device, Tensor]:
+        """Divide gradients by the scale; returns for each device whether one was not finite. Not collective."""
         scale = torch.as_tensor(self._scale)  # of the device that the loss was scaled on
-        factor, found_inf = scale.double().reciprocal().float(), torch.zeros_like(scale)
-        if grads is None:
-            return self._unscale_grads_(optimizer, factor, found_inf, allow_fp16=False)
-        return _unscale(grads, factor, found_inf)
+        return _unscale(map(_values, grads), scale.double().reciprocal().float(), torch.zeros_like(scale))
 
     def check(self, optimizer: Optimizer, before: Mapping[torch.device, Tensor]) -> None:
         """Unscale gradients that :meth:`divide` has divided: look once more for what is not finite. Not collective."""
@@ -112,12 +109,16 @@ class LossScaler(torch.amp.GradScaler):
                 if grad.is_sparse:
                     # Duplicates in a sparse gradient may overflow only once they are added up.
                     parameter.grad = grad = grad.coalesce()
-                    grad = grad._values()  # noqa: SLF001 (torch's documented name)
-                grads.append(grad)
+                grads.append(_values(grad))
         return _unscale(grads, torch.ones_like(inv_scale) if self._checks_only else inv_scale, found_inf)
 
 
-def _unscale(grads: list[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+def _values(grad: Tensor) -> Tensor:
+    """Return the memory in which a gradient's numbers are, for operations that take no sparse tensors."""
+    return grad._values() if grad.is_sparse else grad  # noqa: SLF001 (torch's documented name)
+
+
+def _unscale(grads: Iterable[Tensor], factor: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
     """Multiply gradients in place; returns for each device whether one was not finite, or ``found_inf``."""
     flags: dict[torch.device, Tensor] = {}
     with torch.no_grad():
@@ -167,10 +168,6 @@ def _local_parts(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dt
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         alike.setdefault((local.device, local.dtype), []).append(local)
     return alike
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    return (id(tensor), 0) if tensor.is_sparse else (tensor.data_ptr(), tensor.numel())
 
 
 def _held(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -231,7 +228,7 @@ class TorchEngine:
         self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
         self._shown: WeakKeyDictionary[Optimizer, Mapping[torch.device, Tensor]] = WeakKeyDictionary()
-        """For those whose gradients have been divided by the scale, for scripts to see: whether they were finite."""
+        """Whether gradients were not finite, by device, for those that are divided by the scale for scripts to see."""
         self._stepped: dict[int, bool] = {}
         """Whether gradients were non-finite on any rank, by optimizer that has stepped since the last backward."""
         self._scale_is_due = False
@@ -301,10 +298,8 @@ class TorchEngine:
         if self.scaler is None:
             return
         for owner, optimizer in self._owned():
-            grads, given = (owner.kept_gradients(optimizer, stepped=stepped) for stepped in (False, True))
-            if grads:
-                in_parts = list(map(_memory, grads)) != list(map(_memory, given))
-                self._shown[optimizer] = self.scaler.divide(optimizer, grads if in_parts else None)
+            if grads := owner.kept_gradients(optimizer, stepped=False):
+                self._shown[optimizer] = self.scaler.divide(grads)
 
     def _owned(self) -> Iterator[tuple[OwnerOfOptimizers, Optimizer]]:
         return ((owner, each) for owner in self._owners for each in owner.optimizers)
@@ -370,12 +365,11 @@ class TorchEngine:
             grad.clamp_(-clip_value, clip_value)
 
     def _holders(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """Return the optimizers that hold one of these parameters; a single one of the model is not asked."""
-        found = _owners(parameters, optimizers)
+        """Return the optimizers that hold one of these parameters; the only one of the model is taken for granted."""
+        found = optimizers if len(optimizers) <= 1 else _holding(parameters, optimizers)
         if len(self._owners) > 1:
             mine = set(map(id, optimizers))
-            others = [each for _, each in self._owned() if id(each) not in mine]
-            found = [*found, *_holding(parameters, others)]
+            found = [*found, *_holding(parameters, [each for _, each in self._owned() if id(each) not in mine])]
         return found
 
     def step(
@@ -453,12 +447,8 @@ class TorchEngine:
             self.scaler.load_state_dict(state["loss_scaler"])
 
 
-def _owners(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    """Those of a model's optimizers that hold at least one of the parameters."""
-    return optimizers if len(optimizers) <= 1 else _holding(parameters, optimizers)
-
-
 def _holding(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return those of the optimizers that hold at least one of the parameters."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         optimizer

@@ -1,4 +1,4 @@
-"""Private names of torch that the core and the plugins of this repository use, checked before a backend starts.
+"""Checks the private names of torch that the core and the plugins of this repository use, before a backend starts.
 
 Decision record 72 says what each is for. One that torch has renamed would end in an ``AttributeError`` in the middle of
 a step, and one that is set in a wrong number; here it ends in a sentence. Names of engines are their plugins'.

@@ -1,4 +1,4 @@
-"""``drivetrain backends``: lists backends, their distributions, capabilities and readiness; installed or not."""
+"""``drivetrain backends``: lists backends, installed or not, with their distributions and what they can do."""
 
 from __future__ import annotations
 

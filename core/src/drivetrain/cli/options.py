@@ -1,4 +1,4 @@
-"""Options that several subcommands share, and their translation to configuration keys."""
+"""Defines the options that several subcommands share, and translates them to configuration keys."""
 
 from __future__ import annotations
 

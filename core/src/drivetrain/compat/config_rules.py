@@ -1,4 +1,4 @@
-"""Rules that convert the keys of Accelerate's configuration files; those of an engine are in its plugin."""
+"""Converts the keys of Accelerate's configuration files by rules; those of an engine are in its plugin."""
 
 from __future__ import annotations
 

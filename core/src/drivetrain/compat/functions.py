@@ -1,4 +1,4 @@
-"""Small functions that scripts import from ``accelerate.utils``."""
+"""Implements small functions that scripts import from ``accelerate.utils``."""
 
 from __future__ import annotations
 

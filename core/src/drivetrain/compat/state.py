@@ -1,4 +1,4 @@
-"""Accelerate's singletons ``PartialState``, ``AcceleratorState`` and ``GradientState``, without state of their own.
+"""Implements Accelerate's singletons ``PartialState``, ``AcceleratorState`` and ``GradientState``, which keep no state.
 
 State lives on the accelerator, of which several may coexist; the singletons look up the newest one.
 """

@@ -1,4 +1,4 @@
-"""The data loader that ``prepare`` returns: it yields this rank's batches and saves and restores its position."""
+"""Implements the data loader that ``prepare`` returns: it yields this rank's batches, and its position can be saved."""
 
 from __future__ import annotations
 

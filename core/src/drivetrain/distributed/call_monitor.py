@@ -571,11 +571,11 @@ class CallMonitor:
             ended = self._main not in sys._current_frames()  # noqa: SLF001
             return "has ended its main thread" if ended else "has too many threads to tell where its main one is"
         waits = _communicates(stack)
-        for _ in range(0 if waits else _SAMPLES - 1):
-            if self._moves:
-                break
+        samples = 1
+        while not (waits or self._moves or samples == _SAMPLES):
             time.sleep(_SAMPLE_SECONDS)
             self._sample()
+            samples += 1
         return f"{'waits ' if waits else ''}{script_line(stack, newest_first=True)}"
 
     def _sample(self) -> str:

@@ -1,4 +1,4 @@
-"""Collectives on one tensor or one object over ``torch.distributed``, as :class:`~drivetrain.api.Backend` has them.
+"""Implements collectives on a tensor or an object, as :class:`~drivetrain.api.Backend` has them.
 
 ``all_gather``, ``all_reduce`` and ``all_gather_object`` run over the data-parallel group, the others over all ranks.
 Every function is collective over the group it names and local when that group has one member. A tensor of any dtype

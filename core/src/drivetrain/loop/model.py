@@ -59,7 +59,7 @@ class PreparedModel:
         stay_frozen: names of parameters that must not be trained, see :meth:`SharedMemory.add`.
         taken_off: paths of the parts that were in torch's ``DataParallel`` or ``DistributedDataParallel``.
         inner: what ``model.module`` is; ``None`` where the user's class has such an attribute of its own.
-        hooks_tried: up to which number of torch's hooks of parameters were tried, by what for.
+        hooks_tried: up to which number of torch's hooks of parameters were tried, by cause.
         numbers: entered for each forward, so that it draws random numbers of this coordinate; ``None`` where there is
             one coordinate.
         evaluates_only: its engine was asked to leave out what gradients need.

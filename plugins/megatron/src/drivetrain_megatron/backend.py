@@ -85,7 +85,7 @@ class MegatronBackend(DistributedBackend):
         self.mesh = init_device_mesh(kind, (sizes["pp"], mesh.dp_size, sizes["tp"]), mesh_dim_names=("pp", "dp", "tp"))
         # Collective over all ranks, which are sure to be here now.
         dp_group = collectives.dp_group(self.topology)
-        self._replicas = Replicas(dp_group, mesh.dp_size, reduces_itself=self.section.data_parallel == "fsdp")
+        self._replicas = Replicas(dp_group, mesh.dp_size)
         self._pipeline = self.mesh["pp"].get_group() if sizes["pp"] > 1 else None
         self._norm = GlobalNorm(self._pipeline, device)
         agree = self._any if settings.precision.loss_scaling and mesh.world_size > 1 else None
@@ -181,7 +181,7 @@ class MegatronBackend(DistributedBackend):
         """Lay a model out over the data-parallel ranks. Called last, since one that is refused is never released."""
         if self.topology.dp_size > 1 and training:
             trainable.lay_out(self.section.data_parallel, self.mesh)
-        self._replicas.add(trainable.module)
+        self._replicas.add(trainable.module, trainable.local)
 
     def _refuse_hooks(self, module: nn.Module) -> None:
         """Hooks that run when a gradient is accumulated are right where each stage has its parameters for itself."""

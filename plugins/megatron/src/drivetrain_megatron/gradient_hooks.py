@@ -123,7 +123,8 @@ def listed(module: nn.Module) -> Iterator[GradientHook]:
     """The script's hooks on gradients of parameters, those of other stages too. Not collective."""
     for found in hooks_of(module):
         its = getattr(found.hook, "of_script", found.hook)
-        if not str(getattr(its, "__module__", "")).startswith("drivetrain_megatron."):
+        ours = LocalGradients.keeps(its) or str(getattr(its, "__module__", "")).startswith("drivetrain_megatron.")
+        if not ours:
             yield found._replace(hook=its)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, Elsewhere):
@@ -157,7 +158,7 @@ class LinearHooks:
             UnsupportedError: one is not linear, or only looks at gradients.
         """
         for number, name, parameter, hook, accumulated in listed(self._module):
-            if number not in self._known and not accumulated and not LocalGradients.keeps(hook):
+            if number not in self._known and not accumulated:
                 _try(hook, parameter, name)
                 self._known.add(number)
 

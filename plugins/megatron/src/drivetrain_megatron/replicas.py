@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -27,38 +27,26 @@ class Replicas:
     Args:
         group: the data-parallel ranks of one pipeline and tensor coordinate.
         size: how many they are.
-        reduces_itself: torch's FSDP2 reduces the gradients of parameters in shards, in any backward.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, *, reduces_itself: bool) -> None:
-        self._group, self._size, self._reduces_itself = group, size, reduces_itself
-        self._modules: list[nn.Module] = []
-        self._local: dict[nn.Module, LocalGradients] = {}
+    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
+        self._group, self._size = group, size
+        self._local: dict[nn.Module, LocalGradients | None] = {}
+        """By model: what notices its gradients that no average has reached."""
         self._rounds = 0
 
-    def add(self, module: nn.Module) -> None:
-        """One more model that is trained; in the same order on every rank."""
-        self._modules.append(module)
-
-    def forget(self, module: nn.Module) -> None:
-        """It is not trained any more."""
-        if module in self._local:
-            self._local.pop(module).release()
-        self._modules = [one for one in self._modules if one is not module]
-
-    def watch(self, module: nn.Module, reduces: Callable[[], bool]) -> None:
-        """Notice gradients of a model that no average reaches, from its first forward on: its parameters are cut then.
+    def add(self, module: nn.Module, local: LocalGradients | None) -> None:
+        """Add a model that is trained; in the same order on every rank.
 
         Args:
-            module: one of those that were added.
-            reduces: whether the script expects gradients over all ranks.
+            module: the model.
+            local: is told of each average; ``None`` where there is nothing to average.
         """
-        if self._size > 1 and not self._reduces_itself and module not in self._local:
-            self._local[module] = LocalGradients(module, reduces)
+        self._local[module] = local
 
-    def unreduced(self, module: nn.Module) -> bool:
-        """Whether a model has gradients of this rank's samples alone. Not collective."""
-        return module in self._local and self._local[module].exist()
+    def forget(self, module: nn.Module) -> None:
+        """Remove a model that is not trained any more; one that was not added is none."""
+        self._local.pop(module, None)
 
     def average_all(self, module: nn.Module) -> None:
         """Average over a model and the others: a loss may reach several, as a generator's by way of its discriminator.
@@ -71,8 +59,9 @@ class Replicas:
         """
         self.average(module.parameters())
         for local in self._local.values():
-            local.reduced()
-        others = [one for one in self._modules if one is not module]
+            if local is not None:  # what no rank's backward has reached has no gradient
+                local.reduced()
+        others = [one for one in self._local if one is not module]
         if self._size == 1 or not others:
             return
         reached = [any(parameter.grad is not None for parameter in one.parameters()) for one in others]

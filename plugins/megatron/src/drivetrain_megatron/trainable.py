@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from drivetrain.api import (
     GradientHook,
+    LocalGradients,
     PortableState,
     StepResult,
     TensorSpec,
@@ -68,6 +69,8 @@ class MegatronTrainable(Trainable):
         self._engine, self._replicas, self._dp_size = engine, replicas, dp_size
         self._linear = gradient_hooks.LinearHooks(module)
         self._syncs = True
+        self.local: LocalGradients | None = None
+        """Notices gradients that no average over the data-parallel ranks has reached, if there are several."""
         self.whole: WholeState | None = None
         """Gathers the full state dict, if this rank holds a part of it."""
 
@@ -79,7 +82,6 @@ class MegatronTrainable(Trainable):
         if self.whole is not None:
             self.whole.check_given()
         self._inputs.given((args, kwargs))
-        self._replicas.watch(self.module, lambda: self._syncs)
         output = self._engine.forward(self._model, args, kwargs)
         # In training, logits stay sharded over tp up to the loss; without gradients they are gathered.
         return output if torch.is_grad_enabled() else whole_tensors(output)
@@ -95,7 +97,7 @@ class MegatronTrainable(Trainable):
         self._engine.show_gradients()
 
     def has_unreduced_gradients(self) -> bool:
-        return self._replicas.unreduced(self.module)
+        return self.local is not None and self.local.exist()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         self._syncs = enabled
@@ -133,6 +135,8 @@ class MegatronTrainable(Trainable):
         """See :meth:`drivetrain_megatron.stepping.Stepping.lay_out`."""
         self._stepping.lay_out(how, mesh)
         self.communicates_in_forward = self.communicates_in_forward or how == "fsdp"
+        if how != "fsdp":  # whose gradients torch reduces in any backward
+            self.local = LocalGradients(self.module, lambda: self._syncs)
 
     def portable_state(self) -> PortableState:
         return self._stepping.portable_state()
@@ -195,5 +199,7 @@ class MegatronTrainable(Trainable):
         """Do nothing: only the backend's mesh holds the process group."""
         warn_anew()
         self._replicas.forget(self.module)
+        if self.local is not None:
+            self.local.release()
         if self.whole is not None:
             self.whole.remove()
