@@ -118,6 +118,9 @@ hook_sees_what_the_one_before_returned hooks_of_a_plain_backward
 gradients_clamped_in_windows hooks_after_accumulation_in_windows
 layer_clamps_itself forward_clamps_a_layer_before_its_call forward_clamps_a_layer_after_its_call
 clamped_between_two_ways_in
+data_exchanged data_between_forward_and_backward forward_assigns_data channels_last
+group_narrowed parameter_moved_between_groups groups_replaced waiting_gradients_clipped
+penalty_before_the_forward own_grad_scaler scaler_of_torch
 adagrad layerwise_optimizer global_norm_optimizer optimizer_state_restored
 as_many_steps_as_samples as_many_steps_as_samples_in_one_dim as_many_classes_as_samples
 rows_collected_in_new_memory spectral_norm buffers_written counter_in_forward custom_output
@@ -145,6 +148,11 @@ def _cut(short: str, world_size: int, **section: Any) -> Place:
 IN_PARTS = {"stage3_param_persistence_threshold": 0}
 """Without it stage 3 keeps parameters as small as these whole between their uses."""
 
+def _beside(short: str, ranks: int, data_parallel: str, **section: Any) -> Place:
+    section["data_parallel"] = data_parallel
+    return Place(short, ranks, {"distributed_type": "megatron", "megatron": section})
+
+
 LAYOUTS = {
     place.name: place
     for place in (
@@ -157,8 +165,11 @@ LAYOUTS = {
         _zero("3-in-parts", 3, sub_group_size=60, **IN_PARTS),
         _zero("3-offload", 3, offload_optimizer="cpu", offload_param="cpu", **IN_PARTS),
         _cut("tp-2-sequence", 2, tensor_parallel_size=2, sequence_parallel=True),
-        Place("megatron-dp-2", 2, {"distributed_type": "megatron"}),
-        Place("tp-2-dp-2", 4, {"distributed_type": "megatron", "megatron": {"tensor_parallel_size": 2}}),
+        _beside("megatron-dp-2", 2, "ddp"),
+        _beside("tp-2-dp-2", 4, "ddp", tensor_parallel_size=2),
+        _beside("megatron-zero1-3", 3, "zero1"),
+        _beside("tp-2-zero1-2", 4, "zero1", tensor_parallel_size=2),
+        _beside("pp-2-zero1-2", 4, "zero1", pipeline_parallel_size=2),
         _cut("pp-3", 3, pipeline_parallel_size=3, num_micro_batches=4),
         _cut("pp-2-zbv", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule="zbv"),
     )

@@ -184,11 +184,8 @@ class OwnerOfOptimizers(Protocol):
     def optimizers(self) -> list[Optimizer]:
         """Return those that step; the same on every rank."""
 
-    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
-        """Return the gradients of an optimizer's parameters; of DTensors this rank's parts will do.
-
-        With ``stepped`` those that it is given, else those that backwards add to.
-        """
+    def kept_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients of an optimizer's parameters; of DTensors this rank's parts will do."""
 
 
 @final
@@ -273,16 +270,16 @@ class TorchEngine:
         self._num_backwards += 1
         if self.scaler is None:
             return
-        plain = [*((each, False) for each in self._shown), *((each, True) for each in self._unscaled.values())]
+        plain = [*self._shown, *self._unscaled.values()]
         for number, optimizer in self._unscaled.items():
             if number not in self._stepped:
                 # Clipped or measured, and not stepped: dropped, or kept to be added to.
                 self.scaler.note(optimizer, self.device, overflow=not self._norms.pop(number, (None, True))[1])
                 self._scale_is_due = True
         self._move_scale()
-        for optimizer, stepped in plain:
+        for optimizer in plain:
             owner = next((owner for owner, each in self._owned() if each is optimizer), None)
-            kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer, stepped=stepped)
+            kept = gradients(_held(optimizer)) if owner is None else owner.kept_gradients(optimizer)
             if kept:
                 multiply_gradients(kept, self.scaler.get_scale())
         self._unscaled.clear()
@@ -298,7 +295,7 @@ class TorchEngine:
         if self.scaler is None:
             return
         for owner, optimizer in self._owned():
-            if grads := owner.kept_gradients(optimizer, stepped=False):
+            if grads := owner.kept_gradients(optimizer):
                 self._shown[optimizer] = self.scaler.divide(grads)
 
     def _owned(self) -> Iterator[tuple[OwnerOfOptimizers, Optimizer]]:
@@ -313,7 +310,7 @@ class TorchEngine:
             gradient
             for owner, each in self._owned()
             if not (id(each) in self._stepped or id(each) in self._unscaled or each in self._shown)
-            for gradient in owner.kept_gradients(each, stepped=False)
+            for gradient in owner.kept_gradients(each)
         ]
         before = self.scaler.get_scale() if waiting else 1.0
         self.scaler.update()
@@ -479,7 +476,7 @@ class TorchTrainable(Trainable):
         self.optimizers, self.engine = list(optimizers), engine
         engine.serve(self)
 
-    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
+    def kept_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """See :class:`OwnerOfOptimizers`."""
         return gradients(_held(optimizer))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.tensor.cut import CutTensor, as_cut_like, engine_side
 from drivetrain_megatron.zero1 import Parts
-from drivetrain_sharding import FormerParameters, check_step_hooks, step_on_parts, successors
+from drivetrain_sharding import FormerParameters, check_step_hooks, on_local_parts, step_on_parts, successors
 
 
 @final
@@ -63,8 +64,6 @@ class Stepping:
         self.optimizers.append(optimizer)
         if self._former is not None:
             remap(optimizer, self._former, self._module, part)
-        if self._parts is not None:
-            self._parts.divide([optimizer])
 
     def remove(self, optimizer: Optimizer) -> None:
         """Remove an optimizer that a later one replaces."""
@@ -80,21 +79,11 @@ class Stepping:
         """
         if how == "zero1":
             self._parts = Parts(mesh, self._module)
-            self._parts.divide(self.optimizers)
         elif how == "fsdp":
             before = dict(self._module.named_parameters())
             self._former = shard(self._module, mesh, self.optimizers)
             why = "data_parallel: fsdp reduces gradients into shards past autograd, which calls hooks"
             gradient_hooks.refuse(before, self._module, why)
-
-    @property
-    def in_parts(self) -> bool:
-        """Optimizers hold other tensors than the module's parameters."""
-        return self._parts is not None
-
-    def held(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors that optimizers hold for these parameters."""
-        return parameters if self._parts is None else self._parts.of(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """See :meth:`drivetrain.api.Trainable.clip_grad_norm`. A call with an infinite norm only measures."""
@@ -107,25 +96,22 @@ class Stepping:
                     cure="Write it in one place.",
                 )
         with engine_side():
-            return self._engine.clip_grad_norm(self.held(successors(parameters)), max_norm, norm_type, self.optimizers)
+            return self._engine.clip_grad_norm(successors(parameters), max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
         with engine_side():
-            self._engine.clip_grad_value(self.held(successors(parameters)), clip_value, self.optimizers)
+            self._engine.clip_grad_value(successors(parameters), clip_value, self.optimizers)
 
-    def kept_gradients(self, optimizer: Optimizer, *, stepped: bool) -> list[Tensor]:
-        """The gradients of what this optimizer holds, or of the module's parameters of which these are parts."""
+    def kept_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients of what this optimizer holds, of those that are cut this rank's parts."""
         with engine_side():
-            held = [one for group in optimizer.param_groups for one in group["params"]]
-            found = gradients(held if stepped or self._parts is None else self._parts.wholes(held))
+            found = gradients(one for group in optimizer.param_groups for one in group["params"])
             return [one.to_local() if isinstance(one, DTensor) else one for one in found]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of what this optimizer will step with."""
         with engine_side():
-            if self._parts is not None:
-                self._parts.expose()
             self._engine.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> StepResult:
@@ -141,10 +127,9 @@ class Stepping:
                 "an optimizer closure cannot be combined with data_parallel: zero1", cure="Use data_parallel: ddp."
             )
         check_step_hooks(optimizer, self._step_hooks, "this rank's parts of parameters by data_parallel: zero1")
-        self._parts.expose()
-        result = step_on_parts(self._engine, optimizer)
+        result = self._engine.step(optimizer, stepping=partial(_on_parts, self._parts, optimizer))
         if not result.skipped:
-            self._parts.gather()
+            self._parts.gather([optimizer])
         return result
 
     def _show_whole_state(self, optimizer: Optimizer) -> None:
@@ -159,10 +144,8 @@ class Stepping:
                         as_cut_like(parameter, value)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Drop the gradients of this optimizer's parameters, whole ones and parts."""
+        """Drop the gradients of this optimizer's parameters."""
         self._clipped = False
-        if self._parts is not None:
-            self._parts.drop_gradients(optimizer)
         with engine_side():
             optimizer.zero_grad(set_to_none)
 
@@ -182,7 +165,13 @@ class Stepping:
             state.load_portable_state(self._module, self.optimizers, self._engine, portable)
         self._seen_state.clear()
         if self._parts is not None:
-            self._parts.gather()
+            self._parts.gather(self.optimizers)
 
     def _names(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._parts is None else self._parts.in_module()
+        return nullcontext() if self._parts is None else self._parts.in_checkpoint(self.optimizers)
+
+
+@contextmanager
+def _on_parts(parts: Parts, optimizer: Optimizer) -> Iterator[None]:
+    with parts.in_optimizers([optimizer]), on_local_parts(optimizer):
+        yield

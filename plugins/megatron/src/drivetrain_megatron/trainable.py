@@ -186,11 +186,6 @@ class MegatronTrainable(Trainable):
                 "get no gradients",
                 cure="Prepare the optimizer with its model, or make it of model.parameters() after prepare.",
             )
-        if self._stepping.in_parts:
-            raise UsageError(
-                f"{type(optimizer).__name__} was not prepared, and data_parallel: zero1 steps on parts of parameters",
-                cure="Step with what accelerator.prepare(optimizer) returned.",
-            )
 
     def loaded(self) -> None:
         """The script has loaded values by itself; nothing here depends on them."""

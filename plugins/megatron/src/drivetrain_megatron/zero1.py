@@ -1,12 +1,14 @@
-"""ZeRO-1: the optimizer sees this rank's part of each parameter, and keeps state for that part only.
+"""ZeRO-1: the optimizer steps on this rank's part of each parameter, and keeps state for that part only.
 
-Parameters and gradients stay whole in the module. Before a step the part's gradient is a view of the whole one; after
-it the parts are gathered back into the parameters.
+Parameters and gradients stay whole in the module and in the optimizer's groups, for scripts to read, write and regroup.
+For a step each parameter is exchanged for a part, a view of the parameter as it is then; after the step the parts are
+gathered into the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -21,7 +23,6 @@ from torch.optim import Optimizer
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.remapping import one_kernel
 from drivetrain_megatron.replicas import buckets, local_part
-from drivetrain_megatron.tensor.cut import CutTensor
 
 
 @final
@@ -37,114 +38,74 @@ class Parts:
         self._mesh, self._module = mesh, module
         self._group, self._size = mesh["dp"].get_group(), mesh["dp"].size()
         self._rank = dist.get_rank(self._group)
-        self._parts: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        """Parameters and the parts that were made of them last, by identity of the parameter."""
 
-    def divide(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace parameters in these optimizers by shards, and shard their state alike. Not collective."""
-        for parameter in self._module.parameters():
-            dim = self._dim(parameter)
-            if dim is not None and id(parameter) not in self._parts:
-                if isinstance(parameter, CutTensor):
-                    parameter.pinned = "data_parallel: zero1 steps on parts that lie in it"
-                part = nn.Parameter(self._part(parameter, parameter, dim))
-                self._parts[id(parameter)] = (parameter, part, dim)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for index, whole in enumerate(group["params"]):
-                    if id(whole) in self._parts:
-                        group["params"][index] = self._exchanged(optimizer, whole)
-                one_kernel(group)
+    @contextmanager
+    def in_optimizers(self, optimizers: Sequence[Optimizer]) -> Iterator[dict[int, nn.Parameter]]:
+        """Exchange the parameters in these optimizers for parts, with their gradients and states. Not collective.
 
-    def _exchanged(self, optimizer: Optimizer, whole: nn.Parameter) -> nn.Parameter:
-        _, part, dim = self._parts[id(whole)]
-        state: dict[str, Any] | None = optimizer.state.pop(whole, None)
-        if state is not None:
-            optimizer.state[part] = {
-                slot: self._part(value, whole, dim)
-                if isinstance(value, Tensor) and value.shape == whole.shape
-                else value
-                for slot, value in state.items()
-            }
-        return part
+        Yields:
+            The parts, by identity of the parameter.
+        """
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        held = [group["params"] for group in groups]
+        with torch.no_grad():
+            pairs = [(one, part) for params in held for one in params if (part := self._part(one)) is not None]
+            for optimizer in optimizers:
+                for whole, part in pairs:
+                    if whole in optimizer.state:
+                        optimizer.state[part] = self._cut_state(optimizer.state.pop(whole), whole)
+        parts = {id(whole): part for whole, part in pairs}
+        for group, params in zip(groups, held, strict=True):
+            group["params"] = [parts.get(id(one), one) for one in params]
+            one_kernel(group)
+        try:
+            yield parts
+        finally:
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
+            self._made = {key: pair for key, pair in self._made.items() if pair[0]() is not None}
+            for whole, part in pairs:
+                self._made[id(whole)] = (weakref.ref(whole), part)
+                part.grad = None
+                for optimizer in optimizers:
+                    if part in optimizer.state:
+                        optimizer.state[whole] = optimizer.state.pop(part)
 
-    def _dim(self, parameter: nn.Parameter) -> int | None:
-        """Along which dim a parameter is cut: one that ``tp`` does not cut, with a row for each rank."""
-        if not parameter.requires_grad or is_absent(parameter):
-            return None
-        taken = (
-            {one.dim for one in parameter.placements if isinstance(one, Shard)}
-            if isinstance(parameter, DTensor)
-            else ()
-        )
-        return next((dim for dim, size in enumerate(parameter.shape) if dim not in taken and size >= self._size), None)
-
-    def _part(self, whole: Tensor, like: nn.Parameter, dim: int) -> DTensor:
-        """A view of this rank's part of a tensor that is laid out like a parameter."""
-        mesh = self._mesh["dp"]
-        placements: list[Placement] = [Shard(dim)]
-        if isinstance(like, DTensor):
-            mesh, placements = self._mesh["dp", "tp"], [Shard(dim), *like.placements]
-        local = local_part(whole.detach()).tensor_split(self._bounds(like.shape[dim]), dim)[self._rank]
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-
-    def _bounds(self, size: int) -> list[int]:
-        """Return the starts of all shards but the first, as in ``torch.chunk``: the last ones are smaller or empty."""
-        each = -(-size // self._size)
-        return [min(each * rank, size) for rank in range(1, self._size)]
-
-    def part_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The part of a parameter; itself when it is not cut."""
-        return self._parts[id(parameter)][1] if id(parameter) in self._parts else parameter
+    @contextmanager
+    def in_checkpoint(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Exchange them in the module too, so that this rank saves and loads its parts. Not collective."""
+        put: list[tuple[nn.Module, str, nn.Parameter]] = []
+        with self.in_optimizers(optimizers) as parts:
+            for module in self._module.modules():
+                for name, parameter in list(module._parameters.items()):  # noqa: SLF001 (assigning by name asks for more)
+                    if id(parameter) in parts and parameter is not None:
+                        put.append((module, name, parameter))
+                        module._parameters[name] = parts[id(parameter)]  # noqa: SLF001
+            try:
+                yield
+            finally:
+                for module, name, parameter in put:
+                    module._parameters[name] = parameter  # noqa: SLF001
 
     def cut(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
         """This rank's part of a tensor that is laid out like a parameter, in memory of its own. Not collective."""
-        if id(parameter) not in self._parts:
-            return whole
-        return self._part(whole, parameter, self._parts[id(parameter)][2]).clone()
-
-    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """The parts of these parameters, with their gradients; what is not cut is returned as it is."""
-        found: list[Tensor] = []
-        for one in parameters:
-            if id(one) not in self._parts:
-                found.append(one)
-                continue
-            whole, part, dim = self._parts[id(one)]
-            part.grad = None
-            if whole.grad is not None:
-                part.grad = self._part(whole.grad, whole, dim)
-            found.append(part)
-        return found
-
-    def wholes(self, parts: Iterable[Tensor]) -> list[Tensor]:
-        """The parameters that these are parts of; what is not cut is returned as it is."""
-        whole_of = {id(part): whole for whole, part, _ in self._parts.values()}
-        return [whole_of.get(id(one), one) for one in parts]
-
-    def expose(self) -> None:
-        """Let every part have its gradient."""
-        self.of([whole for whole, _, _ in self._parts.values()])
-
-    def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of the parameters whose parts this optimizer has."""
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for whole, part, _ in self._parts.values():
-            if id(part) in held:
-                whole.grad = part.grad = None
+        dim = self._dim(parameter)
+        return whole if dim is None else self._view(whole, parameter, dim).clone()
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """All-gather the parameters from every rank's shards. Collective over the data-parallel ranks."""
-        wholes: list[Tensor] = [whole for whole, _, _ in self._parts.values()]
-        for bucket in buckets(wholes):
-            self._gather(bucket)
+    def gather(self, optimizers: Sequence[Optimizer]) -> None:
+        """All-gather the parameters of these optimizers from every rank's parts. Collective over ``dp``."""
+        held = {id(one): one for each in optimizers for group in each.param_groups for one in group["params"]}
+        dims = {key: dim for key, one in held.items() if (dim := self._dim(one)) is not None}
+        for bucket in buckets([held[key] for key in dims]):
+            self._gather(bucket, [dims[id(one)] for one in bucket])
 
-    def _gather(self, bucket: Sequence[Tensor]) -> None:
+    def _gather(self, bucket: Sequence[Tensor], dims: Sequence[int]) -> None:
         pieces = [
-            local_part(one.detach()).tensor_split(
-                self._bounds(one.shape[self._parts[id(one)][2]]), self._parts[id(one)][2]
-            )
-            for one in bucket
+            local_part(one.detach()).tensor_split(self._bounds(one.shape[dim]), dim)
+            for one, dim in zip(bucket, dims, strict=True)
         ]
         sizes = [sum(piece[rank].numel() for piece in pieces) for rank in range(self._size)]
         sent = pieces[0][0].new_zeros(max(sizes))
@@ -158,17 +119,63 @@ class Parts:
                 target.copy_(flat[start : start + target.numel()].view(target.shape))
                 start += target.numel()
 
-    @contextmanager
-    def in_module(self) -> Iterator[None]:
-        """Inside, the module's names lead to parts: what a checkpoint reads and writes is this rank's."""
-        put: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for module in self._module.modules():
-            for name, parameter in list(module._parameters.items()):  # noqa: SLF001 (assigning by name asks for more)
-                if parameter is not None and id(parameter) in self._parts:
-                    put.append((module, name, parameter))
-                    module._parameters[name] = self._parts[id(parameter)][1]  # noqa: SLF001
-        try:
-            yield
-        finally:
-            for module, name, parameter in put:
-                module._parameters[name] = parameter  # noqa: SLF001
+    def _part(self, whole: nn.Parameter) -> nn.Parameter | None:
+        """The part of a parameter as it is now, with its gradient; ``None`` for one that is not cut."""
+        dim = self._dim(whole)
+        if dim is None:
+            return None
+        part = self._view(whole, whole, dim)
+        known, before = self._made.get(id(whole), (None, None))
+        if known is not None and known() is whole and _same_memory(local_part(before), local_part(part)):
+            made = before
+        else:
+            made = nn.Parameter(part, requires_grad=whole.requires_grad)
+        made.grad = None if whole.grad is None else self._view(whole.grad, whole, dim)
+        return made
+
+    def _cut_state(self, state: dict[str, Any], whole: nn.Parameter) -> dict[str, Any]:
+        """Return optimizer state with what is laid out like the whole parameter cut; what was cut stays."""
+        return {
+            slot: self.cut(value, whole)
+            if isinstance(value, Tensor) and value.shape == whole.shape and not _along_dp(value)
+            else value
+            for slot, value in state.items()
+        }
+
+    def _dim(self, parameter: Tensor) -> int | None:
+        """Along which dim a parameter is cut: one that ``tp`` does not cut, with a row for each rank."""
+        if is_absent(parameter):
+            return None
+        taken = (
+            {one.dim for one in parameter.placements if isinstance(one, Shard)}
+            if isinstance(parameter, DTensor)
+            else ()
+        )
+        return next((dim for dim, size in enumerate(parameter.shape) if dim not in taken and size >= self._size), None)
+
+    def _view(self, whole: Tensor, like: nn.Parameter, dim: int) -> DTensor:
+        """A view of this rank's part of a tensor that is laid out like a parameter."""
+        mesh = self._mesh["dp"]
+        placements: list[Placement] = [Shard(dim)]
+        if isinstance(like, DTensor):
+            mesh, placements = self._mesh["dp", "tp"], [Shard(dim), *like.placements]
+        local = local_part(whole.detach()).tensor_split(self._bounds(like.shape[dim]), dim)[self._rank]
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+    def _bounds(self, size: int) -> list[int]:
+        """Return the starts of all shards but the first, as in ``torch.chunk``: the last ones are smaller or empty."""
+        each = -(-size // self._size)
+        return [min(each * rank, size) for rank in range(1, self._size)]
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+def _along_dp(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and "dp" in (tensor.device_mesh.mesh_dim_names or ())

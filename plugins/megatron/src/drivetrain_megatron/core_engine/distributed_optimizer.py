@@ -245,26 +245,25 @@ class ShardedStepping:
         for pair in filter(self._trains, self._weights.pairs if steps else ()):
             slots = {name: pair.how.split(self._whole(pair.theirs, name)) for name in names}
             for index, mine in enumerate(pair.ours):
-                target = parts.part_of(mine)
-                written[0].state[target] = {"step": torch.tensor(steps)} | {
+                written[0].state[mine] = {"step": torch.tensor(steps)} | {
                     name: parts.cut(laid_out_as(mine, each[index]), mine) for name, each in slots.items()
                 }
-        with parts.in_module():
+        with parts.in_checkpoint(written):
             return state.portable_state(self._module, written, self._engine)
 
     def portable_template(self, saved: Mapping[str, TensorSpec]) -> PortableState:
         """Return the tensors that this rank loads from a checkpoint. Not collective."""
         parts, written = self._in_parts()
-        with parts.in_module():
+        with parts.in_checkpoint(written):
             return state.portable_template(self._module, written, saved)
 
     @torch.no_grad()
     def load_portable_state(self, portable: PortableState) -> None:
         """Take it over. Collective over the data-parallel ranks."""
         parts, written = self._in_parts()
-        with parts.in_module():
+        with parts.in_checkpoint(written):
             state.load_portable_state(self._module, written, self._engine, portable)
-        parts.gather()
+        parts.gather(written)
         self._weights.push()
         for optimizer, read in zip(self.optimizers, written, strict=True):
             for group, saved in zip(optimizer.param_groups, read.param_groups, strict=True):
@@ -272,7 +271,7 @@ class ShardedStepping:
             optimizer.state.clear()
             for pair in filter(self._trains, self._weights.pairs):
                 self._fill(pair.theirs, None, pair.how.join([local_part(one.detach()) for one in pair.ours]))
-                slots = [read.state.get(parts.part_of(one), {}) for one in pair.ours]
+                slots = [read.state.get(one, {}) for one in pair.ours]
                 for name in slots[0]:
                     values = [_local(one[name]) for one in slots]
                     whole = pair.how.join(values) if values[0].dim() else values[:1] * len(pair.theirs)
@@ -282,7 +281,7 @@ class ShardedStepping:
         return bool(self.optimizers) and pair.theirs[0].requires_grad
 
     def _in_parts(self) -> tuple[Parts, list[Optimizer]]:
-        """Parts of the user's parameters, and an optimizer of them in the groups of the real one, without state."""
+        """Parts of the user's parameters, and an optimizer of these in the groups of the real one, without state."""
         parts = Parts(self._mesh, self._module)
         written = [
             Optimizer(
@@ -290,7 +289,6 @@ class ShardedStepping:
             )
             for each in self.optimizers
         ]
-        parts.divide(written)
         return parts, written
 
     def _slots(self) -> tuple[list[str], float]:

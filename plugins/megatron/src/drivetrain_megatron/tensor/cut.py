@@ -45,12 +45,10 @@ class CutTensor(DTensor):
     Attributes:
         tp_layout: how the whole is cut.
         ring: the ranks that hold the parts.
-        pinned: why the part must stay in its memory; empty where it need not.
     """
 
     tp_layout: Layout
     ring: Ring
-    pinned: str = ""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -468,11 +466,6 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"param.data = ... of shape {list(values.shape)} and {values.dtype} for a cut parameter of shape "
             f"{list(cut.shape)} and {cut.dtype}",
             cure="Assign values of the parameter's shape and dtype; model.to(dtype) changes the dtype.",
-        )
-    if cut.pinned:
-        raise UsageError(
-            f"param.data = ... gives a parameter other memory, and {cut.pinned}",
-            cure="Write `with torch.no_grad(): param.copy_(values)`, and keep values by `param.detach().clone()`.",
         )
     if isinstance(values, DTensor) and _alike(values, cut):
         cut._local_tensor = values._local_tensor.detach()  # noqa: SLF001
