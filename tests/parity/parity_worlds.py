@@ -121,6 +121,9 @@ clamped_between_two_ways_in
 data_exchanged data_between_forward_and_backward forward_assigns_data channels_last
 group_narrowed parameter_moved_between_groups groups_replaced waiting_gradients_clipped
 penalty_before_the_forward own_grad_scaler scaler_of_torch
+layer_reinitialised parameters_reset listed_before_prepare clips_what_was_listed_before_prepare
+gradient_penalty weights_tied_after_prepare embedding_max_norm parts_of_gradients_scaled
+functional_call_with_other_values layer_called_alone_clamps_itself_later
 adagrad layerwise_optimizer global_norm_optimizer optimizer_state_restored
 as_many_steps_as_samples as_many_steps_as_samples_in_one_dim as_many_classes_as_samples
 rows_collected_in_new_memory spectral_norm buffers_written counter_in_forward custom_output
@@ -169,7 +172,8 @@ LAYOUTS = {
         _beside("tp-2-dp-2", 4, "ddp", tensor_parallel_size=2),
         _beside("megatron-zero1-3", 3, "zero1"),
         _beside("tp-2-zero1-2", 4, "zero1", tensor_parallel_size=2),
-        _beside("pp-2-zero1-2", 4, "zero1", pipeline_parallel_size=2),
+        _beside("tp-2-fsdp-2", 4, "fsdp", tensor_parallel_size=2),
+        _beside("pp-2-fsdp-2", 4, "fsdp", pipeline_parallel_size=2),
         _cut("pp-3", 3, pipeline_parallel_size=3, num_micro_batches=4),
         _cut("pp-2-zbv", 2, pipeline_parallel_size=2, num_micro_batches=4, schedule="zbv"),
     )

@@ -42,7 +42,7 @@ from drivetrain.api.engines import Buffers, is_taken
 from drivetrain_fsdp import hidden, private_names
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.filling import Filling
-from drivetrain_fsdp.hooks import GradientHooks
+from drivetrain_fsdp.hooks import GradientHooks, refuse_hooks
 from drivetrain_fsdp.plugin import FSDP
 from drivetrain_fsdp.remapping import parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, gets_gradients, plan, shard
@@ -54,7 +54,6 @@ from drivetrain_fsdp.tensors import (
     refuse_plain_gradients,
 )
 from drivetrain_fsdp.whole import WholeParameters
-from drivetrain_fsdp.writes import refuse_max_norm, watch_forwards
 from drivetrain_sharding import (
     AssignmentRefusal,
     FormerParameters,
@@ -63,12 +62,22 @@ from drivetrain_sharding import (
     check_elementwise,
     check_private_names,
     deferred,
+    gathered,
+    hear_of_backwards,
+    is_own,
     joined_extra,
+    keep_gathered_memory,
     needs_owners,
+    parameter_groups,
     refuse_as_data,
+    refuse_max_norm,
+    refuse_other_values,
     step_on_parts,
     successors,
+    watch_forwards,
 )
+
+_USER = "drivetrain-fsdp"
 
 
 @final
@@ -93,7 +102,8 @@ class FSDPTrainable(TorchTrainable):
     ) -> None:
         super().__init__(model, (), engine)
         self._backend, self._sharded = backend, sharded
-        self._may_stay_whole = list(hidden.groups(sharded.stay_whole))
+        self._groups = parameter_groups(sharded.modules, _USER)
+        self._may_stay_whole = parameter_groups(sharded.stay_whole, _USER)
         sharded.undo.append(AssignmentRefusal(self.module, "fsdp shards").remove)
         self._former, self._whole, self._hooks = former, whole, hooks
         self._groups_known: dict[int, int] = {}
@@ -175,7 +185,7 @@ class FSDPTrainable(TorchTrainable):
 
     def _check_output(self) -> None:
         """Refuse an output in which FSDP finds no tensors: it would miss the backward, and nothing would be trained."""
-        if hidden.left_behind(self._sharded.modules):
+        if hidden.left_behind(self._groups):
             raise UnsupportedError(
                 f"{type(self.module).__name__} returns {self._output_type.__name__}, in which fully_shard finds no "
                 "tensors, so that it did not take the gradients of this backward",
@@ -187,7 +197,7 @@ class FSDPTrainable(TorchTrainable):
         """Handle a backward that reaches a unit, which the script may have begun itself."""
         if self._driven:
             return
-        for name, parameter in (*hidden.gathered(unit), *self._uncut):
+        for name, parameter in (*gathered(unit), *self._uncut):
             if parameter.requires_grad and is_taken(parameter):
                 raise UsageError(
                     f"torch.autograd.grad was asked for the gradient of {name} of {type(self.module).__name__}, and "
@@ -275,7 +285,7 @@ class FSDPTrainable(TorchTrainable):
     def forget_gradients(self, optimizer: Optimizer) -> None:
         """Drop gradients of this optimizer's parameters that are not in ``.grad`` yet."""
         if self._unreduced:
-            hidden.drop_unreduced(self._sharded.modules, parameters_of(optimizer))
+            hidden.drop_unreduced(self._groups, parameters_of(optimizer))
         if self.keeps_whole:
             self._whole.forget(optimizer)
 
@@ -326,7 +336,7 @@ class FSDPTrainable(TorchTrainable):
         new = [value] if isinstance(value, nn.Parameter) else []
         if isinstance(value, nn.Module):
             new = [one for one in value.parameters() if not self.holds(one)]
-        if not new or hidden.is_own(self._sharded.modules, parent, name, value):
+        if not new or is_own(self._groups, parent, name, value):
             return
         raise UnsupportedError(
             f"{name!r} of {type(parent).__name__} was set after prepare and has parameters, and fsdp shards "
@@ -430,7 +440,7 @@ class FSDPBackend(DistributedBackend):
         module, settings = original_module(model), self.settings
         self._refuse(module)
         if training:
-            refuse_max_norm(module)
+            refuse_max_norm(module, "fsdp")
         filling = Filling(module, self.section.weights)
         former = FormerParameters(module)
         hooks = GradientHooks(module)
@@ -448,16 +458,18 @@ class FSDPBackend(DistributedBackend):
         sharded = shard(module, cut, self.section, settings.precision, self._mesh, self.topology)
         at = torch.device("cpu" if self.section.cpu_offload else self.topology.device)
         filling.fill_parameters(module, self.topology, at)
-        private_names.check(sharded.modules)
-        hidden.give_sharded_tensors(sharded.modules)
+        groups = parameter_groups(sharded.modules, _USER)
+        private_names.check(groups)
+        hidden.give_sharded_tensors(groups)
+        keep_gathered_memory(groups, _USER, refuse_hooks)
         whole = [parameter for parameter in module.parameters() if parameter in set(cut.whole)]
         trained = WholeParameters([each for each in whole if each.requires_grad], self.topology)
         trainable = FSDPTrainable(self, model, sharded, former, trained, hooks, self._engine)
         hooks.watch(module, trainable.check_hook)
-        hidden.hear_of_backwards(sharded.modules, trainable.reached)
-        hidden.compare_first_steps(module, sharded.modules, self.topology)
-        hidden.refuse_other_values(sharded.modules)
-        watch_forwards(module, sharded.modules)
+        hear_of_backwards(groups, "fsdp", trainable.reached)
+        hidden.compare_first_steps(module, groups, self.topology)
+        refuse_other_values(groups, "fsdp")
+        watch_forwards(module, groups, "fsdp")
         explain_missing_gradients()
         refuse_as_data(ShardedTensor)
         for optimizer in optimizers:

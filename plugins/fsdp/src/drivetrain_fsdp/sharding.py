@@ -28,6 +28,7 @@ from drivetrain.api import PrecisionPolicy, Topology, UnsupportedError, UsageErr
 from drivetrain_fsdp.buffers import state_buffers, unchanged_buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.units import choose_units, owners
+from drivetrain_sharding import keep_class_name
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def shard(
             offload_policy=_offloading(config, topology),
             ignored_params=ignored,
         )
-        _keep_name(unit)
+        keep_class_name(unit)
     sharded = Sharded(_as_sharded(module), [_as_sharded(unit) for unit in modules], [], undo)
     after = config.reshard_after_forward
     sharded.stay_whole = [sharded.root] if after is None else [] if after is True else sharded.modules
@@ -223,13 +224,6 @@ def _offloading(config: FSDPConfig, topology: Topology) -> OffloadPolicy:
 def _as_sharded(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _keep_name(module: nn.Module) -> None:
-    """Restore the class name ``Net``, which torch changes to ``FSDPNet``."""
-    made = type(module)
-    original = made.__mro__[2]
-    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
 
 
 def _checkpoint(module: nn.Module) -> Callable[[], None]:

@@ -123,8 +123,7 @@ def listed(module: nn.Module) -> Iterator[GradientHook]:
     """The script's hooks on gradients of parameters, those of other stages too. Not collective."""
     for found in hooks_of(module):
         its = getattr(found.hook, "of_script", found.hook)
-        ours = LocalGradients.keeps(its) or str(getattr(its, "__module__", "")).startswith("drivetrain_megatron.")
-        if not ours:
+        if not (LocalGradients.keeps(its) or _is_ours(its)):
             yield found._replace(hook=its)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, Elsewhere):
@@ -238,13 +237,23 @@ def _take(parameters: Iterable[nn.Parameter], anyway: Collection[int]) -> list[t
     for one in parameters:
         # Torch has no public way to list them.
         before, after = one._backward_hooks, one._post_accumulate_grad_hooks  # noqa: SLF001
-        if before or after or id(one) in anyway:
-            waiting.append((one, [(hooks, dict(hooks or ())) for hooks in (before, after)], one.grad))
-            for hooks in (before, after):
-                if hooks:
-                    hooks.clear()
+        several = [(hooks, _of_script(hooks)) for hooks in (before, after)]
+        if any(called for _, called in several) or id(one) in anyway:
+            waiting.append((one, several, one.grad))
+            for hooks, called in several:
+                if hooks is not None:
+                    for key in called:
+                        del hooks[key]
             one.grad = None
     return waiting
+
+
+def _of_script(hooks: dict[Any, Any] | None) -> dict[Any, Any]:
+    return {key: hook for key, hook in (hooks or {}).items() if not _is_ours(hook)}
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("drivetrain_megatron.") and not hasattr(hook, "of_script")
 
 
 def _changed(added: Tensor, hooks: Iterable[Callable[[Tensor], Any]], factor: float) -> Tensor:

@@ -105,14 +105,16 @@ class PipelinedTrainable(DeferredTrainable):
         drop_foreign(self.module, share, self.pipeline.planner.skeleton.blanks, self.optimizers, device)
         self._share = share
         if self._dp_size > 1:
-            self._stepping.lay_out(self._how, self._mesh)
+            shared = [self.module.get_parameter(name) for name, _ in share.shared()]
+            with self.plain_calls():  # attributes and hooks that torch sets on units are not the script's
+                self._stepping.lay_out(self._how, self._mesh, shared)
         what = "the pipeline put one without values, which belongs to another stage,"
         self._former.close(self.module, what, "the first forward of the prepared model")
         parameters = dict(self.module.named_parameters())
         self._held = [parameters[name] for name in parameters if share.holds(name)]
         self._absent = [one for one in parameters.values() if isinstance(one, Elsewhere)]
         self._shared = {name: parameters[name] for name, _ in share.shared()}
-        self._norm.leave_out(self._stepping.held([parameters[name] for name in self._shared if not share.mine(name)]))
+        self._norm.leave_out([parameters[name] for name in self._shared if not share.mine(name)])
         self._dividing = False
 
     def plain_calls(self) -> AbstractContextManager[None]:
@@ -220,6 +222,7 @@ class PipelinedTrainable(DeferredTrainable):
         )
 
     def before_conversion(self) -> None:
+        self._stepping.check_conversion()
         self.pipeline.converted = True
 
     @passing_over

@@ -7,45 +7,91 @@ a pipeline stage ends. Gradients are reduced at each micro-batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain_megatron.data_shards import DataShard, as_shard, refuse_autograd
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.replicas import local_part
-from drivetrain_sharding import FormerParameters, laid_out_as
+from drivetrain_sharding import (
+    FormerParameters,
+    convert_gradients,
+    hear_of_backwards,
+    keep_class_name,
+    keep_gathered_memory,
+    laid_out_as,
+    parameter_groups,
+    refuse_as_data,
+    refuse_max_norm,
+    refuse_other_values,
+    sharded_parameters,
+    watch_forwards,
+)
+
+_USER, _ENGINE = "drivetrain-megatron", "data_parallel: fsdp"
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> FormerParameters:
+def shard(
+    module: nn.Module, mesh: DeviceMesh, optimizers: Sequence[Optimizer], shared: Collection[nn.Parameter] = ()
+) -> tuple[FormerParameters, list[Any]]:
     """Cut a module's parameters into shards, in place, and give them to its optimizers. Collective over ``dp``.
 
-    Parameters that are tied, without dims, or held directly by a module that holds other modules stay whole.
+    Parameters that are tied, without dims, shared by stages, of recurrent layers, or held directly by a module that
+    holds other modules stay whole.
 
     Args:
         module: the same values on every data-parallel rank; parameters may be shared over ``tp`` already, and some may
             be without values, which are left alone.
         mesh: of the job, with the axis ``dp``.
         optimizers: those that hold its parameters.
+        shared: parameters that other pipeline stages hold too.
 
     Returns:
-        What the parameters were before.
+        What the parameters were before, and torch's parameter groups.
     """
+    refuse_max_norm(module, _ENGINE)
     former = FormerParameters(module)
     names = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+    units = []
+    # A recurrent layer keeps a list of its weights, which is written when they are gathered.
+    kept = set(shared).union(*(one.parameters() for one in module.modules() if isinstance(one, nn.RNNBase)))
     for unit in _units(module):
-        whole = {one for one in unit.parameters() if names[id(one)] > 1 or not one.dim()}
+        whole = {one for one in unit.parameters() if names[id(one)] > 1 or not one.dim() or one in kept}
         if any(one not in whole for one in unit.parameters()):
+            for one in unit.parameters():
+                if not one.is_contiguous():  # which fully_shard does not take
+                    one.data = one.detach().contiguous()
             # Freed after forward: between its forward and its backward a stage works on other micro-batches.
-            fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=True, ignored_params=whole)
+            units.append(fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=True, ignored_params=whole))
+            keep_class_name(unit)
+    groups = _guard(module, units)
     for optimizer in optimizers:
         remap(optimizer, former, module, part)
-    return former
+    former.close(module, "megatron put one in shards over data-parallel ranks")
+    return former, groups
+
+
+def _guard(module: nn.Module, units: Sequence[FSDPModule]) -> list[Any]:
+    """Make scripts raise where what they do with shards, or in a forward, would be wrong or lost. Not collective."""
+    groups = parameter_groups(units, _USER)
+    convert_gradients(groups, as_shard)
+    for parameter in sharded_parameters(groups):
+        as_shard(cast("DTensor", parameter))
+        refuse_autograd(parameter)
+    refuse_as_data(DataShard)
+    keep_gathered_memory(groups, _USER)
+    hear_of_backwards(groups, _ENGINE)
+    refuse_other_values(groups, _ENGINE)
+    watch_forwards(module, groups, _ENGINE)
+    return groups
 
 
 def _units(module: nn.Module) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from drivetrain.api import PortableState, StepResult, TensorSpec, TorchEngine, UnsupportedError, UsageError, gradients
 from drivetrain_megatron import gradient_hooks, state
+from drivetrain_megatron.data_shards import DataShard, as_shard, plain_shards
 from drivetrain_megatron.optimizer_trial import OptimizerTrial
 from drivetrain_megatron.remapping import remap
 from drivetrain_megatron.sharding import part, shard
 from drivetrain_megatron.tensor.cut import CutTensor, as_cut_like, engine_side
 from drivetrain_megatron.zero1 import Parts
-from drivetrain_sharding import FormerParameters, check_step_hooks, on_local_parts, step_on_parts, successors
+from drivetrain_sharding import FormerParameters, check_step_hooks, is_own, on_local_parts, step_on_parts, successors
 
 
 @final
@@ -48,6 +49,8 @@ class Stepping:
         """The script has clipped since the last time gradients were dropped."""
         self._parts: Parts | None = None
         self._former: FormerParameters | None = None
+        self._groups: list[Any] = []
+        """Groups of parameters in shards."""
         self.optimizers: list[Optimizer] = []
         self._step_hooks: set[int] = set()
         self._seen_state: dict[int, int] = {}
@@ -70,20 +73,51 @@ class Stepping:
         self.optimizers[:] = [each for each in self.optimizers if each is not optimizer]
         self._seen_state.pop(id(optimizer), None)
 
-    def lay_out(self, how: str, mesh: DeviceMesh) -> None:
+    def lay_out(self, how: str, mesh: DeviceMesh, shared: Collection[nn.Parameter] = ()) -> None:
         """Share state or parameters out over the data-parallel ranks. Collective over them.
 
         Args:
             how: ``"ddp"``, ``"zero1"`` or ``"fsdp"``.
             mesh: of the job.
+            shared: parameters that other pipeline stages hold too, which stay whole on each.
         """
         if how == "zero1":
             self._parts = Parts(mesh, self._module)
         elif how == "fsdp":
             before = dict(self._module.named_parameters())
-            self._former = shard(self._module, mesh, self.optimizers)
+            self._former, self._groups = shard(self._module, mesh, self.optimizers, shared)
             why = "data_parallel: fsdp reduces gradients into shards past autograd, which calls hooks"
             gradient_hooks.refuse(before, self._module, why)
+
+    def check_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        """Refuse another parameter in the place of one in shards, which would still be gathered. Not collective."""
+        held = isinstance(parent._parameters.get(name), DataShard)  # noqa: SLF001 (asking by name gathers nothing)
+        if held and not is_own(self._groups, parent, name, value):
+            raise UnsupportedError(
+                f"{name!r} of {type(parent).__name__} is in shards over data-parallel ranks (data_parallel: fsdp) and "
+                "was replaced",
+                cure="Write into it, accelerator.unwrap_model(model).load_state_dict(...), exchange or tie it before "
+                "prepare, or write `data_parallel: zero1`.",
+            )
+
+    def check_conversion(self) -> None:
+        """Refuse ``.to()``, ``.double()``, ``.half()`` of a module in shards, which torch gathers in one dtype."""
+        if self._groups:
+            raise UnsupportedError(
+                "data_parallel: fsdp cannot change dtype or memory format of a model that was prepared",
+                cure="Call .to(), .half() or .double() before accelerator.prepare(model), or write "
+                "`data_parallel: zero1`.",
+            )
+
+    def check_copy(self) -> None:
+        """Refuse copies of a module in shards, which torch hooks. Not collective."""
+        if self._groups:
+            raise UnsupportedError(
+                "a model in shards over data-parallel ranks (data_parallel: fsdp) cannot be copied or pickled "
+                "(copy.deepcopy, AveragedModel, torch.save)",
+                cure="Copy it before accelerator.prepare(model), or write `data_parallel: zero1`. "
+                "accelerator.save_model(model, folder) writes it.",
+            )
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """See :meth:`drivetrain.api.Trainable.clip_grad_norm`. A call with an infinite norm only measures."""
@@ -95,12 +129,12 @@ class Stepping:
                     f"clip_grad_norm_ with {max_norm:g}",
                     cure="Write it in one place.",
                 )
-        with engine_side():
+        with engine_side(), plain_shards():
             return self._engine.clip_grad_norm(successors(parameters), max_norm, norm_type, self.optimizers)
 
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """See :meth:`drivetrain.api.Trainable.clip_grad_value`."""
-        with engine_side():
+        with engine_side(), plain_shards():
             self._engine.clip_grad_value(successors(parameters), clip_value, self.optimizers)
 
     def kept_gradients(self, optimizer: Optimizer) -> list[Tensor]:
@@ -119,8 +153,10 @@ class Stepping:
         if self._max_norm is not None and not self._clipped:
             self.clip_grad_norm(list(self._module.parameters()), self._max_norm, 2.0)
         if self._parts is None:
-            result = step_on_parts(self._engine, optimizer, closure)
-            self._show_whole_state(optimizer)
+            # The optimizer was tried on DTensors; a closure is the script's.
+            with plain_shards() if closure is None else nullcontext():
+                result = step_on_parts(self._engine, optimizer, closure)
+            self._show_state(optimizer)
             return result
         if closure is not None:
             raise UnsupportedError(
@@ -132,16 +168,18 @@ class Stepping:
             self._parts.gather([optimizer])
         return result
 
-    def _show_whole_state(self, optimizer: Optimizer) -> None:
-        """Make new optimizer state read as full tensors in the script, as the parameters do."""
+    def _show_state(self, optimizer: Optimizer) -> None:
+        """Make new optimizer state read in the script as the parameters do."""
         if self._seen_state.get(id(optimizer)) == len(optimizer.state):
             return
         self._seen_state[id(optimizer)] = len(optimizer.state)
         with engine_side():
             for parameter, state in optimizer.state.items():
-                if isinstance(parameter, CutTensor):
-                    for value in state.values():
+                for value in state.values():
+                    if isinstance(parameter, CutTensor):
                         as_cut_like(parameter, value)
+                    elif isinstance(parameter, DataShard) and isinstance(value, DTensor):
+                        as_shard(value)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the gradients of this optimizer's parameters."""

@@ -161,6 +161,7 @@ class MegatronTrainable(Trainable):
         yield from state.full_tensors(self.module, entries)
 
     def before_registration(self, parent: nn.Module, name: str, value: Any) -> None:
+        self._stepping.check_registration(parent, name, value)
         # New parameters are replicated over tp; shards stay shards.
         if isinstance(value, nn.Parameter) and isinstance(parent._parameters.get(name), DTensor):  # noqa: SLF001
             if isinstance(value, DTensor) or tensor_parallel.is_running():
@@ -173,7 +174,11 @@ class MegatronTrainable(Trainable):
     def gradient_hooks(self) -> Iterable[GradientHook]:
         return gradient_hooks.listed(self.module)
 
+    def before_conversion(self) -> None:
+        self._stepping.check_conversion()
+
     def before_copy(self) -> None:
+        self._stepping.check_copy()
         if self.whole is not None:
             refuse_pickling(self.module)
 

@@ -125,9 +125,9 @@ class Parts:
         if dim is None:
             return None
         part = self._view(whole, whole, dim)
-        known, before = self._made.get(id(whole), (None, None))
-        if known is not None and known() is whole and _same_memory(local_part(before), local_part(part)):
-            made = before
+        known = self._made.get(id(whole))
+        if known is not None and known[0]() is whole and _same_memory(known[1], part):
+            made = known[1]
         else:
             made = nn.Parameter(part, requires_grad=whole.requires_grad)
         made.grad = None if whole.grad is None else self._view(whole.grad, whole, dim)
@@ -169,12 +169,9 @@ class Parts:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
+    """Whether two parts are one; under ``no_grad``."""
+    places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in map(local_part, (one, other))]
+    return places[0] == places[1]
 
 
 def _along_dp(tensor: Tensor) -> bool:

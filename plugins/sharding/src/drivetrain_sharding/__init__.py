@@ -11,6 +11,18 @@ from drivetrain_sharding.elementwise import (
     why_not_matrixwise,
 )
 from drivetrain_sharding.former import FormerParameters, successors
+from drivetrain_sharding.forward_writes import refuse_max_norm, watch_forwards
+from drivetrain_sharding.fully_sharded import (
+    convert_gradients,
+    gathered,
+    hear_of_backwards,
+    is_own,
+    keep_class_name,
+    keep_gathered_memory,
+    parameter_groups,
+    refuse_other_values,
+    sharded_parameters,
+)
 from drivetrain_sharding.local_steps import (
     STEPPED_LOCALLY,
     check_step_hooks,
@@ -21,7 +33,7 @@ from drivetrain_sharding.local_steps import (
     steps_locally,
 )
 from drivetrain_sharding.owners import OwnerSteps
-from drivetrain_sharding.plain_data import keep_memory, refuse_as_data
+from drivetrain_sharding.plain_data import refuse_as_data
 from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
@@ -38,20 +50,30 @@ __all__ = [
     "check_elementwise",
     "check_private_names",
     "check_step_hooks",
+    "convert_gradients",
     "deferred",
+    "gathered",
+    "hear_of_backwards",
+    "is_own",
     "joined_extra",
-    "keep_memory",
+    "keep_class_name",
+    "keep_gathered_memory",
     "laid_out_as",
     "needs_closure",
     "needs_owners",
     "on_local_parts",
+    "parameter_groups",
     "recording_of",
     "refuse_as_data",
     "refuse_assignment",
+    "refuse_max_norm",
+    "refuse_other_values",
+    "sharded_parameters",
     "step_hooks",
     "step_on_parts",
     "steps_locally",
     "successors",
     "temporary",
+    "watch_forwards",
     "why_not_matrixwise",
 ]

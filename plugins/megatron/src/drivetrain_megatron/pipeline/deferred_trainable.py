@@ -77,6 +77,7 @@ class DeferredTrainable(Trainable):
         self._stepping.unscale(optimizer)
 
     def before_copy(self) -> None:
+        self._stepping.check_copy()
         refuse_pickling(self.module)
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:

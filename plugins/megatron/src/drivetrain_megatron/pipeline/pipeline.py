@@ -200,11 +200,27 @@ class Pipeline:
         cut_before = self.planner.cut is not None
         way = self.planner.passage(arguments)
         if not cut_before:
+            self._check_formats()
             self._divide()
         return way
 
+    def _check_formats(self) -> None:
+        """Refuse what ends the process in torch's kernel: ``GroupNorm`` by channels, whose input needs no gradient."""
+        splits = self._section.schedule in {"zero_bubble", "zbv", "dualpipev"} and self._device.type == "cpu"
+        if not splits or not any(isinstance(one, nn.GroupNorm) for one in self._module.modules()):
+            return
+        for name, one in self._module.named_parameters():
+            if one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous():
+                raise UnsupportedError(
+                    f"{name} of {type(self._module).__name__} is in the memory format channels_last, and the schedule "
+                    f"{self._section.schedule} computes gradients of weights by themselves, where torch's GroupNorm on "
+                    "the CPU ends the process",
+                    cure="Write `schedule: 1f1b`, or leave the model in its contiguous format.",
+                )
+
     def _check_types(self) -> None:
         self.converted = False
+        self._check_formats()
         planned = dict(self.planner.skeleton.module.named_parameters())
         for name, parameter in self._module.named_parameters():
             if parameter.dtype != planned[name].dtype:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from drivetrain.api import UnsupportedError
-from drivetrain_fsdp import hidden
+from drivetrain_sharding.fully_sharded import gathered
 
 _FORWARDS = 4
 """First forwards of each unit with gradients whose values are compared: parts of a model may be used by turns. Of later
@@ -29,8 +29,12 @@ _CURE = (
 )
 
 
-def refuse_max_norm(module: nn.Module) -> None:
+def refuse_max_norm(module: nn.Module, engine: str) -> None:
     """Raise for embeddings with ``max_norm``, which may write at any step. Not collective.
+
+    Args:
+        module: to prepare.
+        engine: what gathers parameters, for the message.
 
     Raises:
         UnsupportedError: there is one.
@@ -39,23 +43,30 @@ def refuse_max_norm(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise UnsupportedError(
                 f"{name or 'the model'} is an {type(part).__name__} with max_norm={part.max_norm}, which writes to its "
-                "weight in each forward; under fsdp that is a copy, gathered for this forward, and the write is lost",
+                f"weight in each forward; under {engine} that is a copy, gathered for this forward, and the write is "
+                "lost",
                 cure="Leave max_norm out and shorten the rows after optimizer.step() (`with torch.no_grad(): "
                 f"w.copy_(torch.renorm(w, {part.norm_type:g}, 0, {part.max_norm}))`, with its weight as w).",
             )
 
 
-def watch_forwards(module: nn.Module, units: Iterable[FSDPModule]) -> None:
-    """Make forwards with gradients raise :class:`UnsupportedError` where they write to parameters."""
-    for group in hidden.groups(units):
-        _Watch(type(module).__name__, group)
+def watch_forwards(module: nn.Module, groups: Iterable[Any], engine: str) -> None:
+    """Make forwards with gradients raise :class:`UnsupportedError` where they write to parameters.
+
+    Args:
+        module: the model.
+        groups: its parameter groups.
+        engine: what gathers parameters, for the message.
+    """
+    for group in groups:
+        _Watch(type(module).__name__, group, engine)
 
 
 class _Watch:
     """Watches the forwards of one unit."""
 
-    def __init__(self, model: str, group: Any) -> None:
-        self._model, self._group, self._number = model, group, 0
+    def __init__(self, model: str, group: Any, engine: str) -> None:
+        self._model, self._group, self._engine, self._number = model, group, engine, 0
         self._before: list[tuple[str, Tensor, int, Tensor | None]] = []
         group.pre_forward = partial(self._pre_forward, group.pre_forward)
         group.post_forward = partial(self._post_forward, group.post_forward)
@@ -70,8 +81,8 @@ class _Watch:
             self._before = [
                 # In-place operations count, but for those on `data`.
                 (name, one, one._version, _fingerprint(one) if due else None)  # noqa: SLF001
-                for name, one in hidden.gathered(self._group)
-                if type(one) is nn.Parameter
+                for name, one in gathered(self._group)
+                if type(one) is nn.Parameter or isinstance(one, DTensor)
             ]
         return found
 
@@ -80,8 +91,8 @@ class _Watch:
         for name, one, version, its in before:
             if (one._version != version) if its is None else not torch.equal(its, _fingerprint(one)):  # noqa: SLF001
                 raise UnsupportedError(
-                    f"the forward of {self._model} writes to its parameter {name}; under fsdp that is a copy, gathered "
-                    "for this forward, and the write is lost",
+                    f"the forward of {self._model} writes to its parameter {name}; under {self._engine} that is a "
+                    "copy, gathered for this forward, and the write is lost",
                     cure=_CURE,
                 )
         return plain(*args)
@@ -91,6 +102,7 @@ class _Watch:
 def _fingerprint(whole: Tensor) -> Tensor:
     """Sums of the bits along rows and along columns, which detect changed and exchanged values."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    bits = whole.detach().reshape(-1).view(kinds.get(whole.element_size(), torch.int64))
+    part = whole.to_local() if isinstance(whole, DTensor) else whole.detach()
+    bits = part.reshape(-1).view(kinds.get(whole.element_size(), torch.int64))
     square = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
     return torch.cat([square.sum(0), square.sum(1), bits[square.numel() :].long()])
