@@ -24,6 +24,7 @@ from drivetrain import (
     GradientAccumulationPlugin,
     ProfileKwargs,
 )
+from drivetrain.api import Mesh
 from drivetrain.errors import DrivetrainError
 from drivetrain_testing import spawn
 
@@ -350,6 +351,81 @@ def synchronised(generator: torch.Generator | None) -> None:
 
     run()
     synchronize_rng_state("generator", generator)
+
+
+@case("an unknown comparison", "'=>' compares nothing", lambda: compared(">="))
+def _() -> None:
+    compared("=>")
+
+
+def compared(operation: str) -> None:
+    from drivetrain.utils import compare_versions
+
+    assert compare_versions("torch", operation, "1.0")
+
+
+@case("neither yes nor no", "'perhaps' is neither true nor false", lambda: read_as_bool("yes"))
+def _() -> None:
+    read_as_bool("perhaps")
+
+
+def read_as_bool(text: str) -> None:
+    from drivetrain.utils import str_to_bool
+
+    assert str_to_bool(text) == 1
+
+
+@case("an object without state", r"object cannot be saved: it has no state_dict", lambda: registered(nn.Linear(1, 1)))
+def _() -> None:
+    registered(object())
+
+
+def registered(thing: Any) -> None:
+    run().register_for_checkpointing(thing)
+
+
+@case("a folder without weights", "holds no weights: none of model.safetensors", lambda: weights_from("saved"))
+def _() -> None:
+    weights_from(".")
+
+
+def weights_from(folder: str) -> None:
+    from drivetrain.utils import load_checkpoint_in_model
+
+    accelerator, model, _ = prepared()
+    if folder != ".":
+        accelerator.save_model(model, folder)
+    load_checkpoint_in_model(nn.Linear(2, 1), folder)
+
+
+@case("an unknown axis", "unknown mesh axis tq", lambda: Mesh({"tp": 2}))
+def _() -> None:
+    Mesh({"tq": 2})
+
+
+@case("a rank outside of the mesh", "rank 2 is not in a mesh of 2", lambda: Mesh({"tp": 2}).coordinates(1))
+def _() -> None:
+    Mesh({"tp": 2}).coordinates(2)
+
+
+@case(
+    "a closure under fp16",
+    "an optimizer closure cannot be combined with loss scaling",
+    lambda: stepped_with_closure("bf16"),
+)
+def _() -> None:
+    stepped_with_closure("fp16")
+
+
+def stepped_with_closure(precision: str) -> None:
+    accelerator, model, optimizer = prepared(mixed_precision=precision)
+
+    def closure() -> Any:
+        loss = model(torch.ones(2, 2)).mean()
+        accelerator.backward(loss)
+        return loss
+
+    optimizer.step(closure)
 
 
 def meet(folder: str) -> dict[str, tuple[str, str, str]]:

@@ -547,8 +547,21 @@ NO_MEANS_OF_ROWS = {
     "div": lambda net, x, y: 1 - 2 * (net(x).softmax(1) * hot(y)).sum() / (net(x).softmax(1).sum() + len(x)),
     "divided by a number": lambda net, x, y: (x[:, 0].abs() * by_rows(net(x), y)).sum() / x[:, 0].abs().sum(),
     "over 4 elements": lambda net, x, y: by_rows(net(x), y)[:4].mean(),
-    "over 3 elements": lambda net, x, y: by_rows(net(x), y).topk(3).values.mean(),
+    "topk": lambda net, x, y: by_rows(net(x), y).topk(3).values.mean(),
     "over 8 elements": lambda net, x, y: F.mse_loss(net(x)[:2], hot(y)[:2]),
+    "max": lambda net, x, y: by_rows(net(x), y).max(),
+    "median": lambda net, x, y: by_rows(net(x), y).median(),
+    "logsumexp": lambda net, x, y: by_rows(net(x), y).logsumexp(0),
+    "norm": lambda net, x, y: (net(x) - hot(y)).norm(),
+    "cumsum": lambda net, x, y: (net(x)[:, 0].cumsum(0) - x[:, 0]).square().mean(),
+    "logcumsumexp": lambda net, x, y: (net(x)[:, 0].logcumsumexp(0) - net(x)[:, 0]).mean(),
+    "mean": lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(),
+    "std": lambda net, x, y: ((net(x)[:, 0] / net(x)[:, 0].std()) - x[:, 0]).square().mean(),
+    "var": lambda net, x, y: F.relu(1 - net(x).var(0)).sum() / len(x),
+    "softmax": lambda net, x, y: (by_rows(net(x), y).softmax(0) * x[:, 0]).mean(),
+    "compares them": lambda net, x, y: F.cross_entropy(net(x) @ net(x).T, torch.arange(len(x))),
+    "compares them with one another": lambda net, x, y: F.relu(1 - (net(x)[:, None] - net(x)[None])).mean(),
+    "compares them with": lambda net, x, y: torch.cdist(net(x), net(x)).mean(),
     "leaves labels out": lambda net, x, y: F.cross_entropy(net(x), y.masked_fill(y == y[0], -100)),
 }
 MEANS_OF_ROWS = {
@@ -569,6 +582,12 @@ MEANS_OF_ROWS = {
         F.cross_entropy(net(x), y) + F.cosine_similarity(net.weight[0], net.weight[1], dim=0)
     ),
     "learned weights": lambda net, x, y: F.cross_entropy(net(x), y) * (-net.bias[0]).exp() + net.bias[0],
+    "centres": lambda net, x, y: F.cross_entropy(net(x) @ torch.ones(4, 6), y),
+    "one row of weights for each row": lambda net, x, y: F.cross_entropy(net(x) @ net.weight[:, :1].repeat(1, 6), y),
+    "a mean over classes of means": lambda net, x, y: F.mse_loss(net(x), hot(y), reduction="none").mean(0).mean(),
+    "a distribution for each row": lambda net, x, y: (net(x).softmax(1) * hot(y)).sum(1).mean(),
+    "the largest of each row": lambda net, x, y: net(x).max(1).values.mean() + net(x).std(1).mean(),
+    "a part of each row": lambda net, x, y: (net(x) / net(x).norm(dim=1, keepdim=True)).square().mean(),
     "two heads": lambda net, x, y: F.cross_entropy(net(x), y) + 0.3 * F.mse_loss(net(x), hot(y)),
 }
 

@@ -53,6 +53,13 @@ PARTS_CURE = (
     "Otherwise give every rank all samples in the same order: leave out the Subset, sampler or slice that takes a "
     "rank's part, and draw splits, orders and made-up data from one seed on every rank."
 )
+SEED_CURE = (
+    "Where samples are made up or drawn at random, write drivetrain.utils.set_seed(0) before the data set is made, on "
+    "every rank. Where each rank is meant to read its own part, mark it: "
+    "accelerator.prepare(drivetrain.already_sharded(loader))."
+)
+"""For samples of which all ranks have as many, whose values differ."""
+
 SETTINGS_CURE = "Make the loader with the same settings on every rank; batch_size is that of one rank."
 
 NUM_SAMPLES = 64
@@ -450,11 +457,13 @@ def _compare(index: int, ranks: dict[int, Description]) -> None:
         told[rank] = ", ".join(words)
     if holds_other:
         differing = [*parts, *other_samples, *(["the number of samples"] if len(lengths) > 1 else [])]
+        only_values = not parts and len(lengths) == 1
         raise UsageError(
             f"ranks hold different samples in loader {index} of this prepare, a {one.what}. A prepared loader shares "
-            "its samples out over the ranks, so that these parts would be shared out a second time, and some samples "
-            f"would not be read. Different: {listed(differing)}\n{_by_rank(told)}",
-            cure=PARTS_CURE,
+            "its samples out over the ranks, so that "
+            + ("" if only_values else "these parts would be shared out a second time, and ")
+            + f"some samples would not be read. Different: {listed(differing)}\n{_by_rank(told)}",
+            cure=SEED_CURE if only_values else PARTS_CURE,
         )
     if settings:
         raise UsageError(

@@ -61,6 +61,8 @@ _ELEMENTWISE = _nodes(
 )
 _OVER_DIMS = _nodes("LinalgVectorNorm0 Logsumexp0 Mean1 Norm1 Sum1")
 _MIXES_ROWS = _nodes("Mean0 Norm0 Sum0")
+_OVER_ROWS = _nodes("LinalgVectorNorm0 LogSoftmax0 Logsumexp0 Norm0 Norm1 Softmax0")
+"""Nodes that are no function of single rows where the dim that they go over is that of the batch."""
 _MIXING = _bases(
     "Amax Amin Aminmax Cdist Cummax Cummin Cumprod Cumsum Dist Dot IndexAdd IndexCopy IndexReduce Kthvalue "
     "Logcumsumexp Max Median Min Mode Mv Nanmedian Nanquantile Nansum Pdist Prod Quantile ScatterAdd "
@@ -75,6 +77,9 @@ _LAYERS = _bases(
 )
 """Nodes that compute with data; convolutions, recurrent and normalising layers are known by parts of their names."""
 _LOOKUPS = frozenset({"Embedding", "EmbeddingBag"})
+ROWS_MEET = ("goes over all of them", "compares them with one another")
+"""How rows of a batch meet in a loss."""
+
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
 _CURE = (
@@ -454,7 +459,11 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
             return f"{_base(name).lower()}() of a number that all of them give together"
         if name in _NLL and bool((node._saved_target == _ignored(node)).any()):  # noqa: SLF001 (torch documents them)
             return "it leaves labels out"
-        number = _num_reduced(node)
+        if why := _how_rows_meet(node, rows):
+            return why
+        number, below = _num_reduced(node), _next(node)
+        if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
+            number *= rows  # A mean over classes, of means over rows.
         divides = (_constant(each) for each in term.tensors if each.name().startswith("Div"))
         if name in _SUMS and any(isinstance(by, Tensor) and by.numel() == 1 and float(by) % rows for by in divides):
             return "it is a sum, divided by a number that is not theirs"
@@ -463,6 +472,57 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
     # A loop may add a loss for each row.
     odd = next((number for number in sizes.values() if number % rows), 0)
     return f"it is over {odd} elements" if odd else ""
+
+
+def _how_rows_meet(start: Any, rows: int) -> str:
+    """How a term joins rows before it is reduced; empty where it does not, or where the graph does not tell.
+
+    Reads up to the last layer of each model, since what a model does with its batch is its own.
+    """
+    pending, seen = [(start, True)], set[Any]()
+    while pending and len(seen) < _MANY:
+        node, linear = pending.pop()
+        if node in seen or _is_parameter(node):
+            continue
+        seen.add(node)
+        name, base, inner = node.name(), _base(node.name()), _inner(node)
+        if _pairs_rows(node, rows):
+            return f"it {ROWS_MEET[1]}"
+        if _is_layer(node):
+            continue
+        mixes = base in _MIXING or name in _OVER_ROWS or (name in _MEANS | _SUMS and not linear)
+        if mixes and _is_along_rows(node, rows):
+            return f"{base.lower()}() {ROWS_MEET[0]}"
+        linear = linear and (name in _LINEAR | _MEANS | _SUMS or (name in _PRODUCTS and len(inner) == 1))
+        pending.extend((each, linear) for each in inner)
+    return ""
+
+
+def _pairs_rows(node: Any, rows: int) -> bool:
+    """Whether a node has an entry for each pair of rows, of which both are computed."""
+    if _shape(node)[:2] != (rows, rows) or _data_branches(node) < 2:
+        return False
+    if _base(node.name()) in ("Addmm", "Cdist", "EuclideanDist", "Mm"):
+        return len(_shape(node)) == 2
+    shapes = sorted(_shape(each)[:2] for each in _inner(node))
+    return node.name() in _ADDS | _PRODUCTS and shapes == [(1, rows), (rows, 1)]
+
+
+def _is_along_rows(node: Any, rows: int) -> bool:
+    """Whether a reduction is over the first dim, and that has as many entries as the batch has rows."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    if sizes is None:
+        saved = getattr(node, "_saved_self", None)
+        sizes = _shape(node) if saved is None else saved.shape
+    if not sizes or sizes[0] != rows:
+        return False
+    return not hasattr(node, "_saved_dim") or 0 in _dims(node, len(sizes))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Shape of a node's first output."""
+    outputs = getattr(node, "_input_metadata", ())  # of the gradients that it takes
+    return tuple(outputs[0].shape) if outputs else ()
 
 
 def _is_scalar(node: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
+    ROWS_MEET,
     Factors,
     factors_of_means,
     is_mean_of_labels,
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
     from drivetrain.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+_SUM = (
+    "A mean over some of the rows, or one with weights, is right as a sum: backward(loss_sum, num_items=n). A function "
+    "f of the mean m is right as m * f'(M), where M is accelerator.reduce(m.detach(), 'mean'): for a root, "
+    "m / (2 * M.sqrt())."
+)
+_GATHER = (
+    "Rows that meet in the loss are those of this process: before, join outputs and targets with those of the other "
+    "processes by torch.distributed.nn.functional.all_gather, which passes gradients back, for batches of one size."
+)
 
 
 @final
@@ -87,13 +98,12 @@ class LossChecks:
             logger.warning(
                 "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
-                "not that of all rows. A mean over some of the rows, or one with weights, is right as a sum: "
-                "backward(loss_sum, num_items=n). A function f of the mean m is right as m * f'(M), where M is "
-                "accelerator.reduce(m.detach(), 'mean'): for a root, m / (2 * M.sqrt()).",
+                "not that of all rows. %s",
                 number,
                 why,
                 self._dp_size,
                 steps,
+                _GATHER if why.endswith(ROWS_MEET) else _SUM,
             )
 
     def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:

@@ -75,6 +75,8 @@ class DataShard(DTensor):
         if plain and torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             _refuse(func, "beside a number of this rank")
         by_element = _is_by_element(func)
+        if not isinstance(args[0] if args else None, (list, tuple)) and not _are_cut_alike(tensors):
+            _refuse(func, "beside one of another shape or layout")
         if func._schema.is_mutable and not by_element:  # noqa: SLF001 (torch has no other word)
             _refuse(func, "to write to")
         try:
@@ -165,6 +167,11 @@ def _on_one_mesh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
         (args, kwargs),
     )
     return moved
+
+
+def _are_cut_alike(tensors: list[Any]) -> bool:
+    """Whether tensors of more than one number have their elements in the same places."""
+    return len({(one.shape, one.placements) for one in tensors if isinstance(one, DTensor) and one.numel() != 1}) <= 1
 
 
 def _is_number(tensor: DTensor) -> bool:
