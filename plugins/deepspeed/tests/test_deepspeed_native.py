@@ -56,6 +56,16 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Let DeepSpeed compile what it loads at its first start, which on a loaded machine takes longer than a test may.
+
+    A rank that is killed in the middle of it leaves a lock, for which every later start would wait for ever.
+    """
+    program = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
+
+
 def build(seed: int, *, one_group: bool = False) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = Net()

@@ -78,7 +78,7 @@ _LAYERS = _bases(
 """Nodes that compute with data; convolutions, recurrent and normalising layers are known by parts of their names."""
 _LOOKUPS = frozenset({"Embedding", "EmbeddingBag"})
 ROWS_MEET = ("goes over all of them", "compares them with one another")
-"""How rows of a batch meet in a loss."""
+"""Ends of sentences that say how rows of a batch meet in a loss."""
 
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
@@ -475,7 +475,7 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
 
 
 def _how_rows_meet(start: Any, rows: int) -> str:
-    """How a term joins rows before it is reduced; empty where it does not, or where the graph does not tell.
+    """Say how a term joins rows before it is reduced; empty where it does not, or where the graph does not tell.
 
     Reads up to the last layer of each model, since what a model does with its batch is its own.
     """
