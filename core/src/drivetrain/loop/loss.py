@@ -77,9 +77,6 @@ _LAYERS = _bases(
 )
 """Nodes that compute with data; convolutions, recurrent and normalising layers are known by parts of their names."""
 _LOOKUPS = frozenset({"Embedding", "EmbeddingBag"})
-ROWS_MEET = ("goes over all of them", "compares them with one another")
-"""Ends of sentences that say how rows of a batch meet in a loss."""
-
 _MANY = 256
 """Nodes after which a graph below a sum is not read on."""
 _CURE = (
@@ -440,11 +437,23 @@ def weighs_by_rows(one: Factors, other: Factors, ranks: int) -> Literal["no", "b
     return "no"
 
 
-def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
-    """Why a loss is not the mean of what its rows give each, so that a mean over ranks is another number; else empty.
+class NoMean(NamedTuple):
+    """Reason why a loss is not the mean of what the rows of its batch give each.
+
+    Args:
+        why: as part of a sentence about the rows.
+        rows_meet: they are compared or combined before they are reduced.
+    """
+
+    why: str
+    rows_meet: bool = False
+
+
+def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
+    """Return why a loss is not the mean of what its rows give each, so that a mean over ranks is another number.
 
     Not collective. Waits for the device where a mean over labels may leave some out. Where the graph does not tell, the
-    answer is empty.
+    answer is ``None``.
 
     Args:
         loss: 0-d, with its graph.
@@ -456,22 +465,22 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> str:
         if not _rows_below(node).computes:
             continue  # Of parameters alone, as a penalty on weights.
         if _is_scalar(node) and (name in _ELEMENTWISE or (name in _PRODUCTS and _data_branches(node) > 1)):
-            return f"{_base(name).lower()}() of a number that all of them give together"
+            return NoMean(f"{_base(name).lower()}() of a number that all of them give together")
         if name in _NLL and bool((node._saved_target == _ignored(node)).any()):  # noqa: SLF001 (torch documents them)
-            return "it leaves labels out"
+            return NoMean("it leaves labels out")
         if why := _how_rows_meet(node, rows):
-            return why
+            return NoMean(why, rows_meet=True)
         number, below = _num_reduced(node), _next(node)
         if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
             number *= rows  # A mean over classes, of means over rows.
         divides = (_constant(each) for each in term.tensors if each.name().startswith("Div"))
         if name in _SUMS and any(isinstance(by, Tensor) and by.numel() == 1 and float(by) % rows for by in divides):
-            return "it is a sum, divided by a number that is not theirs"
+            return NoMean("it is a sum, divided by a number that is not theirs")
         if number:
             sizes[name, number] = sizes.get((name, number), 0) + number
     # A loop may add a loss for each row.
     odd = next((number for number in sizes.values() if number % rows), 0)
-    return f"it is over {odd} elements" if odd else ""
+    return NoMean(f"it is over {odd} elements") if odd else None
 
 
 def _how_rows_meet(start: Any, rows: int) -> str:
@@ -487,12 +496,12 @@ def _how_rows_meet(start: Any, rows: int) -> str:
         seen.add(node)
         name, base, inner = node.name(), _base(node.name()), _inner(node)
         if _pairs_rows(node, rows):
-            return f"it {ROWS_MEET[1]}"
+            return "it compares them with one another"
         if _is_layer(node):
             continue
         mixes = base in _MIXING or name in _OVER_ROWS or (name in _MEANS | _SUMS and not linear)
         if mixes and _is_along_rows(node, rows):
-            return f"{base.lower()}() {ROWS_MEET[0]}"
+            return f"{base.lower()}() goes over all of them"
         linear = linear and (name in _LINEAR | _MEANS | _SUMS or (name in _PRODUCTS and len(inner) == 1))
         pending.extend((each, linear) for each in inner)
     return ""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
-    ROWS_MEET,
     Factors,
     factors_of_means,
     is_mean_of_labels,
@@ -94,16 +93,16 @@ class LossChecks:
             )
             return
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
-        if number > 1 and loss.grad_fn is not None and (why := why_no_mean_of_rows(loss, number)):
+        if number > 1 and loss.grad_fn is not None and (found := why_no_mean_of_rows(loss, number)):
             logger.warning(
                 "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
                 "not that of all rows. %s",
                 number,
-                why,
+                found.why,
                 self._dp_size,
                 steps,
-                _GATHER if why.endswith(ROWS_MEET) else _SUM,
+                _GATHER if found.rows_meet else _SUM,
             )
 
     def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:

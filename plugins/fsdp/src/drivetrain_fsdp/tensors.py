@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_fsdp import private_names
 from drivetrain_fsdp.shards import box_of
+from drivetrain_sharding import leaves_ranks_out
 
 _aten = torch.ops.aten
 
@@ -502,16 +503,7 @@ def _by_elements(func: Any) -> bool:
 def _some_rank_has_none(arguments: Any) -> bool:
     """Whether a sharded tensor has fewer rows than there are parts, all ranks alike, and no plain one is with it."""
     tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
-    return all(isinstance(one, DTensor) for one in tensors) and any(map(_leaves_ranks_out, tensors))
-
-
-def _leaves_ranks_out(tensor: Any) -> bool:
-    for parts, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        if isinstance(placement, Shard):
-            rows = tensor.shape[placement.dim]
-            if rows < parts or -(-rows // -(-rows // parts)) < parts:
-                return True
-    return False
+    return all(isinstance(one, DTensor) for one in tensors) and any(map(leaves_ranks_out, tensors))
 
 
 def _writes_first(func: Any) -> bool:

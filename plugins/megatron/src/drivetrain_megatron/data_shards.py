@@ -1,4 +1,4 @@
-"""``DataShard``: a DTensor of ``data_parallel: fsdp`` that raises where DTensor would be wrong in silence.
+"""Implements ``DataShard``, the DTensor of ``data_parallel: fsdp``, which raises where DTensor is silently wrong.
 
 Scripts read and write such parameters, gradients and states element by element, and take numbers over all elements:
 sums, norms, maxima. DTensor is right there. It is not, or depends on how tensor parallelism has cut the tensor, where
@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import DrivetrainError, UnsupportedError
+from drivetrain_sharding import leaves_ranks_out
 
 _aten = torch.ops.aten
 
@@ -139,9 +140,12 @@ def refuse_autograd(parameter: Tensor) -> None:
     def refuse(_: Tensor) -> NoReturn:
         _refuse("backward", "to differentiate outside of the model's forward")
 
-    if parameter.requires_grad:
+    if parameter.is_floating_point() or parameter.is_complex():
+        trains = parameter.requires_grad
+        parameter.requires_grad_()  # as register_hook wants it; one that is frozen may train later
         # The method of the class: that of a parameter is the script's.
         Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trains)
 
 
 def _is_by_element(func: Any) -> bool:
@@ -183,7 +187,7 @@ def _number(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, DTensor)]
     with plain_shards():
         of_numbers = all(map(_is_number, tensors))
-        if of_numbers or any(map(_leaves_ranks_out, tensors)):
+        if of_numbers or any(map(leaves_ranks_out, tensors)):
             # Reductions such as max raise on ranks without elements.
             args, kwargs = pytree.tree_map_only(DTensor, lambda one: one.full_tensor(), (args, kwargs))
             result = func(*args, **kwargs)
@@ -199,15 +203,6 @@ def _number(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _everywhere(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Wrap a number that every rank has."""
     return as_shard(DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False))
-
-
-def _leaves_ranks_out(tensor: DTensor) -> bool:
-    for parts, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        if isinstance(placement, Shard):
-            rows = tensor.shape[placement.dim]
-            if rows < parts or -(-rows // -(-rows // parts)) < parts:
-                return True
-    return False
 
 
 def _refuse(func: Any, what: str) -> NoReturn:

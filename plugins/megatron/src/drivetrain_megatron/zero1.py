@@ -52,15 +52,16 @@ class Parts:
         held = [group["params"] for group in groups]
         with torch.no_grad():
             pairs = [(one, part) for params in held for one in params if (part := self._part(one)) is not None]
+        parts = {id(whole): part for whole, part in pairs}
+        try:
             for optimizer in optimizers:
                 for whole, part in pairs:
                     if whole in optimizer.state:
-                        optimizer.state[part] = self._cut_state(optimizer.state.pop(whole), whole)
-        parts = {id(whole): part for whole, part in pairs}
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = [parts.get(id(one), one) for one in params]
-            one_kernel(group)
-        try:
+                        optimizer.state[part] = self._cut_state(optimizer.state[whole], whole)
+                        del optimizer.state[whole]
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = [parts.get(id(one), one) for one in params]
+                one_kernel(group)
             yield parts
         finally:
             for group, params in zip(groups, held, strict=True):
@@ -133,6 +134,7 @@ class Parts:
         made.grad = None if whole.grad is None else self._view(whole.grad, whole, dim)
         return made
 
+    @torch.no_grad()
     def _cut_state(self, state: dict[str, Any], whole: nn.Parameter) -> dict[str, Any]:
         """Return optimizer state with what is laid out like the whole parameter cut; what was cut stays."""
         return {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
@@ -236,3 +236,13 @@ def _as_before(
             made = laid_out_as(parameter, value) if isinstance(value, Tensor) and value.dim() else value
             found[name] = kept_as(made) if kept_as is not None and isinstance(made, DTensor) else made
     return found
+
+
+def leaves_ranks_out(tensor: Any) -> bool:
+    """Whether a DTensor has fewer rows than it has parts, so that some ranks hold nothing of it. Not collective."""
+    for parts, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            rows = tensor.shape[placement.dim]
+            if rows < parts or -(-rows // -(-rows // parts)) < parts:
+                return True
+    return False
