@@ -339,9 +339,36 @@ def exists(target: str) -> bool:
     return True
 
 
+BACK = re.compile(r'(?<=class="viewcode-back" href=")([^"#]+)#([^"]+)')
+"""A link from the source of an object to its documentation: page, and anchor."""
+
+
+def lead_back(app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: object) -> None:
+    """Correct links from a source file to the reference: Sphinx expects names of one public module in a file."""
+    if not page.startswith("_modules/"):
+        return
+    pages: dict[str, list[str]] = {}
+    for _, _, _, name, anchor, _ in app.env.get_domain("py").get_objects():
+        pages.setdefault(app.builder.get_relative_uri(page, name), []).append(anchor)
+
+    def corrected(match: re.Match[str]) -> str:
+        target, anchor = match.groups()
+        anchors = pages.get(target, [])
+        names = anchor.split(".")
+        for start in range(len(names)):
+            tail = ".".join(names[start:])
+            found = [each for each in anchors if each == tail or each.endswith(f".{tail}")]
+            if found:
+                return f"{target}#{anchor if anchor in found else found[0]}"
+        return match.group()
+
+    context["body"] = BACK.sub(corrected, context.get("body", ""))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register with Sphinx."""
     app.connect("source-read", expand)
     app.connect("autodoc-process-docstring", add_programs)
     app.connect("missing-reference", text_for_others)
+    app.connect("html-page-context", lead_back)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -66,6 +66,20 @@ def test_the_site_builds_without_a_warning(site):
     assert site.complaints == ""
 
 
+def test_every_source_leads_back_to_what_documents_it(site):
+    lost, anchors = [], {}
+    for file in sorted((site.folder / "_modules").rglob("*.html")):
+        for href in re.findall(r'class="viewcode-back" href="([^"]+)"', file.read_text(encoding="utf-8")):
+            page, _, anchor = href.partition("#")
+            target = (file.parent / page).resolve()
+            if target not in anchors:
+                anchors[target] = set(re.findall(r'id="([^"]+)"', target.read_text(encoding="utf-8")))
+            if anchor not in anchors[target]:
+                lost.append(href)
+    assert anchors
+    assert not lost
+
+
 @pytest.mark.parametrize("name", ["index", "how-to/planner", "tutorial/first-run"])
 def test_every_page_says_what_to_type_instead_of_a_line_that_cannot_work_yet(site, name):
     announced = site.page(name).select_one(".announcement").get_text()

@@ -221,7 +221,8 @@ p[torch.tensor(1)] ; len(p) ; list(p) ; 0.5 in p ; list(reversed(p)) ; sum(p) ; 
 bool(p.sum() > 0) ; float(p.sum()) ; int(p.sum()) ; complex(p.sum()) ; f'{p.mean():.2f}' ; round(float(p.mean()), 3)
 list(range(p[0].argmax() + 1)) ; [row.sum() for row in p] ; math.sqrt(p.mean()) ; np.asarray(p.detach())
 np.array(p.detach())[0] ; np.mean(p.detach().numpy()) ; copy.copy(p) ; copy.deepcopy(p)
-pickle.loads(pickle.dumps(p.detach())) ; isinstance(p, nn.Parameter) ; isinstance(p, Tensor) ; hash(p) == hash(p)
+pickle.loads(pickle.dumps(p)) ; pickle.loads(pickle.dumps(p.detach())) ; isinstance(p, nn.Parameter)
+isinstance(p, Tensor) ; hash(p) == hash(p)
 p in {p: 1} ; {p: 2}[p] ; p.T ; p.mT ; p.H ; p.mH ; p.real ; p.shape ; p.shape[0] ; p.ndim ; p.dtype ; p.device.type
 p.layout ; p.itemsize ; p.nbytes ; p.is_leaf ; p.requires_grad ; p.grad is None ; p.grad_fn is None ; p.is_sparse
 p.data ; p.data.mean() ; p.data[0] ; p.name ; p.output_nr ; p.retains_grad ; p.is_cpu ; p.is_meta ; p.is_quantized

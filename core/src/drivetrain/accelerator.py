@@ -335,11 +335,13 @@ class Accelerator(ProcessControl):
                 of the whole window, or of data-parallel processes for losses that it weighs by itself. ``loss`` is then
                 taken as it is, by no weight of the loader's, and nothing is communicated. With all losses of a window
                 or with none.
-            kwargs: for ``loss.backward``, when no model was prepared. With one only ``gradient``, the weights of a loss
-                that is no single number, as in torch; without ``num_items`` and ``denominator`` they add up to 1.
+            kwargs: for ``loss.backward``, when no model was prepared. With one ``retain_graph``, where another loss of
+                the same forward follows, and ``gradient``, the weights of a loss that is no single number, as in torch;
+                without ``num_items`` and ``denominator`` they add up to 1.
 
         Raises:
-            UnsupportedError: another of ``kwargs`` with a prepared model, such as ``retain_graph``.
+            UnsupportedError: another of ``kwargs`` with a prepared model, such as ``create_graph``; or ``retain_graph``
+                under an engine that runs one backward for each forward (DeepSpeed, pipelines).
             UsageError: with ``count_items``, a loss that does not say what it is a mean over; ``denominator`` beside
                 ``num_items`` or losses without it.
         """

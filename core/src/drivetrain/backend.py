@@ -295,6 +295,17 @@ class Trainable(ABC):
         on several trainables this is called on one of them; it must reach the parameters of all.
         """
 
+    def retaining_graph(self) -> AbstractContextManager[Any]:
+        """Context in which :meth:`backward` keeps the graph, as ``loss.backward(retain_graph=True)`` does.
+
+        Raises:
+            UnsupportedError: the engine runs one backward for each forward, as by default.
+        """
+        raise UnsupportedError(
+            "backward() does not take retain_graph here: the engine runs one backward for each forward",
+            cure="Add up the losses of one forward: accelerator.backward(first + second).",
+        )
+
     def example_loss(self, loss: Tensor, rows: int) -> tuple[Tensor, int] | None:
         """A loss whose autograd graph shows how this one is computed, and over how many rows; ``None`` for none.
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from drivetrain.errors import UsageError
+from drivetrain.topology import AXES
 
 
 def _require(condition: bool, what: str, cure: str = "") -> None:
@@ -314,7 +315,7 @@ class ParallelismConfig:
 
     def sizes(self) -> dict[str, int]:
         """The axes that were asked for, by name."""
-        asked = {axis: getattr(self, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
+        asked = {axis: getattr(self, f"{axis}_size", None) for axis in AXES}
         return {axis: size for axis, size in asked.items() if size is not None}
 
 

@@ -11,13 +11,46 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from drivetrain.errors import UsageError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Every mesh axis, outermost first."""
 
-DATA_AXES = ("dp_replicate", "dp_shard")
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of the mesh.
+
+    Args:
+        name: its key under ``mesh:`` in a configuration.
+        splits: what its ranks share out: the layers of a model, samples, the sequence of a sample, or the weights of a
+            layer.
+        description: one sentence, for configuration files.
+    """
+
+    name: str
+    splits: Literal["layers", "samples", "sequence", "weights"]
+    description: str
+
+
+GRID = (
+    Axis("pp", "layers", "Pipeline stages."),
+    Axis("dp_replicate", "samples", "Data-parallel replicas that hold whole parameters."),
+    Axis("dp_shard", "samples", "Data-parallel ranks that share the parameters in shards."),
+    Axis("cp", "sequence", "Context parallelism: ranks that share one sequence."),
+    Axis("tp", "weights", "Tensor parallelism: ranks that share each matrix."),
+)
+"""Every axis of the mesh, outermost first. A new one is a line here, and the backend that computes along it."""
+
+AXES = tuple(axis.name for axis in GRID)
+"""Names of all axes, outermost first."""
+
+
+def axes_that_split(*what: str) -> tuple[str, ...]:
+    """Return the names of the axes that share out one of these (see :class:`Axis`), outermost first."""
+    return tuple(axis.name for axis in GRID if axis.splits in what)
+
+
+DATA_AXES = axes_that_split("samples")
 """The axes along which ranks read different samples."""
 
 

@@ -221,6 +221,15 @@ def test_models_without_memory_before_there_is_an_accelerator() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_models_without_memory_after_the_training_has_ended() -> None:
+    accelerator = Accelerator(cpu=True)
+    with init_empty_weights():
+        assert not nn.Linear(2, 2).weight.is_meta  # one process keeps the values that it draws
+    accelerator.end_training()
+    with init_empty_weights():
+        assert nn.Linear(2, 2).weight.is_meta
+
+
 def test_shared_tensors_are_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.ones(2)
     with caplog.at_level(logging.WARNING):

@@ -182,6 +182,11 @@ print(inside, "DRIVETRAIN_MIXED_PRECISION" in os.environ)
         ("notebook_launcher(print, num_processes=0)", "num_processes is 0"),
         ("notebook_launcher(print, num_processes=1, node_rank=1)", "node_rank is 1 and num_nodes is 1"),
         ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision is 'fp9'"),
+        ("notebook_launcher(print, rdzv_backend='etcd')", "rdzv_backend is 'etcd'. Write 'c10d' or 'static'."),
+        (
+            "notebook_launcher(print, rdzv_conf={'read_timeout': 9})",
+            "rdzv_conf has no read_timeout. It takes timeout, join_timeout, last_call_timeout, in seconds.",
+        ),
         ("debug_launcher(print, num_processes=0)", "num_processes is 0"),
         (
             (

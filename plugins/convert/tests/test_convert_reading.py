@@ -155,6 +155,10 @@ def test_what_is_not_there_or_not_a_checkpoint_is_said(tmp_path, makers):
     (tmp_path / "text.pt").write_text("hello")
     with pytest.raises(CheckpointError, match="cannot be read"):
         convert(tmp_path / "text.pt", tmp_path / "ours")
+    (tmp_path / "ours already").mkdir()
+    (tmp_path / "ours already" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a Drivetrain checkpoint already. Load it as it is."):
+        convert(tmp_path / "ours already", tmp_path / "ours")
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
         convert(tmp_path / "text.pt", tmp_path / "taken")

@@ -452,6 +452,8 @@ def test_a_plugin_may_hold_a_file_or_a_dictionary(ds):
         ({"zero_stage": 4}, "less than or equal to 3"),
         ({"zero3_init_flag": True}, "init_empty_weights"),
         ({"enable_msamp": True}, "takes no enable_msamp"),
+        ({"is_train_batch_min": False}, "takes no is_train_batch_min=False here. Leave it out"),
+        ({"offload_optimizer_device": "disk"}, "DeepSpeedPlugin: .* Change its arguments."),
         ({"hf_ds_config": "none.json"}, "there is no file 'none.json'"),
         ({"hf_ds_config": {"zero_optimization": {"stage": 1}}, "zero_stage": 2}, "zero_stage: 2 contradicts"),
     ],

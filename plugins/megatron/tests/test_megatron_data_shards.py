@@ -18,10 +18,11 @@ FSDP: dict[str, Any] = {"distributed_type": "megatron", "megatron_lm_plugin": {"
 ZERO1: dict[str, Any] = {"distributed_type": "megatron", "megatron_lm_plugin": {"data_parallel": "zero1"}}
 
 
-def made(config: dict[str, Any]) -> tuple[nn.Module, Any]:
+def made(config: dict[str, Any], *, frozen: bool = False) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, **config)
     model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    model[0].requires_grad_(not frozen)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     accelerator.backward(model(torch.arange(8.0).view(2, 4)).square().mean())
     optimizer.step()
@@ -119,3 +120,17 @@ def test_what_depends_on_places_is_refused_with_advice_that_works() -> None:
         assert all("data_parallel: zero1" in words or "accelerator.save_model" in words for _, words in found)
     first, second = spawn(under_zero1, 2)
     torch.testing.assert_close(first, second)
+
+
+def penalise_what_was_frozen() -> str:
+    model, _ = made(FSDP, frozen=True)
+    model[0].requires_grad_(True)
+    with pytest.raises(UnsupportedError) as caught:
+        model[0].weight.sum().backward()
+    return str(caught.value)
+
+
+def test_what_was_frozen_in_prepare_is_guarded_when_it_trains() -> None:
+    for words in spawn(penalise_what_was_frozen, 2):
+        assert "to differentiate outside of the model's forward" in words
+        assert "data_parallel: zero1" in words

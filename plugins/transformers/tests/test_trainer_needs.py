@@ -19,7 +19,14 @@ import trainer_needs_jobs as jobs
 from test_trainer_backends import BACKENDS
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, DataLoaderConfiguration, DistributedType, init_empty_weights, load_config
+from drivetrain import (
+    Accelerator,
+    AcceleratorState,
+    DataLoaderConfiguration,
+    DistributedType,
+    init_empty_weights,
+    load_config,
+)
 from drivetrain_testing import RankFailedError, spawn
 
 if find_spec("accelerate") is None or find_spec("transformers") is None:
@@ -213,5 +220,6 @@ def test_the_order_of_a_shuffled_loader_is_torchs() -> None:
 def test_names_that_libraries_ask_for() -> None:
     assert {"fsdp", "ddp"} <= {str(one) for one in DistributedType}
     assert DistributedType("FSDP") == "fsdp"
+    AcceleratorState._reset_state()  # a Trainer of another test never ends its accelerator, which may be alive
     with init_empty_weights():
         assert torch.nn.Linear(2, 2).weight.is_meta

@@ -882,3 +882,58 @@ def gradients_of_a_first_sum_dropped(accelerator):
             accelerator.backward(share * F.cross_entropy(model(x), y, reduction="sum"), num_items=len(y))
         optimizer.step()
     return result(accelerator, [], model=model)
+
+
+def _windows_of_two_losses():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    x, y = points()
+    losses = []
+    for first in range(0, len(x), 2 * BATCH):
+        logits = model(x[first : first + 2 * BATCH])
+        both = [F.cross_entropy(logits, y[first : first + 2 * BATCH]), logits.pow(2).mean()]
+        optimizer.zero_grad()
+        sum(both).backward()
+        optimizer.step()
+        losses += [loss.item() for loss in both]
+    return losses, {f"model.{name}": value for name, value in model.state_dict().items()}
+
+
+@script(reference=_windows_of_two_losses, gradient_accumulation_steps=2)
+def two_losses_of_one_forward_in_windows(accelerator):
+    """A window of two batches by ``accumulate``, with two backwards of each forward by ``retain_graph=True``."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            logits = model(x)
+            first, second = F.cross_entropy(logits, y), logits.pow(2).mean()
+            accelerator.backward(first, retain_graph=True)
+            accelerator.backward(second)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append([mean(accelerator, first), mean(accelerator, second)])
+    windows = zip(losses[::2], losses[1::2], strict=True)
+    return result(accelerator, [(a + b) / 2 for pair in windows for a, b in zip(*pair, strict=True)], model=model)
+
+
+@script()
+def critic_and_generator_of_one_graph(accelerator):
+    """A critic judges what a generator made: the critic's loss with ``retain_graph=True``, then the generator's."""
+    model, optimizer, batches = start(accelerator)
+    critic = build(lambda: Net(features=4, classes=1), seed=5)
+    critic, critics = accelerator.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    losses = []
+    for x, _ in batches:
+        made = model(x)
+        judged = critic(made)
+        critics.zero_grad()
+        lost = (judged - 1).pow(2).mean()
+        accelerator.backward(lost, retain_graph=True)
+        critics.step()
+        optimizer.zero_grad()
+        won = made.pow(2).mean()
+        accelerator.backward(won)
+        optimizer.step()
+        losses += [mean(accelerator, lost), mean(accelerator, won)]
+    return result(accelerator, losses, model=model, critic=critic)

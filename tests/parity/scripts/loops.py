@@ -377,6 +377,20 @@ def saved_by_torch(accelerator):
     return losses, {name: value.clone() for name, value in own.state_dict().items()}
 
 
+@script()
+def parameters_by_torch_save(accelerator):
+    """``torch.save(list(model.parameters()))`` on every process, read back with what the script has set on one."""
+    file = f"{accelerator.project_dir}/parameters-{accelerator.process_index}.pt"
+    model, optimizer, batches = start(accelerator)
+    next(model.parameters()).kept = "by the script"
+    losses = [step_on(accelerator, model, optimizer, x, y) for x, y in batches]
+    torch.save(list(model.parameters()), file)
+    read = torch.load(file, weights_only=False)
+    assert read[0].kept == "by the script"
+    assert {type(parameter) for parameter in read} == {torch.nn.Parameter}
+    return losses, {str(number): parameter.detach() for number, parameter in enumerate(read)}
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Samples without an index and without a length."""
 

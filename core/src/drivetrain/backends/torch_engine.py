@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -221,6 +221,7 @@ class TorchEngine:
             if self._compute is None
             else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
+        self._retains_graph = False
         self._owners: WeakSet[OwnerOfOptimizers] = WeakSet()
         self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
@@ -259,7 +260,16 @@ class TorchEngine:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=self._retains_graph)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def retaining_graph(self) -> Iterator[None]:
+        """Keep the graph in :meth:`backward`, so that another loss of the same forward can follow."""
+        before, self._retains_graph = self._retains_graph, True
+        try:
+            yield
+        finally:
+            self._retains_graph = before
 
     def count_backward(self) -> None:
         """Count a backward, as :meth:`backward` does; before one that an engine runs by other means.
@@ -486,6 +496,9 @@ class TorchTrainable(Trainable):
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self.engine.backward(loss, scale)
         self.engine.show_gradients()
+
+    def retaining_graph(self) -> AbstractContextManager[Any]:
+        return self.engine.retaining_graph()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         """Autograd accumulates either way, and one process has nothing to reduce."""

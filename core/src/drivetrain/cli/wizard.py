@@ -24,6 +24,7 @@ from drivetrain.launch.devices import Inventory, take_inventory
 from drivetrain.launch.environment import DEFAULT_PORT, available_cores
 from drivetrain.launch.machines import first_host
 from drivetrain.registry import Registry, known_extras, pip_line
+from drivetrain.topology import DATA_AXES
 from drivetrain.wording import sentences
 
 _ALL, _SOME, _CPU = "all accelerators", "some accelerators", "the CPU"
@@ -201,7 +202,7 @@ class Wizard:
         axes = self._registry.info(backend).capabilities.mesh_axes if backend is not None else frozenset()
         left = world
         for axis, info in MeshConfig.model_fields.items():
-            if axis in axes and not axis.startswith("dp_") and left > 1:
+            if axis in axes and axis not in DATA_AXES and left > 1:
                 sizes = [str(size) for size in range(1, left + 1) if left % size == 0]
                 text, choices = f"How many along mesh.{axis}?", tuple(map(Choice, sizes))
                 left //= int(self._ask(f"mesh.{axis}", text, "1", choices, unwritten="1", about=info.description))

@@ -216,17 +216,17 @@ def _weight_files(place: Path) -> list[Path]:
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
     """Context in which a model is constructed without memory for its parameters.
 
-    Where an ``Accelerator`` exists it is :meth:`Accelerator.init_empty_weights`: ``prepare`` gives the model its
-    ordinary initial values. Where there is none, parameters are on torch's meta device and stay there until the script
-    loads values.
+    Between the construction of an ``Accelerator`` and its ``end_training()`` it is
+    :meth:`Accelerator.init_empty_weights`: ``prepare`` gives the model its ordinary initial values. Before and after,
+    parameters are on torch's meta device and stay there until the script loads values.
 
     Args:
         include_buffers: leave buffers without memory too.
     """
     accelerator = newest_accelerator()
-    return init_on_device(torch.device("meta"), include_buffers) if accelerator is None else (
-        accelerator.init_empty_weights()
-    )
+    if accelerator is None or accelerator._closed:  # noqa: SLF001 (the accelerator's other half)
+        return init_on_device(torch.device("meta"), include_buffers)
+    return accelerator.init_empty_weights()
 
 
 @contextmanager

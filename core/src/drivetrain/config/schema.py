@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 from drivetrain.config.fields import Integer, Number, Section, names, not_bool
 from drivetrain.config.keys import CORE_KEYS
-from drivetrain.topology import AXES
+from drivetrain.topology import AXES, GRID
 
 
 def _precision(value: Any) -> Any:
@@ -100,14 +100,12 @@ Seconds = Annotated[Number, Field(gt=0, le=1e9, allow_inf_nan=False)]
 """Up to 30 years: what waits counts in nanoseconds of 64 bits."""
 
 
-class MeshConfig(Section):
-    """Sizes of the mesh axes, outermost first; null leaves the choice to the backend."""
+_SIZES: dict[str, Any] = {axis.name: (Count | None, Field(None, description=axis.description)) for axis in GRID}
+_AxisSizes: Any = create_model("_AxisSizes", __base__=Section, **_SIZES)
 
-    pp: Count | None = Field(None, description="Pipeline stages.")
-    dp_replicate: Count | None = Field(None, description="Data-parallel replicas that hold whole parameters.")
-    dp_shard: Count | None = Field(None, description="Data-parallel ranks that share the parameters in shards.")
-    cp: Count | None = Field(None, description="Context parallelism: ranks that share one sequence.")
-    tp: Count | None = Field(None, description="Tensor parallelism: ranks that share each matrix.")
+
+class MeshConfig(_AxisSizes):
+    """Sizes of the mesh axes, outermost first; null leaves the choice to the backend."""
 
     def sizes(self) -> dict[str, int]:
         """Sizes of the configured axes, by name; empty without a mesh."""

@@ -202,13 +202,15 @@ class TrainingLoop:
         loss: Tensor,
         num_items: Items | None = None,
         denominator: float | Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Add the gradients of one micro-batch's loss. See :meth:`drivetrain.Accelerator.backward`."""
         if not self.models:
             self._refuse_alone()
             log_call("backward")
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             return
         if kwargs:
             loss = _weighted(loss, **kwargs, is_sum=num_items is not None or denominator is not None)
@@ -237,8 +239,8 @@ class TrainingLoop:
         window.backwards += 1
         window.backwards_here += 1
         try:
-            if self.loose.parameters:
-                with self.loose.backward():
+            if retain_graph or self.loose.parameters:
+                with self._around_backward(primary, retain_graph):
                     primary.trainable.backward(loss, scale)
             else:
                 primary.trainable.backward(loss, scale)
@@ -249,7 +251,16 @@ class TrainingLoop:
             self._correct(models)
             self.gradients_reduced()
         for model in self.models:
-            model.active = False
+            model.active = model.active and bool(retain_graph)
+
+    def _around_backward(self, model: Any, retain_graph: bool | None) -> ExitStack:
+        """Contexts of a backward that keeps its graph, or of a loss that depends on parameters of no prepared model."""
+        with ExitStack() as stack:
+            if retain_graph:
+                stack.enter_context(model.trainable.retaining_graph())
+            if self.loose.parameters:
+                stack.enter_context(self.loose.backward())
+            return stack.pop_all()
 
     def run_closure(self, closure: Callable[[], Any]) -> tuple[Any, Any]:
         """Call the closure of ``optimizer.step``: what it returns, and that over all data-parallel ranks.
@@ -697,7 +708,6 @@ def _weighted(loss: Tensor, gradient: Tensor | None = None, *, is_sum: bool, **o
 
 def _refuse_arguments(names: Iterable[str]) -> NoReturn:
     cures = {
-        "retain_graph": "Add up the losses of one forward: accelerator.backward(first + second).",
         "create_graph": "Compute the gradient with torch.autograd.grad(loss, inputs, create_graph=True), and call "
         "accelerator.backward with the loss that contains it.",
         "inputs": "Set requires_grad_(False) on the parameters that this loss shall not train, before the forward.",

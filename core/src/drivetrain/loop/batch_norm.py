@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from drivetrain.distributed import collectives
 from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.topology import axes_that_split
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +79,7 @@ def convert(model: nn.Module, topology: Topology) -> None:
     layers = {name: layer for name, layer in _batch_norms(model).items() if not isinstance(layer, Synchronised)}
     if not layers:
         return
-    cut = [axis for axis in ("pp", "cp") if topology.mesh.sizes[axis] > 1]
+    cut = [axis for axis in axes_that_split("layers", "sequence") if topology.mesh.sizes[axis] > 1]
     if cut:
         raise UnsupportedError(
             f"sync_batch_norm takes statistics over whole batches, and with the mesh axis {cut[0]} "

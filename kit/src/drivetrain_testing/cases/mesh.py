@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from drivetrain.cli import self_test
+from drivetrain.topology import AXES
 from drivetrain_testing import diagnosis
 from drivetrain_testing.cases.gradients import compare
 from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import Scenario
 
 
-def _axis(kit: Kit, axis: str) -> None:
+def _train_along(kit: Kit, axis: str) -> None:
     along = kit.along(axis, 2)
     compare(along, Scenario(window=2, max_norm=0.1))
     sizes = along.made[-1].backend.topology.mesh.sizes
@@ -21,31 +22,14 @@ def _axis(kit: Kit, axis: str) -> None:
         self_test.check(along.accelerator())
 
 
-@case(applies=lambda capabilities: "dp_replicate" in capabilities.mesh_axes, world_sizes=(2,))
-def dp_replicate(kit: Kit) -> None:
-    """``mesh: {dp_replicate: 2}`` trains as one process does."""
-    _axis(kit, "dp_replicate")
+def _add_case(axis: str) -> None:
+    def along_axis(kit: Kit) -> None:
+        _train_along(kit, axis)
+
+    along_axis.__name__ = axis
+    along_axis.__doc__ = f"``mesh: {{{axis}: 2}}`` trains as one process does."
+    case(applies=lambda capabilities: axis in capabilities.mesh_axes, world_sizes=(2,))(along_axis)
 
 
-@case(applies=lambda capabilities: "dp_shard" in capabilities.mesh_axes, world_sizes=(2,))
-def dp_shard(kit: Kit) -> None:
-    """``mesh: {dp_shard: 2}`` trains as one process does."""
-    _axis(kit, "dp_shard")
-
-
-@case(applies=lambda capabilities: "cp" in capabilities.mesh_axes, world_sizes=(2,))
-def cp(kit: Kit) -> None:
-    """``mesh: {cp: 2}`` trains as one process does."""
-    _axis(kit, "cp")
-
-
-@case(applies=lambda capabilities: "tp" in capabilities.mesh_axes, world_sizes=(2,))
-def tp(kit: Kit) -> None:
-    """``mesh: {tp: 2}`` trains as one process does."""
-    _axis(kit, "tp")
-
-
-@case(applies=lambda capabilities: "pp" in capabilities.mesh_axes, world_sizes=(2,))
-def pp(kit: Kit) -> None:
-    """``mesh: {pp: 2}`` trains as one process does."""
-    _axis(kit, "pp")
+for name in AXES:
+    _add_case(name)

@@ -620,7 +620,9 @@ class Driver:
         self._refused.clear()
 
 
-def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | None) -> None:
+def backward(
+    loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | None, *, retain_graph: bool = False
+) -> None:
     """Back-propagate through every engine that the loss depends on. Collective.
 
     What ``engine.backward`` does, for several engines at once.
@@ -631,7 +633,7 @@ def backward(loss: Tensor, drivers: Sequence[Driver], loss_scale: LossScale | No
     with ExitStack() as stack:
         for driver in drivers:
             stack.enter_context(driver.running())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         for driver in drivers:
             driver.after_backward()
 

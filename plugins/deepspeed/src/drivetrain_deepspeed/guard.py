@@ -90,6 +90,15 @@ class GuardedParameter(nn.Parameter):
             copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
             return copied
 
+    def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
+        if hasattr(self, "ds_id"):
+            raise UnsupportedError(
+                f"a parameter of {self._drivetrain_guard.model} cannot be pickled: ZeRO stage 3 shares it out over "
+                "ranks",
+                cure="Save accelerator.get_state_dict(model), or call accelerator.save_model(model, folder).",
+            )
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             if in_parts(self):

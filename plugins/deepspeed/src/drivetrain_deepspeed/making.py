@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
-from drivetrain_sharding import AssignmentRefusal
+from drivetrain_sharding import AssignmentRefusal, write_as_made
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -84,6 +84,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     if backend.config.stage == 3:
         _refuse_empty(module)
         _make_contiguous(module)
+    of_script = _attributes(module)
     engine = _initialize(backend, model, config, **given)
     private_names.check_engine(engine)
     steps = list(optimizers)
@@ -93,6 +94,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     for adagrad in adagrads:
         _fill_adagrad(adagrad, engine.optimizer)
     guard = Guard(module, backend.config.stage)
+    _write_as_made(of_script, backend.config.stage)
     held = [
         (optimizer, [parameter for group in its.parameters for parameter in group])
         for optimizer, its in zip(steps, recorded, strict=True)
@@ -145,6 +147,17 @@ def _evaluating(backend: DeepSpeedBackend, model: nn.Module, module: nn.Module) 
     engine = _initialize(backend, model, _dictionary(backend, module, None))
     load_in_parts(module)
     return MadeEngine(None, EngineState(module, engine.optimizer), [], Guard(module, backend.config.stage))
+
+
+def _attributes(module: nn.Module) -> dict[nn.Parameter, frozenset[str]]:
+    """Names of what is set on each parameter."""
+    return {parameter: frozenset(vars(parameter)) for parameter in module.parameters()}
+
+
+def _write_as_made(of_script: Mapping[nn.Parameter, frozenset[str]], stage: int) -> None:
+    """Leave out of a pickled parameter what DeepSpeed has set on it since. In stage 3 none is whole."""
+    for parameter, names in of_script.items() if stage < 3 else ():
+        write_as_made(parameter, vars(parameter).keys() - names)
 
 
 def _fill_adagrad(adagrad: torch.optim.Adagrad, zero: Any) -> None:

@@ -94,6 +94,15 @@ class DeepSpeedTrainable(Trainable):
             self._start()
         self._backend.backward(loss, scale)
 
+    def retaining_graph(self) -> AbstractContextManager[Any]:
+        if self._backend.config.stage == 3:
+            raise UnsupportedError(
+                "backward() does not take retain_graph under ZeRO stage 3, whose layers release their parameters as a "
+                "backward passes them",
+                cure="Add up the losses of one forward: accelerator.backward(first + second). zero_stage: 2 takes it.",
+            )
+        return self._backend.retaining_graph()
+
     def synchronise_gradients(self, enabled: bool) -> None:
         if self._driver is not None:
             self._driver.synchronise(enabled)

@@ -86,6 +86,9 @@ class MegatronTrainable(Trainable):
         # In training, logits stay sharded over tp up to the loss; without gradients they are gathered.
         return output if torch.is_grad_enabled() else whole_tensors(output)
 
+    def retaining_graph(self) -> AbstractContextManager[Any]:
+        return self._engine.retaining_graph()
+
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         self._inputs.check(loss)
         if self._dp_size > 1:

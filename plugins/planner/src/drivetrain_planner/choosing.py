@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from drivetrain.api import UsageError
+from drivetrain.api import Mesh, UsageError
 from drivetrain.api.programs import get_registry
 from drivetrain_planner.estimates import Estimate, PlanRequest, Traffic
 from drivetrain_planner.machines import Machine
@@ -19,7 +19,7 @@ SHARE = 0.8
 """Fraction of a device's memory that a plan may use. Of 454 public runs none that was estimated below it ran out of
 memory (Fujii et al., arXiv 2411.06465); the rest is for fragmentation and for what is not counted."""
 
-CUTTING = ("pp", "cp", "tp")
+CUTTING = tuple(axis for axis in Mesh().sizes if Mesh({axis: 2}).dp_size == 1)
 """Mesh axes along which a model or its samples are cut, so that these ranks read the same samples."""
 
 _TIE = 0.03

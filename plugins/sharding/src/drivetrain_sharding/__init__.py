@@ -38,6 +38,7 @@ from drivetrain_sharding.plain_data import refuse_as_data
 from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
+from drivetrain_sharding.written import write_as_made
 
 __all__ = [
     "ELEMENTWISE",
@@ -78,4 +79,5 @@ __all__ = [
     "temporary",
     "watch_forwards",
     "why_not_matrixwise",
+    "write_as_made",
 ]

@@ -283,7 +283,8 @@ class Elsewhere(FakeTensor):
                 raise absent.refused(f"{name} reads it")
             try:
                 args, kwargs = tree_map(_without_history, (args, kwargs))
-                found = func(*args, **kwargs)
+                with _DrawsAlike():  # type: ignore[no-untyped-call]
+                    found = func(*args, **kwargs)
             except NO_VALUE as problem:
                 raise absent.refused(f"{name} reads it") from problem
             # What is computed from it is as unknown as it is, until somebody reads it.
@@ -341,6 +342,30 @@ _DRAWS = frozenset(
     {"bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_"}
     | {"uniform_"}
 )
+
+_DRAWS_BY_VALUE = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"})
+"""Operations that draw as many numbers as their values say."""
+
+
+@final
+class _DrawsAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws what random operations on absent tensors draw on their own stage, so that the next numbers are alike."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if func.overloadpacket.__name__ in _DRAWS_BY_VALUE:
+                raise NO_VALUE[0](func)
+            # Ones are a valid mean, probability and weight.
+            func(*tree_map(_ones, args), **tree_map(_ones, kwargs))
+        return func(*args, **kwargs)
+
+
+def _ones(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).fill_(1)
+
 
 _EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
 """Methods that export the memory of a tensor to other libraries."""
