@@ -383,7 +383,7 @@ def one_weight_for_encoder_and_decoder(accelerator):
     return fit(accelerator, *start(accelerator, Tied), lambda model, x, y: F.mse_loss(model(x), x))
 
 
-@script(follows="continued_by_torch_save saved_by_torch")
+@script(follows="continued_by_torch_save saved_by_torch parameters_by_torch_save")
 def weights_saved_by_the_accelerator(accelerator):
     """Weights are written by ``accelerator.save(accelerator.get_state_dict(model), path)`` and read by torch."""
     model, optimizer, batches = start(accelerator)

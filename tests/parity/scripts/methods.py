@@ -314,7 +314,7 @@ def tasks_weighed_by_their_gradients(accelerator):
     return result(accelerator, losses, model=model)
 
 
-@script(follows="tasks_weighed_by_their_gradients")
+@script(follows="tasks_weighed_by_their_gradients tasks_weighed_by_gradients_reduced_by_hand")
 def tasks_weighed_by_a_backward_of_each(accelerator):
     """GradNorm: each task's weight is the other's share of the gradient norm, which a backward of each task leaves."""
     model = build(lambda: Net(classes=2 * CLASSES))
@@ -326,6 +326,27 @@ def tasks_weighed_by_a_backward_of_each(accelerator):
         shared = 2  # the weight of the last shared layer
         norms = [gradients_of(accelerator, optimizer, model, task, retain_graph=True)[shared].norm() for task in tasks]
         loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script(follows="tasks_weighed_by_their_gradients")
+def tasks_weighed_by_gradients_reduced_by_hand(accelerator):
+    """GradNorm: each process's gradients of the last shared layer are averaged before their norms are taken."""
+    model = build(lambda: Net(classes=2 * CLASSES))
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    losses = []
+    for x, y in batches:
+        out = model(x)
+        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
+        shared = model.body[2].weight
+        with accelerator.no_sync(model):
+            found = [torch.autograd.grad(task, shared, retain_graph=True)[0] for task in tasks]
+        norms = [accelerator.reduce(gradient, "mean").norm() for gradient in found]
+        loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
+        optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
         losses.append(mean(accelerator, loss))
@@ -521,10 +542,10 @@ def singular_value_by_power_iteration(accelerator):
 
     def loss_of(model, x, y):
         nonlocal vector
-        weight = model.body[2].weight
+        loss, weight = of_classes(model, x, y), model.body[2].weight
         with torch.no_grad():
             vector = F.normalize(weight.T @ (weight @ vector), dim=0)
-        return of_classes(model, x, y) + 0.1 * (weight @ vector).norm()
+        return loss + 0.1 * (weight @ vector).norm()
 
     return fit(accelerator, model, optimizer, batches, loss_of)
 
@@ -534,10 +555,10 @@ def pruned_by_moving_scores(accelerator):
     """Movement pruning: scores add up weight times gradient, and the lowest are zero from then on."""
     model = build()
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
-    weight = model.body[2].weight
     scores, steps, masks = torch.zeros(16, 16), [], []
 
     def before_step():
+        weight = model.body[2].weight
         scores.sub_((weight * weight.grad).detach())
 
     def after():
@@ -546,7 +567,7 @@ def pruned_by_moving_scores(accelerator):
             masks.append((scores > scores.flatten().kthvalue(128).values).float())
         with torch.no_grad():
             for mask in masks:
-                weight.mul_(mask)
+                model.body[2].weight.mul_(mask)
 
     return fit(accelerator, model, optimizer, batches, of_classes, before_step, after)
 
@@ -639,17 +660,47 @@ def second_order_reduced_by_hand(accelerator):
 
 @script(follows="singular_value_by_power_iteration")
 def singular_value_of_a_gathered_weight(accelerator):
-    """The penalty on the largest singular value, of ``1 * weight``, which is whole on each process."""
+    """The penalty on the largest singular value: the whole weight moves the vector, and the loss has ``1 * weight``."""
     model = build()
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     vector = F.normalize(noise(16), dim=0)
 
     def loss_of(model, x, y):
         nonlocal vector
-        weight = 1 * model.body[2].weight
+        weight = model.body[2].weight
         with torch.no_grad():
-            vector = F.normalize(weight.T @ (weight @ vector), dim=0)
-        return of_classes(model, x, y) + 0.1 * (weight @ vector).norm()
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            vector = F.normalize(whole.T @ (whole @ vector), dim=0)
+        return of_classes(model, x, y) + 0.1 * ((1 * weight) @ vector).norm()
+
+    return fit(accelerator, model, optimizer, batches, loss_of)
+
+
+class Spectral(Net):
+    """Returns the largest singular value beside the logits, the same for each row; ``(B, F) -> (B, C), (B,)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("vector", F.normalize(noise(16), dim=0))
+
+    def forward(self, x):
+        weight, vector = self.body[2].weight, self.vector
+        with torch.no_grad():
+            for _ in range(3):
+                vector = F.normalize(weight.T @ (weight @ vector), dim=0)
+        value = (weight @ vector).norm()
+        return super().forward(x), value.expand(len(x))
+
+
+@script(follows="singular_value_by_power_iteration singular_value_of_a_gathered_weight")
+def singular_value_in_the_forward(accelerator):
+    """The penalty on the largest singular value, where forward computes it, from one vector each time."""
+    model = build(Spectral)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+
+    def loss_of(model, x, y):
+        logits, value = model(x)
+        return F.cross_entropy(logits, y) + 0.1 * value.mean()
 
     return fit(accelerator, model, optimizer, batches, loss_of)
 

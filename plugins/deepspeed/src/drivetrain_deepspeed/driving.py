@@ -46,6 +46,9 @@ class Driver:
         max_norm: clip to this norm in a window in which the script does not clip; 0: do not.
     """
 
+    taken = False
+    """Under stage 3, ``torch.autograd.grad`` has gone through a graph of this model since the last backward."""
+
     def __init__(
         self,
         engine: Any,
@@ -189,6 +192,8 @@ class Driver:
                 "layers twice, and the second time their parameters are in parts",
                 cure="Use zero_stage 0, 1 or 2 for gradient penalties and other second derivatives.",
             )
+        else:
+            self.taken = True
 
     def _at_parameter(self, parameter: Any, gradient: Tensor) -> None:
         """Handle the gradient of a parameter, before DeepSpeed's hook."""
@@ -237,12 +242,13 @@ class Driver:
         if not alone:
             # In a backward, gradients are enabled only under create_graph=True.
             penalty = " For a penalty on the gradient of all ranks use one process." if torch.is_grad_enabled() else ""
+            in_parameters = " zero_stage: 0 leaves gradients over all ranks in p.grad." if self.stage else ""
             raise UsageError(
                 f"torch.autograd.grad was asked for the gradient of {self._guard.named(id(parameter))}, and would "
                 "return that of this rank's samples alone",
-                cure="Call accelerator.backward(loss) and optimizer.step(). Where this rank's own is meant, as in an "
-                "inner step of meta-learning, write `with accelerator.no_sync(model):` around torch.autograd.grad; "
-                f"accelerator.reduce(gradient, 'mean') averages it over ranks.{penalty}",
+                cure=f"Call accelerator.backward(loss) and optimizer.step().{in_parameters} Where this rank's own is "
+                "meant, as in an inner step of meta-learning, write `with accelerator.no_sync(model):` around "
+                f"torch.autograd.grad; accelerator.reduce(gradient, 'mean') averages it over ranks.{penalty}",
             )
 
     def _arrive(self) -> None:
@@ -517,12 +523,13 @@ class Driver:
     def _before_step(self, optimizer: Optimizer) -> None:
         """Refuse a step that would not do what the script means, and take in what it wrote to parameters."""
         self._groups.check()
-        if id(optimizer) not in self._waiting:
+        if id(optimizer) not in self._waiting and not self._assigned(optimizer):
+            assigned = " zero_stage: 0 steps with gradients that the script assigns to p.grad." if self.stage else ""
             raise UsageError(
                 f"{type(optimizer).__name__}.step() found no gradients: there was no backward of its model since the "
                 "last step() or zero_grad()",
                 cure="Call accelerator.backward(loss), with a loss that depends on the model, before step(), and "
-                "zero_grad() after it.",
+                f"zero_grad() after it.{assigned}",
             )
         self._check_dropped(self._parameters[id(optimizer)], f"{type(optimizer).__name__}.step()")
         if self._same_writes is not None:
@@ -532,6 +539,12 @@ class Driver:
             self.writes.take_in()
         if self._unused is not None:
             self._unused.begin(optimizer, self._parameters[id(optimizer)], self._used)
+
+    def _assigned(self, optimizer: Optimizer) -> bool:
+        """Whether the script has assigned gradients to the parameters itself, which stage 0 steps with."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        held = self._parameters[id(optimizer)]
+        return self.zero is None and any(id(each) in held and each.grad is not None for each in parameters)
 
     def _check_dropped(self, wanted: frozenset[int] | None, what: str) -> None:
         """Raise where gradients of these parameters are those of two steps on one process, and of one here."""
@@ -633,8 +646,18 @@ def backward(
     with ExitStack() as stack:
         for driver in drivers:
             stack.enter_context(driver.running())
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if any(driver.taken for driver in drivers):
+                raise UnsupportedError(
+                    "ZeRO stage 3 went backward through a forward twice, by torch.autograd.grad and in this backward, "
+                    "and its layers release their parameters as the first passes them",
+                    cure="Call the model again for the second. zero_stage: 2 goes backward as often as it is asked.",
+                ) from error
+            raise
         for driver in drivers:
+            driver.taken = False
             driver.after_backward()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,13 @@ class PipelinedTrainable(DeferredTrainable):
         found = self.pipeline.example(*deferred_loss(loss))
         # Where the pipeline does not cut batches, it is of all rows.
         return None if found is None else (found[0], found[1] if found[1] > 1 else rows)
+
+    def retaining_graph(self) -> NoReturn:
+        raise UnsupportedError(
+            "backward() does not take retain_graph with a pipelined model, of which forward and backward run together",
+            cure="Add up the losses of one forward: accelerator.backward(first + second). pipeline_parallel_size: 1 "
+            "takes it.",
+        )
 
     @passing_over
     def _train(self, call: ModelCall[Any, Any], node: Node, scale: float | Tensor) -> None:
