@@ -341,7 +341,7 @@ class Accelerator(ProcessControl):
 
         Raises:
             UnsupportedError: another of ``kwargs`` with a prepared model, such as ``create_graph``; or ``retain_graph``
-                under an engine that runs one backward for each forward (DeepSpeed, pipelines).
+                under an engine that runs one backward for each forward (ZeRO 3, pipelines).
             UsageError: with ``count_items``, a loss that does not say what it is a mean over; ``denominator`` beside
                 ``num_items`` or losses without it.
         """
