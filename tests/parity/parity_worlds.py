@@ -128,7 +128,8 @@ adagrad layerwise_optimizer global_norm_optimizer optimizer_state_restored
 as_many_steps_as_samples as_many_steps_as_samples_in_one_dim as_many_classes_as_samples
 rows_collected_in_new_memory spectral_norm buffers_written counter_in_forward custom_output
 two_losses_of_one_forward two_losses_of_one_forward_in_windows gradient_surgery_by_backward
-langevin_dynamics weights_dropped_by_draws elastic_weights pruned_by_moving_scores parameters_by_torch_save
+langevin_dynamics weights_dropped_by_draws
+elastic_weights pruned_by_moving_scores parameters_by_torch_save
 """
 """Scripts whose numbers depend on how an engine cuts parameters, gradients and states, and where it keeps the parts."""
 

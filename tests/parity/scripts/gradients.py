@@ -210,6 +210,10 @@ def several_backwards(accelerator):
     return result(accelerator, losses, model=model)
 
 
+def _two_losses(logits, y):
+    return F.cross_entropy(logits, y), logits.pow(2).mean()
+
+
 @script()
 def two_losses_of_one_forward(accelerator):
     """One forward, two backwards through it with ``retain_graph=True``."""
@@ -217,8 +221,7 @@ def two_losses_of_one_forward(accelerator):
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
-        logits = model(x)
-        first, second = F.cross_entropy(logits, y), logits.pow(2).mean()
+        first, second = _two_losses(model(x), y)
         accelerator.backward(first, retain_graph=True)
         accelerator.backward(second)
         optimizer.step()
@@ -241,17 +244,17 @@ def accumulation_by_hand(accelerator):
     return result(accelerator, losses, model=model)
 
 
-def _windows():
+def _windows(losses_of=lambda logits, y: [F.cross_entropy(logits, y)]):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     x, y = points()
     losses = []
     for first in range(0, len(x), 2 * BATCH):
-        loss = F.cross_entropy(model(x[first : first + 2 * BATCH]), y[first : first + 2 * BATCH])
+        found = losses_of(model(x[first : first + 2 * BATCH]), y[first : first + 2 * BATCH])
         optimizer.zero_grad()
-        loss.backward()
+        sum(found).backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses += [loss.item() for loss in found]
     return losses, {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
@@ -884,22 +887,7 @@ def gradients_of_a_first_sum_dropped(accelerator):
     return result(accelerator, [], model=model)
 
 
-def _windows_of_two_losses():
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    x, y = points()
-    losses = []
-    for first in range(0, len(x), 2 * BATCH):
-        logits = model(x[first : first + 2 * BATCH])
-        both = [F.cross_entropy(logits, y[first : first + 2 * BATCH]), logits.pow(2).mean()]
-        optimizer.zero_grad()
-        sum(both).backward()
-        optimizer.step()
-        losses += [loss.item() for loss in both]
-    return losses, {f"model.{name}": value for name, value in model.state_dict().items()}
-
-
-@script(reference=_windows_of_two_losses, gradient_accumulation_steps=2)
+@script(reference=lambda: _windows(_two_losses), gradient_accumulation_steps=2)
 def two_losses_of_one_forward_in_windows(accelerator):
     """A window of two batches by ``accumulate``, with two backwards of each forward by ``retain_graph=True``."""
     model, optimizer, batches = start(accelerator)
@@ -907,7 +895,7 @@ def two_losses_of_one_forward_in_windows(accelerator):
     for x, y in batches:
         with accelerator.accumulate(model):
             logits = model(x)
-            first, second = F.cross_entropy(logits, y), logits.pow(2).mean()
+            first, second = _two_losses(logits, y)
             accelerator.backward(first, retain_graph=True)
             accelerator.backward(second)
             optimizer.step()

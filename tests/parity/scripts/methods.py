@@ -234,17 +234,30 @@ def weights_dropped_by_draws(accelerator):
     return fit(accelerator, model, optimizer, batches, of_classes, after=after)
 
 
-@script()
-def gradient_surgery(accelerator):
-    """PCGrad: gradients of two tasks by ``autograd.grad``, projected where they disagree, and assigned as a sum."""
+def two_tasks(model, x, y):
+    """Losses of a classification and of a regression, from one forward."""
+    out = model(x)
+    return [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
+
+
+def gradients_of(accelerator, optimizer, model, loss):
+    """Gradients over all processes, as ``accelerator.backward`` leaves them; the graph is kept."""
+    optimizer.zero_grad()
+    accelerator.backward(loss, retain_graph=True)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.zero_grad()
+    return found
+
+
+def surgery(accelerator, gradients):
+    """PCGrad, given a function of accelerator, optimizer, model and loss that finds the gradients of one task."""
     model = build(lambda: Net(classes=2 * CLASSES))
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     losses = []
     for x, y in batches:
-        out = model(x)
-        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
-        found = [torch.autograd.grad(task, list(model.parameters()), retain_graph=True) for task in tasks]
-        first, second = (torch.cat([each.flatten() for each in gradients]) for gradients in found)
+        tasks = two_tasks(model, x, y)
+        found = [gradients(accelerator, optimizer, model, task) for task in tasks]
+        first, second = (torch.cat([each.flatten() for each in one]) for one in found)
         dot = torch.dot(first, second)
         if dot < 0:
             first, second = first - dot / second.dot(second) * second, second - dot / first.dot(first) * first
@@ -259,98 +272,66 @@ def gradient_surgery(accelerator):
     return result(accelerator, losses, model=model)
 
 
-def gradients_of(accelerator, optimizer, model, loss, **settings):
-    """Gradients over all processes, as ``accelerator.backward`` leaves them."""
-    optimizer.zero_grad()
-    accelerator.backward(loss, **settings)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    optimizer.zero_grad()
-    return found
+@script()
+def gradient_surgery(accelerator):
+    """PCGrad: gradients of two tasks by ``autograd.grad``, projected where they disagree, and assigned as a sum."""
+    return surgery(
+        accelerator,
+        lambda _accelerator, _optimizer, model, task: torch.autograd.grad(
+            task, list(model.parameters()), retain_graph=True
+        ),
+    )
 
 
 @script(follows="gradient_surgery")
 def gradient_surgery_by_backward(accelerator):
     """PCGrad: the gradients of two tasks by a backward each, projected where they disagree, and assigned as a sum."""
+    return surgery(accelerator, gradients_of)
+
+
+def weighed(accelerator, norm):
+    """GradNorm, given a function of accelerator, optimizer, model and loss that finds the norm of one gradient."""
     model = build(lambda: Net(classes=2 * CLASSES))
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     losses = []
     for x, y in batches:
-        out = model(x)
-        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
-        found = [
-            torch.cat([each.flatten() for each in gradients_of(accelerator, optimizer, model, task, retain_graph=True)])
-            for task in tasks
-        ]
-        first, second = found
-        dot = torch.dot(first, second)
-        if dot < 0:
-            first, second = first - dot / second.dot(second) * second, second - dot / first.dot(first) * first
-        start = 0
-        for parameter in model.parameters():
-            size = parameter.numel()
-            parameter.grad = (first + second)[start : start + size].view_as(parameter)
-            start += size
+        tasks = two_tasks(model, x, y)
+        norms = [norm(accelerator, optimizer, model, task) for task in tasks]
+        loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
+        optimizer.zero_grad()
+        accelerator.backward(loss)
         optimizer.step()
-        losses.append(mean(accelerator, sum(tasks)))
+        losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
 
 
 @script()
 def tasks_weighed_by_their_gradients(accelerator):
     """GradNorm: each task's weight is the other's share of the gradient norm of the last shared layer."""
-    model = build(lambda: Net(classes=2 * CLASSES))
-    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
-    shared = model.body[2].weight
-    losses = []
-    for x, y in batches:
-        out = model(x)
-        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
-        norms = [torch.autograd.grad(task, shared, retain_graph=True)[0].norm() for task in tasks]
-        loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+
+    def norm(_accelerator, _optimizer, model, task):
+        return torch.autograd.grad(task, model.body[2].weight, retain_graph=True)[0].norm()
+
+    return weighed(accelerator, norm)
 
 
 @script(follows="tasks_weighed_by_their_gradients tasks_weighed_by_gradients_reduced_by_hand")
 def tasks_weighed_by_a_backward_of_each(accelerator):
     """GradNorm: each task's weight is the other's share of the gradient norm, which a backward of each task leaves."""
-    model = build(lambda: Net(classes=2 * CLASSES))
-    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
-    losses = []
-    for x, y in batches:
-        out = model(x)
-        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
-        shared = 2  # the weight of the last shared layer
-        norms = [gradients_of(accelerator, optimizer, model, task, retain_graph=True)[shared].norm() for task in tasks]
-        loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    shared = 2  # the place of the last shared layer's weight among the parameters
+    return weighed(accelerator, lambda *given: gradients_of(*given)[shared].norm())
 
 
 @script(follows="tasks_weighed_by_their_gradients")
 def tasks_weighed_by_gradients_reduced_by_hand(accelerator):
     """GradNorm: each process's gradients of the last shared layer are averaged before their norms are taken."""
-    model = build(lambda: Net(classes=2 * CLASSES))
-    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
-    losses = []
-    for x, y in batches:
-        out = model(x)
-        tasks = [F.cross_entropy(out[:, :CLASSES], y), out[:, CLASSES:].pow(2).mean()]
-        shared = model.body[2].weight
+
+    def norm(accelerator, _optimizer, model, task):
         with accelerator.no_sync(model):
-            found = [torch.autograd.grad(task, shared, retain_graph=True)[0] for task in tasks]
-        norms = [accelerator.reduce(gradient, "mean").norm() for gradient in found]
-        loss = sum(task * (norms[1 - number] / sum(norms)).detach() for number, task in enumerate(tasks))
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+            own = torch.autograd.grad(task, model.body[2].weight, retain_graph=True)[0]
+        return accelerator.reduce(own, "mean").norm()
+
+    return weighed(accelerator, norm)
 
 
 @script()

@@ -221,7 +221,8 @@ class TorchEngine:
             if self._compute is None
             else partial(torch.autocast, torch.device(device).type, self._compute, cache_enabled=policy.autocast_cache)
         )
-        self._retains_graph = False
+        self.retains_graph = False
+        """:meth:`backward` keeps the graph; for engines that run a backward by other means, too."""
         self._owners: WeakSet[OwnerOfOptimizers] = WeakSet()
         self._unscaled: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
         """Holds, by identity, the optimizers whose gradients have been unscaled since the last backward."""
@@ -260,16 +261,16 @@ class TorchEngine:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward(retain_graph=self._retains_graph)  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=self.retains_graph)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def retaining_graph(self) -> Iterator[None]:
         """Keep the graph in :meth:`backward`, so that another loss of the same forward can follow."""
-        before, self._retains_graph = self._retains_graph, True
+        before, self.retains_graph = self.retains_graph, True
         try:
             yield
         finally:
-            self._retains_graph = before
+            self.retains_graph = before
 
     def count_backward(self) -> None:
         """Count a backward, as :meth:`backward` does; before one that an engine runs by other means.

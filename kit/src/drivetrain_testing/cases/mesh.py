@@ -13,22 +13,18 @@ from drivetrain_testing.kit import Kit, case
 from drivetrain_testing.scenario import Scenario
 
 
-def _train_along(kit: Kit, axis: str) -> None:
-    along = kit.along(axis, 2)
-    compare(along, Scenario(window=2, max_norm=0.1))
-    sizes = along.made[-1].backend.topology.mesh.sizes
-    assert sizes[axis] == 2, f"the mesh is {sizes}, although mesh.{axis} is 2"
-    with diagnosis.meaning(f"drivetrain test along {axis}"):
-        self_test.check(along.accelerator())
-
-
 def _add_case(axis: str) -> None:
-    def along_axis(kit: Kit) -> None:
-        _train_along(kit, axis)
+    def train_along(kit: Kit) -> None:
+        along = kit.along(axis, 2)
+        compare(along, Scenario(window=2, max_norm=0.1))
+        sizes = along.made[-1].backend.topology.mesh.sizes
+        assert sizes[axis] == 2, f"the mesh is {sizes}, although mesh.{axis} is 2"
+        with diagnosis.meaning(f"drivetrain test along {axis}"):
+            self_test.check(along.accelerator())
 
-    along_axis.__name__ = axis
-    along_axis.__doc__ = f"``mesh: {{{axis}: 2}}`` trains as one process does."
-    case(applies=lambda capabilities: axis in capabilities.mesh_axes, world_sizes=(2,))(along_axis)
+    train_along.__name__ = axis
+    train_along.__doc__ = f"``mesh: {{{axis}: 2}}`` trains as one process does."
+    case(applies=lambda capabilities: axis in capabilities.mesh_axes, world_sizes=(2,))(train_along)
 
 
 for name in AXES:

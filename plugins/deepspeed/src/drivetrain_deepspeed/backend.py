@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakSet
@@ -75,7 +75,6 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
         with quiet.surroundings(settings.process):
             self.deepspeed.init_distributed(dist_backend=self._group.communication_backend, verbose=False)
         self._stopped = False
-        self._retains_graph = False
         return self.topology
 
     def set_batches(self, sizes: Sequence[int], accumulation_steps: int) -> None:
@@ -169,16 +168,7 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
         if isinstance(factor, Tensor) or factor != 1.0:
             loss = loss * factor
         drivers = [trainable.driver for trainable in self._trainables if trainable.driver is not None]
-        backward(loss, drivers, self.loss_scale, retain_graph=self._retains_graph)
-
-    @contextmanager
-    def retaining_graph(self) -> Iterator[None]:
-        """Keep the graph in :meth:`backward`."""
-        before, self._retains_graph = self._retains_graph, True
-        try:
-            yield
-        finally:
-            self._retains_graph = before
+        backward(loss, drivers, self.loss_scale, retain_graph=self.precision.retains_graph)
 
     def forget(self, trainable: DeepSpeedTrainable) -> None:
         """Drop a trainable that was released."""

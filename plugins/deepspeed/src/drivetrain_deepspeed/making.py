@@ -28,7 +28,7 @@ from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
-from drivetrain_sharding import AssignmentRefusal, write_as_made
+from drivetrain_sharding import AssignmentRefusal, pickle_as_made
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -157,7 +157,7 @@ def _attributes(module: nn.Module) -> dict[nn.Parameter, frozenset[str]]:
 def _write_as_made(of_script: Mapping[nn.Parameter, frozenset[str]], stage: int) -> None:
     """Leave out of a pickled parameter what DeepSpeed has set on it since. In stage 3 none is whole."""
     for parameter, names in of_script.items() if stage < 3 else ():
-        write_as_made(parameter, vars(parameter).keys() - names)
+        pickle_as_made(parameter, vars(parameter).keys() - names)
 
 
 def _fill_adagrad(adagrad: torch.optim.Adagrad, zero: Any) -> None:

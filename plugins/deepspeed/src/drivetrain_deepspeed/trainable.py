@@ -101,7 +101,7 @@ class DeepSpeedTrainable(Trainable):
                 "backward passes them",
                 cure="Add up the losses of one forward: accelerator.backward(first + second). zero_stage: 2 takes it.",
             )
-        return self._backend.retaining_graph()
+        return self._backend.precision.retaining_graph()
 
     def synchronise_gradients(self, enabled: bool) -> None:
         if self._driver is not None:

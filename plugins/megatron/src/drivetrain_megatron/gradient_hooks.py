@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.api import GradientHook, LocalGradients, UnsupportedError, hooks_of
 from drivetrain.api.engines import try_hook
 from drivetrain_megatron.pipeline.skeleton import Elsewhere, unaware
-from drivetrain_sharding import write_as_made
+from drivetrain_sharding import pickle_as_made
 
 Whole = Callable[[str, Tensor], Tensor]
 Part = Callable[[Tensor, Tensor], Tensor]
@@ -118,7 +118,7 @@ def refuse(former: Mapping[str, Tensor], module: nn.Module, why: str) -> None:
 
             parameter.register_hook = refused  # type: ignore[method-assign]
             parameter.register_post_accumulate_grad_hook = refused  # type: ignore[method-assign]
-            write_as_made(parameter, {"register_hook", "register_post_accumulate_grad_hook"})
+            pickle_as_made(parameter, {"register_hook", "register_post_accumulate_grad_hook"})
 
 
 def listed(module: nn.Module) -> Iterator[GradientHook]:
@@ -194,7 +194,7 @@ def refuse_accumulated(module: nn.Module) -> None:
             raise _refused(name)
 
         parameter.register_post_accumulate_grad_hook = refused  # type: ignore[method-assign]
-        write_as_made(parameter, {"register_post_accumulate_grad_hook"})
+        pickle_as_made(parameter, {"register_post_accumulate_grad_hook"})
 
 
 @contextmanager

@@ -34,11 +34,11 @@ from drivetrain_sharding.local_steps import (
     steps_locally,
 )
 from drivetrain_sharding.owners import OwnerSteps
+from drivetrain_sharding.pickling import pickle_as_made
 from drivetrain_sharding.plain_data import refuse_as_data
 from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
-from drivetrain_sharding.written import write_as_made
 
 __all__ = [
     "ELEMENTWISE",
@@ -66,6 +66,7 @@ __all__ = [
     "needs_owners",
     "on_local_parts",
     "parameter_groups",
+    "pickle_as_made",
     "recording_of",
     "refuse_as_data",
     "refuse_assignment",
@@ -79,5 +80,4 @@ __all__ = [
     "temporary",
     "watch_forwards",
     "why_not_matrixwise",
-    "write_as_made",
 ]

@@ -173,7 +173,7 @@ class Elsewhere(FakeTensor):
             self.requires_grad_(False)
         if getattr(func, "__name__", "") not in _DRAWS:
             return self
-        drawn = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        drawn = _ones(self)
         with torch.no_grad():
             named = {name: drawn if one is self else one for name, one in kwargs.items()}
             func(*(drawn if one is self else one for one in args), **named)
@@ -253,7 +253,7 @@ class Elsewhere(FakeTensor):
 
     def _copied(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
-            like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
             absent = self.fake_mode.fake_tensor_converter.from_meta_and_device(self.fake_mode, like, self.device)
             return nn.Parameter(absent, requires_grad=self.requires_grad)
 
@@ -416,8 +416,8 @@ class Blanks:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def absent_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the same shape and dtype, without memory."""
-        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        """A parameter of the same shape, strides and dtype, without memory."""
+        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         absent = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, like, self._device)
         made = nn.Parameter(absent, requires_grad=parameter.requires_grad)
         # Torch's own copying reads the address of memory that does not exist; scripts copy models.

@@ -1,4 +1,4 @@
-"""Writes a parameter to a file as the script made it, without what an engine has set on it.
+"""Pickles parameters as the script made them, without the attributes that an engine has set on them.
 
 ``torch.save`` writes the attributes of a parameter beside its values. An engine keeps process groups, hooks and buffers
 in such attributes, which no file can hold, and which a reader without the engine could not use.
@@ -35,8 +35,8 @@ class _AsMade:
             return written.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def write_as_made(parameter: nn.Parameter, of_engine: Iterable[str]) -> None:
-    """Let ``torch.save``, ``pickle`` and object collectives write a whole parameter as the script made it.
+def pickle_as_made(parameter: nn.Parameter, of_engine: Iterable[str]) -> None:
+    """Make ``torch.save``, ``pickle`` and object collectives write a whole parameter as the script made it.
 
     Attributes that the script sets, before or after, are written. A parameter of a subclass with a ``__reduce_ex__`` of
     its own stays as it is. Not collective.
